@@ -59,6 +59,7 @@ class Topology:
     cluster: Cluster
     units: tuple[Unit, ...]
     hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all run on one host
+    link_mbit: float = 0.0  # the measured speed of the slowest link between units; 0: not measured
 
     @property
     def implicit(self) -> bool:
@@ -108,6 +109,17 @@ class Topology:
         # In one synchronous group on one host, servers work only while the workers wait for them. So they need no
         # process of their own.
         return all_reduces(self.cluster) and self.sees_memory(0)
+
+    @property
+    def fits_slices(self) -> bool:
+        """Whether the sizes of slices may follow the speed of the link.
+
+        They may where no bit of a result depends on them: each compressed slice has a scale of its own, and a ring adds
+        the parts of each slice in another order.
+        """
+        cluster = self.cluster
+        set_by_hand = cluster.slice_bytes or cluster.link is not None
+        return not (set_by_hand or self.collective or cluster.compression is not Compression.kNone)
 
     @property
     def torch_collective(self) -> bool:
@@ -227,6 +239,7 @@ class Topology:
             "server_group_of_worker_group": [
                 None if self.implicit else self.server_group_of(g) for g in range(self.worker_groups)
             ],
+            **({"link_mbit": round(self.link_mbit)} if self.link_mbit else {}),
         }
 
     def explain(self) -> str:
@@ -264,10 +277,11 @@ class Topology:
         return ", ".join((_count(len(self.units), "unit"), workers, "no servers" if self.implicit else servers))
 
 
-def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
+def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) -> Topology:
     """Place every worker and server of `cluster`.
 
     hosts: the number of the host of each unit, by rank, known after the rendezvous of all units. Empty: one host.
+    link_mbit: as in `Topology`.
 
     Raises:
         ConfigError: the counts do not fit together.
@@ -289,7 +303,7 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
     units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
     if hosts and len(hosts) != total:
         raise ValueError(f"{len(hosts)} hosts for {total} units")
-    return Topology(cluster, tuple(units), tuple(hosts))
+    return Topology(cluster, tuple(units), tuple(hosts), link_mbit)
 
 
 def validate(cluster: Cluster) -> None:

@@ -75,7 +75,7 @@ class LocalLauncher(Launcher):
                             # The budget of restarts is kept, and all else begins anew.
                             goes_on.begin_attempt()
                         else:
-                            job, topology = resized, layout(resized.cluster)
+                            job, topology = resized, layout(resized.cluster, link_mbit=topology.link_mbit)
                             goes_on.begin_resized(job, topology)
                             why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                         resume = origin.newest(host)
@@ -106,7 +106,9 @@ class LocalLauncher(Launcher):
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units
-            run.start(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], attempt)
+            folder, mbit = str(workspace / "run"), run.topology.link_mbit
+            places = [UnitPlace(u.rank, len(units), url, folder, link_mbit=mbit) for u in units]
+            run.start(self.calls, places, attempt)
             return run.run()
         finally:
             # Also after an exception in `on_event`: no process is left behind.

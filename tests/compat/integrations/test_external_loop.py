@@ -81,7 +81,9 @@ def tied(tmp_path, monkeypatch):
 
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
-        place = RouterConfig.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
+        place = RouterConfig.of(
+            layout(job.cluster), job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, "127.0.0.1"
+        )
         here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, Book(), WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(

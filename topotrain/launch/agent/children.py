@@ -60,6 +60,7 @@ class UnitConfig:
 
     sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
     threads: of each worker, as `worker_threads` returns it.
+    link_mbit: the measured speed of the slowest link between units; 0: not measured.
     """
 
     job: Job
@@ -71,6 +72,7 @@ class UnitConfig:
     host: str = "127.0.0.1"
     attempt: AttemptInfo = AttemptInfo()
     threads: int = 0
+    link_mbit: float = 0.0
 
     @property
     def logs(self) -> Path:
@@ -292,6 +294,7 @@ def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int
         "sockets": unit.sockets,
         "hosts": list(unit.hosts),
         "host": unit.host,
+        "link_mbit": unit.link_mbit,
         "program": unit.job.program,
         "args": list(unit.job.args),
         "incarnation": incarnation,

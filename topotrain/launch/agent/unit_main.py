@@ -63,7 +63,7 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
     """
     run_dir = Path(place.run_dir)
     job = job_file.load(run_dir / JOB_FILE)
-    topology = layout(job.cluster, place.host_numbers)
+    topology = layout(job.cluster, place.host_numbers, place.link_mbit)
     units = len(topology.units)
     if place.nprocs != units:
         raise ConfigError("nprocs", place.nprocs, f"must be {units}, the number of units of this job")
@@ -80,7 +80,16 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
         sockets = place.sockets or os.path.dirname(path)
         threads = worker_threads(job, topology, place.rank, os.environ, allowed_cores())
         unit = UnitConfig(
-            job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt, threads
+            job=job,
+            unit=place.rank,
+            rendezvous=place.rendezvous,
+            run_dir=run_dir,
+            sockets=sockets,
+            hosts=topology.hosts,
+            host=place.host,
+            attempt=attempt,
+            threads=threads,
+            link_mbit=place.link_mbit,
         )
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)

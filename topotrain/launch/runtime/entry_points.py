@@ -19,7 +19,7 @@ from topotrain.config import job_file
 from topotrain.config.job import OnFailure
 from topotrain.config.private_files import open_file
 from topotrain.config.python_module import module_of
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Apart,
     Counted,
@@ -212,7 +212,8 @@ def _place(spec: dict[str, Any]) -> RouterConfig:
     job = job_file.loads(spec["job"], "the job")
     token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
     store = open_store(spec["rendezvous"])
-    place = RouterConfig.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    topology = layout(job.cluster, spec["hosts"], spec["link_mbit"])
+    place = RouterConfig.of(topology, job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["host"])
     return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
 
 

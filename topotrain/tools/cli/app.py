@@ -24,7 +24,6 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
-from topotrain.tools.cli import resume as commands_resume
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
@@ -422,10 +421,11 @@ def launch(
 
 
 def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
+    from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.monitor.result_tables import console
 
     terminal = console(stderr=True)
-    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=commands_resume.asked_for(job)))
+    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=asked_for(job)))
     show(result, terminal, False, as_json, None)
     return result.outcome.code
 
@@ -457,6 +457,7 @@ def compare(
     """
     with refusing():
         from topotrain.launch.agent import forkserver
+        from topotrain.tools.cli.resume import asked_for
         from topotrain.tools.monitor import compare_jobs as side_by_side
         from topotrain.tools.monitor import loss_plot
         from topotrain.tools.monitor.result_tables import comparison, console
@@ -475,7 +476,7 @@ def compare(
         def results() -> "Iterator[tuple[side_by_side.ComparedJob, JobResult]]":
             for entry in compared:
                 terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-                options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
+                options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
                 yield entry, train(entry.job, entry.topology, terminal, options)
 
         make_folder(out)
@@ -499,13 +500,15 @@ def _job_and_snapshot(
     resume: Path | None,
 ) -> "tuple[Job, str]":
     """Return the requested job, and the folder of the snapshot to resume from, if any."""
+    from topotrain.tools.cli.resume import asked_for, earlier
+
     if resume is None:
         if conf is None:
             raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
         job = load_job(conf, sets, program, args)
-        return job, commands_resume.asked_for(job)
+        return job, asked_for(job)
     # With a job file the overrides are of that file.
-    found = commands_resume.earlier(resume, sets or () if conf is None else ())
+    found = earlier(resume, sets or () if conf is None else ())
     if conf is not None:
         return load_job(conf, sets, program, args), found.path
     check_program(found.job.program)
