@@ -12,7 +12,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.compat.integrations import external_loop
 from topotrain.config.job import Cluster, ConfigError, Job, Shard
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.runtime.worker_connections import WorkerConnector
 from topotrain.training import api, context
 from topotrain.training.data.distributed_loader import ShardedLoader

@@ -336,7 +336,8 @@ def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["run", "--help"], ["chaos", "--help"], ["plan", "down.conf"], ["plan", "down.conf", "--json"]]
+    "argv",
+    [["--help"], ["run", "--help"], ["chaos", "--help"], ["plan", "down.conf"], ["plan", "down.conf", "--json"]],
 )
 def test_help_and_plan_import_nothing_slow(here: Path, argv: list[str]) -> None:
     code = f"""
