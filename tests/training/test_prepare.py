@@ -235,7 +235,7 @@ def test_nothing_is_told_of_a_loader_that_was_kept_or_never_given(job):
 
 def test_a_script_without_a_loader_is_told_nothing(job):
     here, model = job(), mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     train(model, optimizer, loader(), 1)
     here.finish()
     assert notices(here) == []
@@ -303,7 +303,7 @@ def test_a_script_that_only_evaluates_is_no_mistake(job):
 
 def test_gradients_that_a_script_sets_itself_train(job):
     here, model = job(), mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -383,7 +383,7 @@ def test_what_a_job_prints_names_the_nearest_name_once(job, tmp_path, monkeypatc
 def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
     rate = LRGen(type="kStep", base_lr=0.1, step_conf=Step(change_freq=2, gamma=0.5))
     here = job(updater=Updater(type="kAdam", adam_conf=AdamConf(), learning_rate=rate))
-    model, optimizer, _ = tt.prepare(mlp())
+    model, optimizer = tt.prepare(mlp(), None)
     assert isinstance(optimizer, torch.optim.Adam)
     seen = []
     for x, y in loader():
@@ -398,7 +398,7 @@ def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
 def test_weight_local_and_clip_reach_the_worker(job):
     here = job(grads="kHidden")
     model = mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     worker = here.context.worker
     tt.weight(7)
     assert worker.batches.weight() == 7.0
@@ -418,7 +418,7 @@ def test_weight_local_and_clip_reach_the_worker(job):
 def test_losses_are_seen_unscaled_and_private_ones_not(job):
     here = job()
     model = mlp()
-    model, _optimizer, _ = tt.prepare(model, sgd(model))
+    model, _optimizer = tt.prepare(model, sgd(model))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     x, y = next(iter(loader()))
     loss = cross_entropy(model, x, y)

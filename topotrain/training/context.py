@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from topotrain.comm.router import RouterConfig
 from topotrain.comm.transport.shared_memory import ProcessMemory
@@ -23,6 +24,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.prepared_objects import PreparedObjects, joined
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
@@ -61,11 +63,26 @@ class Connector(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """The arguments of `tt.prepare`, perhaps with an optimizer of the job file."""
+    """What all calls of `tt.prepare` were given, perhaps with an optimizer of the job file.
+
+    Attributes:
+        model: the model, or a module with all models in it.
+        optimizers: by number. Empty: only while a script is planned.
+        loader: the DataLoader, or None.
+        several: whether there are several models.
+    """
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: tuple[Optimizer, ...]
     loader: Any
+    several: bool = False
+
+    def only_optimizer(self, what: str) -> Optimizer:
+        """The optimizer. Raises ConfigError if there are several, which `what` does not go with."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        names = " and ".join(type(each).__name__ for each in self.optimizers)
+        raise ConfigError("tt.prepare", names, f"must be one optimizer, with a parameter group for each part: {what}")
 
 
 class PrepareExtension:
@@ -103,7 +120,7 @@ class PrepareExtension:
     def attach(self, here: "Context", worker: Worker) -> None:
         """The worker has started: join its steps."""
 
-    def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
+    def script_position(self, here: "Context", worker: Worker) -> ScriptPosition | None:
         """The position of the script, to resume it; None: not by this feature."""
         return None
 
@@ -122,6 +139,27 @@ class PrepareExtension:
 
     def close(self, here: "Context") -> None:
         """The job is over for this process, and the connections close next."""
+
+
+class EarlyUse:
+    """Refuses steps and loops while more calls of `tt.prepare` follow, of `calls` so far."""
+
+    def __init__(self, calls: Sequence[PreparedObjects]) -> None:
+        self._calls = calls
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self.refuse("optimizer.step()"))
+
+    def refuse(self, what: str) -> None:
+        """Raise ConfigError: the script uses something too early."""
+        accepted = (
+            f"comes after {len(self._calls)} of several calls of tt.prepare, and the job begins with the last: give "
+            f"all models and optimizers to one call, G, D, opt_g, opt_d, loader = "
+            f"tt.prepare(G, D, opt_g, opt_d, loader)"
+        )
+        raise ConfigError(what, None, accepted)
+
+    def close(self) -> None:
+        """The last call has come."""
+        self._hook.remove()
 
 
 class TrainingChecks(ABC):
@@ -156,6 +194,7 @@ class Context:
     connector: Connector
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
+    calls: list[PreparedObjects] = field(default_factory=list)  # of `tt.prepare` so far
     worker: Worker | None = None
     connections: Connections | None = None  # opened by `connect`
     loader: ShardedLoader | None = None  # once the script has prepared with one
@@ -165,6 +204,7 @@ class Context:
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: TrainingChecks | None = None  # once the script has prepared
+    early: EarlyUse | None = None  # while more calls of `tt.prepare` follow
     resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
@@ -189,6 +229,23 @@ class Context:
     def owned_by(self, owner: ProcessOwner) -> None:
         """Let `owner` know of the script's loops and of `tt.leave`."""
         self.owner = owner
+
+    def await_calls(self) -> None:
+        """More calls of `tt.prepare` follow. Until then nothing that was given may be used."""
+        if self.early is None:
+            self.early = EarlyUse(self.calls)
+
+    def end_calls(self) -> PreparedObjects:
+        """This is the last call of `tt.prepare`; what all of them were given. Raises ConfigError."""
+        if self.early is not None:
+            self.early.close()
+            self.early = None
+        return joined(self.calls)
+
+    def check_open(self, what: str) -> None:
+        """Raise ConfigError if more calls of `tt.prepare` follow."""
+        if self.early is not None:
+            self.early.refuse(what)
 
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
@@ -239,11 +296,9 @@ class Context:
 class PlanRun(BaseException):
     """Carries the arguments of `prepare` out of a script that is only planned."""
 
-    def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
+    def __init__(self, request: PrepareRequest) -> None:
         super().__init__("planning")
-        self.model = model
-        self.optimizer = optimizer
-        self.loader = loader
+        self.request = request
 
 
 class _OutsideStep(threading.local):
@@ -261,6 +316,7 @@ class _OutsideStep(threading.local):
 
 _current: Context | None = None
 _planning = False
+_calls: list[PreparedObjects] = []  # of a script that is only planned
 _prepared = False  # an ordinary process has called `tt.prepare`
 _loops = 0  # so many loops over `tt.epochs` have begun
 _outside_step = _OutsideStep()
@@ -284,27 +340,27 @@ def prepared() -> bool:
     return _prepared
 
 
-def prepare_once() -> None:
-    """An ordinary process calls `tt.prepare`. Raises ConfigError the second time."""
+def note_prepared() -> None:
+    """An ordinary process calls `tt.prepare`."""
     global _prepared
-    if _prepared:
-        raise again()
     _prepared = True
 
 
 def forget() -> None:
-    """Let an ordinary process call `tt.prepare` again."""
+    """Let an ordinary process join a job."""
     global _prepared
     _prepared = False
 
 
-def again() -> ConfigError:
-    """The error of a second `tt.prepare`."""
+def again(optimizers: Sequence[Optimizer]) -> ConfigError:
+    """The error of a `tt.prepare` after the job has begun."""
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers) or None
     accepted = (
-        "was called before: a job has one model and one optimizer. tt.leave() in between lets an ordinary process "
-        "(a notebook, say) prepare another one"
+        "comes too late: the job has begun with what was prepared before. Give all models and optimizers to one "
+        "call, G, D, opt_g, opt_d, loader = tt.prepare(G, D, opt_g, opt_d, loader), or to calls that directly follow "
+        "one another"
     )
-    return ConfigError("tt.prepare", None, accepted)
+    return ConfigError("tt.prepare", names, accepted)
 
 
 def begin_loop() -> int:
@@ -323,6 +379,12 @@ def plan_only() -> None:
     """Let `prepare` raise `PlanRun` from now on."""
     global _planning
     _planning = True
+
+
+def planned(call: PreparedObjects) -> Sequence[PreparedObjects]:
+    """Note a call of a script that is only planned; returns all calls so far."""
+    _calls.append(call)
+    return _calls
 
 
 def planning() -> bool:

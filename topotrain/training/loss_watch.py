@@ -131,6 +131,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
         losses = [_value(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
         spans = worker.client.channel.spans
         spans.since("forward")
+        worker.before_backward()
         with spans.span("backward"):
             backward(tensors, *args, **kwargs)
         spans.mark()

@@ -5,11 +5,11 @@
 
 from collections.abc import Collection, Mapping
 
-from topotrain.config.async_momentum import explanation, momentum_in
+from topotrain.config.async_momentum import explanation
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.optim.adapter import OptimizerSpec
+from topotrain.core.optim.adapter import OptimizerSpec, momentum_in
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
@@ -165,7 +165,7 @@ class StepExecution:
             return
         model, worker = self._state.known, "" if number == NO_WORKER else str(self._groups.workers[group][number])
         # Groups that do not wait for each other may have come to it by their momentum.
-        momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer).name, self._hyper.of_group[group])
+        momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer), self._hyper.of_group[group])
         why = explanation(self._topology, momentum)
         text = nonfinite_message(worker, model.parameter(refused[number]), step + 1, self._strikes.most, why)
         self.fail(group, text, self._strikes.quarantine)

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.core.events import EventNotifier
@@ -51,9 +50,9 @@ class ScriptResume(ScriptPosition):
     Raises ConfigError if the saved state does not fit this script.
     """
 
-    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
+    def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
-        self._rates = OptimizerRates(optimizer, here.kept, EventNotifier(here, str(here.me)))
+        self._rates = OptimizerRates(worker.optimizers, here.kept, EventNotifier(here, str(here.me)))
         self._saves = _saves(here)
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
