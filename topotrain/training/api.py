@@ -35,7 +35,7 @@ from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.row_module import RowModule
-from topotrain.training.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
+from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
 from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
@@ -110,15 +110,14 @@ def prepare(*objects: object) -> Any:
         return _prepare_plainly(call)
     if here.worker is not None:
         raise process.again(call.optimizers)
-    here.calls.append(call)
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
     if later_calls(sys._getframe(1)):
         # The servers get one description, of what all calls have given.
-        here.await_calls()
+        here.await_calls(call)
         return call.returned(LaterLoader(here, call.loader) if call.loader is not None else None)
-    made = here.end_calls()
+    made = here.end_calls(call)
     built = _build(here, made.model) if made.needs_updater else None
     optimizers = made.optimizers if built is None else (built,)
     request = PrepareRequest(made.model, optimizers, made.loader, made.several)

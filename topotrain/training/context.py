@@ -24,7 +24,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
-from topotrain.training.prepared_objects import PreparedObjects, joined
+from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
@@ -230,17 +230,19 @@ class Context:
         """Let `owner` know of the script's loops and of `tt.leave`."""
         self.owner = owner
 
-    def await_calls(self) -> None:
+    def await_calls(self, call: PreparedObjects) -> None:
         """More calls of `tt.prepare` follow. Until then nothing that was given may be used."""
+        self.calls.append(call)
         if self.early is None:
             self.early = EarlyUse(self.calls)
 
-    def end_calls(self) -> PreparedObjects:
+    def end_calls(self, call: PreparedObjects) -> PreparedObjects:
         """This is the last call of `tt.prepare`; what all of them were given. Raises ConfigError."""
+        made = joined([*self.calls, call])
         if self.early is not None:
             self.early.close()
             self.early = None
-        return joined(self.calls)
+        return made
 
     def check_open(self, what: str) -> None:
         """Raise ConfigError if more calls of `tt.prepare` follow."""

@@ -102,7 +102,7 @@ class GradientPath(ABC):
             self.private = False
 
     @abstractmethod
-    def at_step(self, step: int, optimizer: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         """Send the rest; return (revisions, edited bits, dropped bits) for the commit.
 
         optimizer: the number of the one whose parameters are in the step.
@@ -402,7 +402,7 @@ class MeanPath(GradientPath):
     def _arrived_for(self, index: int) -> bool:
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
-    def at_step(self, step: int, optimizer: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         # The script may call step() after a backward that raised.
         self._give_up()
         edited = dropped = 0
@@ -564,7 +564,7 @@ class PushPath(GradientPath):
         self._mirror.drain()
         self.backwards += 1
 
-    def at_step(self, step: int, optimizer: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         self._mirror.drain()
         if self._eager:
             self._habits.note(optimizer, self.backwards)
@@ -692,7 +692,7 @@ class ArrivalPath(GradientPath):
         self.backwards = 1
         self._open = False
 
-    def at_step(self, step: int, optimizer: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         if self.backwards and self._hyper() != self._sent_hyper:
             raise RuntimeError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "
