@@ -11,10 +11,7 @@ import torch
 from in_process_job import LAYOUTS, cross_entropy, job_of, mlp, plain, reference, run_local, vectors
 from torch import nn
 
-from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
-from topotrain.core.optim.adapter import OptimizerSpec, describe_all
-from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.parameters.gradient_hooks import StepHabits
+from topotrain.config.job import Grads
 
 SYNCHRONOUS = [name for name in LAYOUTS if LAYOUTS[name].get("nworker_groups", 1) == 1]
 

@@ -34,8 +34,8 @@ from topotrain.training.misuse_checks import LaterLoader, MisuseChecks
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
-from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
+from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
@@ -218,7 +218,7 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         replay = _batch_replay(here, worker)
         data = connections.exchange.extension(DataClient)
         # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
-        here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
+        here.read_from(ShardedLoader(loader, _data_plan(here, request), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
@@ -285,11 +285,18 @@ class _UnitMemory(WorkerMemory):
         return flats
 
 
-def _data_plan(here: Context, model: nn.Module) -> DataPlan:
-    job, topology = here.place.job, here.place.topology
-    groups = topology.worker_groups
-    # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one.
-    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not here.counted)
+def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
+    job, topology, model = here.place.job, here.place.topology, request.model
+    groups, several = topology.worker_groups, len(request.optimizers) > 1
+    if several and job.shard is Shard.kLease:
+        accepted = (
+            "must be kAuto or kStatic with several optimizers: after a death a group goes on within its last batch"
+        )
+        raise ConfigError("shard", job.shard.value, accepted)
+    # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one. A lease that is
+    # given up is read by another group, which would not know how many steps were made with its last batch.
+    counted = here.counted or several
+    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not counted)
     return DataPlan(
         group=here.me.group,
         groups=groups,

@@ -121,6 +121,7 @@ class Worker(BatchAccounting):
         self.leaves = False
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
         self._own_steps = 0  # calls of `step`
+        self._made = 0  # so many next calls are steps that an earlier process has made
         self._committed = 0  # steps of the group
         self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
         self._held = HeldGradients(parts)
@@ -182,6 +183,13 @@ class Worker(BatchAccounting):
         self.client.channel.spans.since("data")
         self.tally.add_batch(samples)
         self.batches.add(stream, seq, weight, samples)
+        self._made = 0
+
+    def drawn_again(self, weight: float, made: int) -> None:
+        """Implement `BatchAccounting.drawn_again`."""
+        self.tally.start(time.monotonic())
+        self.batches.add_again(weight)
+        self._made = made
 
     def left_early(self, epoch: int, batches: int) -> None:
         """Implement `BatchAccounting.left_early`."""
@@ -236,8 +244,13 @@ class Worker(BatchAccounting):
             check_finite: skip the step if they are not finite.
             number: of the optimizer. The gradients of others stay as they are.
 
-        Returns None where the outcome is not known yet (`pull: kLazy`), or the step was local (`n_push` > 1).
+        Returns None where the outcome is not known yet (`pull: kLazy`), where the step was local (`n_push` > 1), and
+        where an earlier process has made it.
         """
+        # The servers have this step. The parameters have its values, and those of steps after it.
+        if self._made:
+            self._made -= 1
+            return None
         # A script that divides its data itself has no loader that would have started the clock.
         self.tally.start(time.monotonic())
         for extension in self._hooks.before_step:

@@ -34,6 +34,10 @@ class BatchAccounting(ABC):
         count.
         """
 
+    def drawn_again(self, weight: float, made: int) -> None:
+        """The script gets a batch with which it has made so many steps that count."""
+        return
+
     @abstractmethod
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop after so many batches. This must not wait."""
@@ -68,6 +72,10 @@ class StepBatches:
         # Batches of a stream are read in order, so first and last are enough.
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
+
+    def add_again(self, weight: float) -> None:
+        """The script was given a batch that is in an earlier commit already."""
+        self._batch_weight, self._given_weight = weight, None
 
     def weight(self) -> float:
         """The weight of the gradient: samples, or the argument of `tt.weight`."""

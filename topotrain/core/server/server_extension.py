@@ -126,6 +126,12 @@ class ServerExtension:
     def before_decision(self, group: int) -> None:
         """The coordinator is about to decide a step of this group."""
 
+    def before_apply(self, group: int, first: m.Commit) -> None:
+        """A decided step of a group is about to be carried out on this shard.
+
+        first: the commit of the first of its workers.
+        """
+
     def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
         """The step counts, and the shard's values have just changed.
 
@@ -293,6 +299,7 @@ class ExtensionHooks:
         self.may_stage = overriding(extensions, ServerExtension.may_stage)
         self.amend_vote = overriding(extensions, ServerExtension.amend_vote)
         self.before_decision = overriding(extensions, ServerExtension.before_decision)
+        self.before_apply = overriding(extensions, ServerExtension.before_apply)
         self.apply_step = overriding(extensions, ServerExtension.apply_step)
         self.amend_reply = overriding(extensions, ServerExtension.amend_reply)
         self.step_over = overriding(extensions, ServerExtension.step_over)
