@@ -146,7 +146,12 @@ class EarlyUse:
 
     def __init__(self, calls: Sequence[PreparedObjects]) -> None:
         self._calls = calls
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.refuse("optimizer.step()"))
+        self._hook = register_optimizer_step_pre_hook(self._stepping)
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # The hook is for all optimizers of the process.
+        if any(optimizer is known for call in self._calls for known in call.optimizers):
+            self.refuse("optimizer.step()")
 
     def refuse(self, what: str) -> None:
         """Raise ConfigError: the script uses something too early."""
@@ -235,6 +240,7 @@ class Context:
         self.calls.append(call)
         if self.early is None:
             self.early = EarlyUse(self.calls)
+            self.at_close.callback(self.early.close)
 
     def end_calls(self, call: PreparedObjects) -> PreparedObjects:
         """This is the last call of `tt.prepare`; what all of them were given. Raises ConfigError."""
