@@ -211,7 +211,7 @@ def counted(source):
     found = []
     name = f"<source {hash(source)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    exec(  # noqa: S102
+    exec(
         compile(source, name, "exec"),
         {"prepare": lambda *_: found.append(later_calls(sys._getframe(1))), "other": lambda *_: None},
     )
@@ -238,5 +238,5 @@ def test_the_calls_that_surely_follow_are_counted(source, expected):
 
 def test_without_a_source_no_call_follows():
     found = []
-    exec("prepare()\nprepare()", {"prepare": lambda: found.append(later_calls(sys._getframe(1)))})  # noqa: S102
+    exec("prepare()\nprepare()", {"prepare": lambda: found.append(later_calls(sys._getframe(1)))})
     assert found == [0, 0] and later_calls(None) == 0

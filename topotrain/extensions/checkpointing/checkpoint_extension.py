@@ -22,6 +22,7 @@ from topotrain.core.server.server_extension import (
     Outbox,
     ServerExtension,
     StepResult,
+    StepStartExtension,
     makes_partial_steps,
 )
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
@@ -50,7 +51,7 @@ class SnapshotStart(StartPoint):
         restore(model, self._source, shard)
 
 
-class CheckpointExtension(ExchangeExtension):
+class CheckpointExtension(ExchangeExtension, StepStartExtension):
     """The snapshots of one server.
 
     Args:
