@@ -99,7 +99,7 @@ class MeasuredClient:
         from topotrain.training import context
 
         self.model = Flat(tensors)
-        self.model, _optimizer, _ = tt.prepare(self.model, _sgd(self.model))
+        self.model, _optimizer = tt.prepare(self.model, _sgd(self.model))
         here = context.current()
         assert here is not None
         assert here.worker is not None

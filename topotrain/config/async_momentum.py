@@ -9,7 +9,6 @@ momentum on one process tunes that sum, so the optimizer gets m - (1 - 1/M) of i
 And since no total momentum may reach 1, nothing above 1/M can be right.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +45,6 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
     # The learning rate schedule of a script may change the momentum of one group only.
     found = [group["momentum"] for group in groups if isinstance(group.get("momentum"), int | float)]
     return float(max(found, default=0.0))
-
-
-def momentum_in(name: str, hyper: bytes) -> float:
-    """Return the same for hyper-parameters as messages have them."""
-    return momentum_of(name, json.loads(hyper)) if hyper else 0.0
 
 
 def warning(job: Job, topology: Topology, momentum: float) -> str:

@@ -80,7 +80,7 @@ def step_whole(optimizer: torch.optim.Optimizer) -> None:
 
 def same_kernels(optimizer: torch.optim.Optimizer, update: SliceUpdate) -> None:
     """The reference takes the kernel choice of the adapter, which is the point of 'same kernels'."""
-    chosen = update._optimizer
+    chosen = update._parts[0].optimizer
     assert chosen is not None
     for mine, theirs in zip(optimizer.param_groups, chosen.param_groups, strict=True):
         mine.update({name: theirs[name] for name in ("fused", "foreach") if name in theirs})
@@ -171,7 +171,7 @@ def test_loaded_state_is_a_copy() -> None:
 def test_fused_where_the_user_chose_nothing_and_only_there() -> None:
     def kernels(**choice: bool | None) -> tuple[bool | None, bool | None]:
         spec = describe(torch.optim.Adam(own := [torch.nn.Parameter(torch.zeros(64))], **choice), own)  # type: ignore[arg-type]
-        made = SliceUpdate(spec, [(0, 0, torch.zeros(64))])._optimizer
+        made = SliceUpdate(spec, [(0, 0, torch.zeros(64))])._parts[0].optimizer
         assert made is not None
         return made.param_groups[0]["fused"], made.param_groups[0]["foreach"]
 
@@ -187,9 +187,9 @@ def test_hyper_parameters_of_a_later_step_do_not_undo_the_kernel_choice() -> Non
     update = SliceUpdate(describe(optimizer, own), [(0, 0, torch.zeros(64))])
     optimizer.param_groups[0]["lr"] = 0.5
     update.apply(hyper(optimizer), {0: torch.ones(64)})
-    assert update._optimizer is not None
-    assert update._optimizer.param_groups[0]["fused"] is True
-    assert update._optimizer.param_groups[0]["lr"] == 0.5
+    assert update._parts[0].optimizer is not None
+    assert update._parts[0].optimizer.param_groups[0]["fused"] is True
+    assert update._parts[0].optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_a_key_without_gradient_is_skipped_and_gradients_are_not_kept_or_changed() -> None:

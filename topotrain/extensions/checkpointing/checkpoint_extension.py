@@ -22,6 +22,7 @@ from topotrain.core.server.server_extension import (
     Outbox,
     ServerExtension,
     StepResult,
+    StepStartExtension,
     makes_partial_steps,
 )
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
@@ -50,7 +51,7 @@ class SnapshotStart(StartPoint):
         restore(model, self._source, shard)
 
 
-class CheckpointExtension(ExchangeExtension):
+class CheckpointExtension(ExchangeExtension, StepStartExtension):
     """The snapshots of one server.
 
     Args:
@@ -170,10 +171,23 @@ class CheckpointExtension(ExchangeExtension):
         number = self.snapshots.count_step(group, max(first.marks[::3], default=0) >> 32)
         return replace(applied, snapshot=number) if number else applied
 
+    def before_apply(self, group: int, first: m.Commit) -> None:
+        """Freeze if a snapshot is due, and the steps with the last batch are over."""
+        # A script begins again when it asks for a batch, so the values must be those of that moment.
+        if self._waits_for_batch and (first.marks or not self._server.steps.batches.counts()):
+            self._freeze()
+
+    @property
+    def _waits_for_batch(self) -> bool:
+        model = self._server.state.model
+        return model is not None and self.snapshots.waits_for_batch(model.several)
+
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
         # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
+        if self._waits_for_batch:
+            return ()
         # Before any later message is handled, so that all shards freeze the values of the same step.
         self._freeze()
         return ()

@@ -145,6 +145,14 @@ class ServerSnapshots:
         if self._cut is not None and self._announced:
             self._due, self._announced = self._announced, 0
 
+    def waits_for_batch(self, several: bool) -> bool:
+        """Whether a snapshot is due before the next step that has a batch of its own.
+
+        several: the job has several optimizers, so the script makes several steps with a batch.
+        """
+        # Groups that go on by themselves are in the middle of different batches.
+        return self._due > 0 and several and len(self.steps) == 1 and self._cut is None
+
     @property
     def is_due(self) -> bool:
         """Whether this shard has to freeze now."""

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.core.events import EventNotifier
@@ -51,10 +50,13 @@ class ScriptResume(ScriptPosition):
     Raises ConfigError if the saved state does not fit this script.
     """
 
-    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
+    def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
-        self._rates = OptimizerRates(optimizer, here.kept, EventNotifier(here, str(here.me)))
+        self._rates = OptimizerRates(worker.optimizers, here.kept, EventNotifier(here, str(here.me)))
         self._saves = _saves(here)
+        # A lazy step is known to be applied only in the next one. Of several optimizers the servers freeze behind the
+        # last step with a batch, which is known when the next batch is asked for.
+        self._lazy = worker.lazy and len(worker.optimizers) == 1
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
@@ -153,9 +155,12 @@ class ScriptResume(ScriptPosition):
         Raises:
             GroupLeaving: the worker's group leaves the job.
         """
+        # Of several steps with one batch, an earlier one may have brought the number of a snapshot.
+        if len(self._worker.optimizers) > 1:
+            self._worker.client.values.settle()
         self._check_whether_it_leaves()
         # Only for a state that will be saved: reading all generators takes time in every step.
-        if self._worker.snapshot or self._worker.lazy:
+        if self._worker.snapshot or self._lazy:
             self._now = self._generator_state()
 
     def ended(self) -> None:
@@ -184,7 +189,7 @@ class ScriptResume(ScriptPosition):
             self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
         if self._worker.snapshot:
             self._save_for_snapshot()
-        if self._worker.lazy and self._latest_step != self._worker.tally.steps:
+        if self._lazy and self._latest_step != self._worker.tally.steps:
             # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
@@ -199,7 +204,7 @@ class ScriptResume(ScriptPosition):
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""
-        if self._worker.snapshot and self._worker.lazy:
+        if self._worker.snapshot and self._lazy:
             self._save_for_snapshot()
         # The last lazy step may bring another snapshot's number.
         self._worker.client.values.settle()
@@ -213,7 +218,7 @@ class ScriptResume(ScriptPosition):
     def _save_for_snapshot(self) -> None:
         # One state per snapshot: the number is taken with the save.
         number, self._worker.snapshot = self._worker.snapshot, 0
-        late = self._latest if self._worker.lazy else None
+        late = self._latest if self._lazy else None
         self._save(number, late or self._whole(self._now))
         self._now = {}
 

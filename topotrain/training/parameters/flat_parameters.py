@@ -9,12 +9,13 @@ The parameters stay connected to the buffers after `load_state_dict`, `deepcopy`
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
@@ -45,8 +46,13 @@ class ModelParts:
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
 
 
-def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> ModelParts:
+def describe_model(
+    model: nn.Module, aside: Collection[nn.Parameter] = (), optimizers: Sequence[Optimizer] = ()
+) -> ModelParts:
     """Take a model apart. Parameters in `aside` are left out.
+
+    Args:
+        optimizers: the job's. A parameter of none of them counts as one of the first.
 
     Raises:
         ConfigError: a parameter cannot be trained (it is on an unknown device, lazy, or sparse), or there is no
@@ -64,7 +70,10 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     if not tensors and not aside:
         raise ConfigError("model", None, "has no parameters: nothing to train")
     unique = tuple(tensors.values())
-    described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
+    number_of = {id(p): k for k, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]}
+    described = tuple(
+        replace(_describe(names[key], tensor), optimizer=number_of.get(key, 0)) for key, tensor in tensors.items()
+    )
     modules = dict(model.named_modules())
     # torch has no public name for this set.
     passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}

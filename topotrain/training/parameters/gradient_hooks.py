@@ -9,6 +9,8 @@ There are several paths. The job chooses one (see `core.server.gradients`).
   during the backward that is expected to be the last of the step, and at `step()` again if it is another one then.
 - *ArrivalPath* (`apply: kOnArrival`): each bucket is applied as soon as all workers have pushed it.
 
+A step of one of several optimizers takes the gradients of its own parameters only, and leaves all others as they are.
+
 If parameters are on a device, a gradient arrives in "local" some time after its hook (`device_parameters`). A bucket
 then leaves at a later hook, or at the end of the backward.
 """
@@ -57,6 +59,9 @@ class GradientPath(ABC):
         self._task: int | None = None  # autograd's number of the backward that has begun
         self.private = False
         self.backwards = 0
+        # The optimizer of each parameter, and of each bucket, which has parameters of one only.
+        self._optimizers = [parameter.optimizer for parameter in parts.parameters]
+        self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
         self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
@@ -97,8 +102,11 @@ class GradientPath(ABC):
             self.private = False
 
     @abstractmethod
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send the rest; return (revisions, edited bits, dropped bits) for the commit."""
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
+        """Send the rest; return (revisions, edited bits, dropped bits) for the commit.
+
+        optimizer: the number of the optimizer of the step.
+        """
 
     @abstractmethod
     def _after(self, index: int, tensor: torch.Tensor) -> None:
@@ -172,6 +180,11 @@ class GradientPath(ABC):
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
                 self._zero_absent(bucket)
                 yield bucket
+
+    def _gradients_of(self, optimizer: int) -> dict[int, torch.Tensor]:
+        """Return the gradients of one optimizer's parameters, as the script left them."""
+        tensors = zip(self._tensors, self._optimizers, strict=True)
+        return {index: t.grad for index, (t, of) in enumerate(tensors) if of == optimizer and t.grad is not None}
 
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
@@ -389,13 +402,18 @@ class MeanPath(GradientPath):
     def _arrived_for(self, index: int) -> bool:
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         # The script may call step() after a backward that raised.
         self._give_up()
         edited = dropped = 0
-        left = self._mirror.bring("grad", {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None})
+        mine = self._gradients_of(optimizer)
+        left = self._mirror.bring("grad", mine)
         for index, tensor in enumerate(self._tensors):
             if not self._pieces[index]:  # a parameter without elements
+                continue
+            # `.grad` keeps the mean for the step of its own optimizer, which sends it as an edit: the servers forget.
+            if self._optimizers[index] != optimizer:
+                dropped |= self._bits(index)
                 continue
             if tensor.grad is not None and index not in self._hooked:
                 raise RuntimeError(
@@ -406,9 +424,9 @@ class MeanPath(GradientPath):
             if tensor.grad is None:
                 dropped |= self._bits(index) if has else 0
                 continue
-            mine = self._buffers.view("grad", index)
-            if left[index].data_ptr() != mine.data_ptr():
-                mine.copy_(left[index])
+            kept = self._buffers.view("grad", index)
+            if left[index].data_ptr() != kept.data_ptr():
+                kept.copy_(left[index])
             # No worker had a gradient and the script has made one; or a collective, whose means the servers never saw.
             if not has or self._gradients.model.sends_own_shard:
                 edited |= self._bits(index)
@@ -452,6 +470,29 @@ class MeanPath(GradientPath):
         self._own_sums = False
 
 
+class StepHabits:
+    """The order of a script's last steps, to guess the next one.
+
+    Attributes:
+        optimizer: the number of the optimizer of the next step.
+        backwards: the number of backwards before it.
+    """
+
+    def __init__(self, backwards: int) -> None:
+        self.optimizer, self.backwards = 0, backwards
+        self._of: dict[int, int] = {}
+        self._after: dict[int, int] = {}
+        self._last = 0
+
+    def note(self, optimizer: int, backwards: int) -> None:
+        """A step of this optimizer is made, after so many backwards."""
+        # Most scripts make as many backwards in each step of an optimizer, and its steps in the same order.
+        self._of[optimizer], self._after[self._last] = max(1, backwards), optimizer
+        self._last = optimizer
+        self.optimizer = self._after.get(optimizer, optimizer)
+        self.backwards = self._of.get(self.optimizer, 1)
+
+
 class PushPath(GradientPath):
     """Lets autograd accumulate, and sends the sum during the step's last backward.
 
@@ -477,8 +518,8 @@ class PushPath(GradientPath):
         # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
         # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
         self._sees = eager and (gradients.model.windowed or not compare)
-        self._guess = 1 if eager else 0  # number of backwards in a step, of which the last one sends
         self._eager = eager
+        self._habits = StepHabits(1 if eager else 0)
         self._revision = [NO_REVISION] * len(slice_map.buckets)
         self._sent = [0] * len(slice_map.buckets)  # bit per piece with a gradient in the last push
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
@@ -503,8 +544,11 @@ class PushPath(GradientPath):
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
         self._seen[index] = _SentGradient(tensor.grad)
-        if self.backwards == self._guess - 1:
+        if self.backwards == self._habits.backwards - 1:
             for bucket in full:
+                # What another optimizer's step takes would be pushed for nothing.
+                if self._takes[bucket.id] != self._habits.optimizer:
+                    continue
                 # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
                 if self._pushes[bucket.id] < NO_REVISION - 2:
                     self._push(bucket, self._arrived[bucket.id])
@@ -520,10 +564,12 @@ class PushPath(GradientPath):
         self._mirror.drain()
         self.backwards += 1
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         self._mirror.drain()
+        if self._eager:
+            self._habits.note(optimizer, self.backwards)
         wanted = [0] * len(self._map.buckets)
-        gradients = {index: tensor.grad for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
+        gradients = self._gradients_of(optimizer)
         # Where an edit is an error, only gradients that no hook has seen have to be read.
         unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._seen}
         left = self._mirror.bring("local" if self._sees else "left", unknown)
@@ -575,8 +621,6 @@ class PushPath(GradientPath):
         )
 
     def after_step(self) -> None:
-        # Most scripts make as many backwards in each step.
-        self._guess = max(1, self.backwards) if self._eager else 0
         super().after_step()
         self._revision = [NO_REVISION] * len(self._revision)
         self._sent = [0] * len(self._sent)
@@ -648,7 +692,7 @@ class ArrivalPath(GradientPath):
         self.backwards = 1
         self._open = False
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         if self.backwards and self._hyper() != self._sent_hyper:
             raise RuntimeError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "
