@@ -344,6 +344,7 @@ class Worker(BatchAccounting):
             check_finite=check_finite,
             clip_norm=clip_norm,
             clip_type=clip_type,
+            optimizer=number,
         )
         return end, hyper
 
