@@ -103,9 +103,11 @@ def prepare(*objects: object) -> Any:
         ConfigError: an object cannot be trained this way, or the job has been opened by an earlier call.
     """
     call = sort_objects(objects)
-    if process.planning():
-        return _plan(call, later_calls(sys._getframe(1)))
     here = process.current()
+    # torch and the standard library have no public way to the script's line.
+    later = later_calls(sys._getframe(1)) if here is not None or process.planning() else 0
+    if process.planning():
+        return _plan(call, later)
     if here is None:
         return _prepare_plainly(call)
     if here.worker is not None:
@@ -113,7 +115,7 @@ def prepare(*objects: object) -> Any:
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
-    if later_calls(sys._getframe(1)):
+    if later:
         # The servers get one description, of what all calls have given.
         here.await_calls(call)
         return call.returned(LaterLoader(here, call.loader) if call.loader is not None else None)

@@ -63,7 +63,7 @@ class Connector(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What all calls of `tt.prepare` were given, perhaps with an optimizer of the job file.
+    """The arguments of all calls of `tt.prepare`, or an optimizer of the job file.
 
     Attributes:
         model: the model, or a module with all models in it.
@@ -78,7 +78,7 @@ class PrepareRequest:
     several: bool = False
 
     def only_optimizer(self, what: str) -> Optimizer:
-        """The optimizer. Raises ConfigError if there are several, which `what` does not go with."""
+        """The optimizer. Raises ConfigError if there are several; `what` says why."""
         if len(self.optimizers) == 1:
             return self.optimizers[0]
         names = " and ".join(type(each).__name__ for each in self.optimizers)
@@ -142,11 +142,19 @@ class PrepareExtension:
 
 
 class EarlyUse:
-    """Refuses steps and loops while more calls of `tt.prepare` follow, of `calls` so far."""
+    """Refuses steps and loops while more calls of `tt.prepare` follow.
+
+    calls: those so far.
+    """
 
     def __init__(self, calls: Sequence[PreparedObjects]) -> None:
         self._calls = calls
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.refuse("optimizer.step()"))
+        self._hook = register_optimizer_step_pre_hook(self._stepping)
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # The hook is for all optimizers of the process.
+        if any(optimizer is known for call in self._calls for known in call.optimizers):
+            self.refuse("optimizer.step()")
 
     def refuse(self, what: str) -> None:
         """Raise ConfigError: the script uses something too early."""
@@ -231,13 +239,14 @@ class Context:
         self.owner = owner
 
     def await_calls(self, call: PreparedObjects) -> None:
-        """More calls of `tt.prepare` follow. Until then nothing that was given may be used."""
+        """More calls of `tt.prepare` follow; nothing may be used before the last."""
         self.calls.append(call)
         if self.early is None:
             self.early = EarlyUse(self.calls)
+            self.at_close.callback(self.early.close)
 
     def end_calls(self, call: PreparedObjects) -> PreparedObjects:
-        """This is the last call of `tt.prepare`; what all of them were given. Raises ConfigError."""
+        """The last call of `tt.prepare`; the arguments of all. Raises ConfigError."""
         made = joined([*self.calls, call])
         if self.early is not None:
             self.early.close()

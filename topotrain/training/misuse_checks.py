@@ -31,7 +31,7 @@ def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_in
 
 
 class LaterLoader:
-    """What `tt.prepare` returns for the loader while more calls follow: it is the job's loader then."""
+    """The loader while more calls of `tt.prepare` follow, and the job's loader then."""
 
     def __init__(self, here: Context, loader: DataLoader[Any]) -> None:
         self._here, self._loader = here, loader

@@ -177,18 +177,12 @@ class Worker(BatchAccounting):
         """The largest momentum of the optimizers' groups; 0 where they have none."""
         return self._spec.momentum([group for each in self.optimizers for group in each.param_groups])
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         """Implement `BatchAccounting.drawn`."""
         self.tally.start(time.monotonic())
         self.client.channel.spans.since("data")
-        self.tally.add_batch(samples)
-        self.batches.add(stream, seq, weight, samples)
-        self._made = 0
-
-    def drawn_again(self, weight: float, made: int) -> None:
-        """Implement `BatchAccounting.drawn_again`."""
-        self.tally.start(time.monotonic())
-        self.batches.add_again(weight)
+        self.tally.add_batch(0 if made else samples)
+        self.batches.add(stream, seq, weight, samples, made > 0)
         self._made = made
 
     def left_early(self, epoch: int, batches: int) -> None:
@@ -229,12 +223,6 @@ class Worker(BatchAccounting):
             extension.after_epoch()
 
     # --- a step --------------------------------------------------------------------------------------------------
-
-    def before_backward(self) -> None:
-        """The script begins a backward."""
-        # A backward also adds to gradients of other optimizers' parameters, which a lazy step may still read.
-        if self.lazy and len(self.optimizers) > 1:
-            self.client.values.settle()
 
     def step(self, inv_scale: float = 1.0, check_finite: bool = False, number: int = 0) -> StepOutcome | None:
         """Commit the step; the new values are in the parameters when this returns.
@@ -356,6 +344,7 @@ class Worker(BatchAccounting):
             check_finite=check_finite,
             clip_norm=clip_norm,
             clip_type=clip_type,
+            optimizer=number,
         )
         return end, hyper
 

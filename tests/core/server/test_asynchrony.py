@@ -163,8 +163,8 @@ def test_what_counts_as_momentum() -> None:
         (torch.optim.Muon(weights, lr=0.1), 0.0),
     ):
         assert momentum_of(type(optimizer).__name__, optimizer.param_groups) == momentum
-        assert PreparedArguments(None, optimizer, None).momentum(None) == momentum
-    assert PreparedArguments(None, None, None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
+        assert PreparedArguments(None, (optimizer,), None).momentum(None) == momentum
+    assert PreparedArguments(None, (), None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
 
 
 def test_a_plan_warns_of_the_updater_block() -> None:

@@ -130,7 +130,7 @@ def describe(
     import_module: str = "",
     aside: Sequence[torch.nn.Parameter] = (),
 ) -> OptimizerSpec:
-    """Return the description that a server needs to run an optimizer, see `describe_all`."""
+    """Return the description of one optimizer, see `describe_all`."""
     return describe_all((optimizer,), parameters, slicing, import_module, aside)
 
 
@@ -399,7 +399,7 @@ class _OptimizerPart:
 
 
 class SliceUpdate:
-    """The optimizers of one owner over its segments, with the only copy of their state.
+    """The optimizers of one owner over its segments, and their only state.
 
     `segments` are (unique key, index of the parameter, value). The value is a view of the owner's memory: 1-D for a
     slice, of the parameter's shape for a whole tensor. `clip` are the bounds of every element of a gradient (SINGA's

@@ -185,11 +185,11 @@ class ParameterShard:
     pieces: int = field(init=False)
     """The number of pieces of the shard's buckets."""
 
-    several: bool = field(init=False)
-    """Whether the job has several optimizers."""
+    optimizers: int = field(init=False)
+    """The number of the job's optimizers."""
 
     def __post_init__(self) -> None:
-        self.several = any(parameter.optimizer for parameter in self.map.parameters)
+        self.optimizers = 1 + max((parameter.optimizer for parameter in self.map.parameters), default=0)
         self.pieces = sum(len(bucket.pieces) for bucket in self.buckets)
 
     def bucket(self, number: int) -> Bucket:

@@ -126,12 +126,6 @@ class ServerExtension:
     def before_decision(self, group: int) -> None:
         """The coordinator is about to decide a step of this group."""
 
-    def before_apply(self, group: int, first: m.Commit) -> None:
-        """A decided step of a group is about to be carried out on this shard.
-
-        first: the commit of the first of its workers.
-        """
-
     def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
         """The step counts, and the shard's values have just changed.
 
@@ -278,6 +272,16 @@ class ExchangeExtension(ServerExtension):
         """No worker group of this server group trains any more."""
 
 
+class StepStartExtension(ServerExtension):
+    """An extension that acts between two decided steps, and must know the next one."""
+
+    def before_apply(self, group: int, first: m.Commit) -> None:
+        """A decided step of a group is about to be carried out on this shard.
+
+        first: the commit of the first of its workers.
+        """
+
+
 class ExtensionHooks:
     """The extensions of one server by the hooks that they override, in their order."""
 
@@ -299,7 +303,6 @@ class ExtensionHooks:
         self.may_stage = overriding(extensions, ServerExtension.may_stage)
         self.amend_vote = overriding(extensions, ServerExtension.amend_vote)
         self.before_decision = overriding(extensions, ServerExtension.before_decision)
-        self.before_apply = overriding(extensions, ServerExtension.before_apply)
         self.apply_step = overriding(extensions, ServerExtension.apply_step)
         self.amend_reply = overriding(extensions, ServerExtension.amend_reply)
         self.step_over = overriding(extensions, ServerExtension.step_over)
@@ -329,6 +332,8 @@ class ExtensionHooks:
         self.group_restarted = overriding(regroups, RegroupExtension.group_restarted)
         self.group_leaves = overriding(regroups, RegroupExtension.group_leaves)
         self.group_returns = overriding(regroups, RegroupExtension.group_returns)
+        starts = tuple(each for each in extensions if isinstance(each, StepStartExtension))
+        self.before_apply = overriding(starts, StepStartExtension.before_apply)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)

@@ -22,6 +22,7 @@ from topotrain.core.server.server_extension import (
     Outbox,
     ServerExtension,
     StepResult,
+    StepStartExtension,
     makes_partial_steps,
 )
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
@@ -50,7 +51,7 @@ class SnapshotStart(StartPoint):
         restore(model, self._source, shard)
 
 
-class CheckpointExtension(ExchangeExtension):
+class CheckpointExtension(ExchangeExtension, StepStartExtension):
     """The snapshots of one server.
 
     Args:
@@ -179,7 +180,7 @@ class CheckpointExtension(ExchangeExtension):
     @property
     def _waits_for_batch(self) -> bool:
         model = self._server.state.model
-        return model is not None and self.snapshots.waits_for_batch(model.several)
+        return model is not None and self.snapshots.waits_for_batch(model.optimizers > 1)
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""

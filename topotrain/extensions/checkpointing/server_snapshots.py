@@ -146,7 +146,7 @@ class ServerSnapshots:
             self._due, self._announced = self._announced, 0
 
     def waits_for_batch(self, several: bool) -> bool:
-        """Whether a snapshot is due, and taken before the next step that begins with a batch.
+        """Whether a snapshot is due before the next step that has a batch of its own.
 
         several: the job has several optimizers, so the script makes several steps with a batch.
         """

@@ -42,7 +42,7 @@ class PreparedArguments:
         return describe_model(self.model, aside, self.optimizers).parameters
 
     def momentum(self, updater: Updater | None) -> float:
-        """Return the largest momentum of the optimizers, or of the updater block without one."""
+        """Return the largest momentum of the optimizers, or that of the updater block."""
         if not self.optimizers:
             return 0.0 if updater is None else updater.momentum
         return max(momentum_of(type(each).__name__, each.param_groups) for each in self.optimizers)

@@ -90,7 +90,7 @@ class DataClient(ClientExtension):
         return self.progress(stream).count
 
     def progress(self, stream: int) -> m.AppliedBatchesReply:
-        """What the servers have applied of a stream."""
+        """The progress of the servers in a stream."""
         question = m.AppliedBatchesRequest(stream)
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream)
 

@@ -105,7 +105,7 @@ class GradientPath(ABC):
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         """Send the rest; return (revisions, edited bits, dropped bits) for the commit.
 
-        optimizer: the number of the one whose parameters are in the step.
+        optimizer: the number of the optimizer of the step.
         """
 
     @abstractmethod
@@ -471,7 +471,7 @@ class MeanPath(GradientPath):
 
 
 class StepHabits:
-    """What a script did in its last steps, to guess what it does next.
+    """The order of a script's last steps, to guess the next one.
 
     Attributes:
         optimizer: the number of the optimizer of the next step.

@@ -1,4 +1,4 @@
-"""The objects that a script gives to `tt.prepare`, by their kinds, and the later calls of a script."""
+"""The objects that a script gives to `tt.prepare`, and its later calls."""
 
 import ast
 import linecache
@@ -59,7 +59,7 @@ class PreparedObjects:
 
     @property
     def model(self) -> nn.Module:
-        """All that is trained as one module: of several models, parameters have their numbers in front."""
+        """The model. Of several it is a list, whose parameters have numbers in front."""
         return nn.ModuleList(self._filled) if self.several else self._filled[0]
 
     @property
@@ -113,7 +113,7 @@ def sort_objects(objects: Sequence[object]) -> PreparedObjects:
 
 
 def joined(calls: Sequence[PreparedObjects]) -> PreparedObjects:
-    """Join the objects of several calls. The loader is that of the first call with one.
+    """Join the objects of several calls.
 
     Raises:
         ConfigError: there is no model or optimizer, or a parameter is in two optimizers.
@@ -166,7 +166,7 @@ def _has_contents(model: nn.Module) -> bool:
 
 
 def later_calls(frame: FrameType | None) -> int:
-    """Return how many calls of the same function surely follow the present one of this frame.
+    """Return how many calls of the same function surely follow that of this frame.
 
     These are the statements after the present one in its block that are such calls, up to a loop or the end. The job
     opens at the last of them. 0 where the source is not known.

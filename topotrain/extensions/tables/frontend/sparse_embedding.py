@@ -52,7 +52,7 @@ class SparseWeight:
 
 
 def has_rows(module: nn.Module) -> bool:
-    """Return whether the servers keep a table for this module, which is updated in rows."""
+    """Return whether the servers keep a table of rows for this module."""
     sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     return sparse or isinstance(module, Embedding)
 
