@@ -20,9 +20,9 @@ PAGE = "docs/topologies.md#momentum-and-groups-that-do-not-wait"
 ADDING_PAGE = "docs/topologies.md#adaptive-optimizers-and-groups-that-add"
 
 _ADAPTIVE = frozenset(
-    ["adadelta", "adafactor", "adagrad", "adam", "adamax", "adammax", "adamw", "muon", "nadam", "radam"]
-    + ["rmsprop", "rprop"]
-)
+    ("adadelta", "adafactor", "adagrad", "adam", "adamax", "adammax", "adamw", "muon", "nadam", "radam", "rmsprop")
+    # Rprop has steps of its own length, too.
+) | {"rprop"}
 """Optimizers whose steps are about as long as the learning rate, by the names of torch and of SINGA's updaters."""
 _BOUNDED = ("Muon",)  # its momentum is turned into a step of a fixed length
 
