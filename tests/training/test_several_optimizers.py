@@ -12,6 +12,7 @@ from in_process_job import LAYOUTS, cross_entropy, job_of, mlp, plain, reference
 from torch import nn
 
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
+from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import OptimizerSpec, describe_all
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.gradient_hooks import StepHabits
@@ -281,3 +282,47 @@ def test_the_next_step_is_guessed_from_the_order_of_the_last_ones():
         expected_g = (habits.optimizer, habits.backwards)
         habits.note(0, 1)
     assert expected_g == (0, 1) and (habits.optimizer, habits.backwards) == (1, 2)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grads", Grads)
+def test_workers_that_step_with_different_optimizers_are_named(grads):
+    def script(t):
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        t.optimizer[t.me.index % 2].step()
+
+    with pytest.raises(
+        JobError, match=r"workers \d and \d of a group disagree about the optimizer .* in step 0: [01] and"
+    ):
+        run_local(job_of("sandblaster", grads=grads), parts_of_one_model, script)
+
+
+def test_one_optimizer_without_finite_gradients_ends_the_job_though_the_other_has_them():
+    def script(t):
+        first, second = t.optimizer
+        for batch in vectors(9):
+            for optimizer, factor in ((first, float("nan")), (second, 1.0)):
+                optimizer.zero_grad()
+                t.backward([loss * factor for loss in t.losses(cross_entropy, *batch)])
+                optimizer.step()
+                t.notes[optimizer is first] = t.notes.get(optimizer is first, 0) + 1
+
+    with pytest.raises(JobError, match="is not finite in 3 steps in a row"):
+        run_local(job_of("one"), parts_of_one_model, script)
+
+
+def test_gradients_that_are_not_finite_skip_the_step_of_their_optimizer_only():
+    def script(t):
+        first, second = t.optimizer
+        begin = [p.detach().clone() for p in t.model.parameters()]
+        t.backward([loss * float("nan") for loss in t.losses(cross_entropy, *vectors(1)[0])])
+        first.step()
+        second.zero_grad()
+        t.backward(t.losses(cross_entropy, *vectors(2)[1]))
+        second.step()
+        t.notes["moved"] = [not torch.equal(p, q) for p, q in zip(t.model.parameters(), begin)]
+
+    result = run_local(job_of("one"), parts_of_one_model, script)
+    assert result.workers[0].notes["moved"] == [False, True, False, True]

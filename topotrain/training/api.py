@@ -260,8 +260,8 @@ def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
 
 
 def _warn(here: Context, worker: Worker) -> None:
-    """Warn of too much momentum before training, and not only when the loss rises."""
-    text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum)
+    """Warn of too much momentum, and of groups that add, before training and not only when the loss rises."""
+    text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum, worker.optimizer_names)
     if text and here.is_main:
         here.emit(Notice(str(here.me), text))
 

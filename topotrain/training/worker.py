@@ -173,6 +173,11 @@ class Worker(BatchAccounting):
     # --- calls by the script -------------------------------------------------------------------------------------
 
     @property
+    def optimizer_names(self) -> list[str]:
+        """The class names of the optimizers."""
+        return [name for name, _ in self._spec.optimizers]
+
+    @property
     def momentum(self) -> float:
         """The largest momentum of the optimizers' groups; 0 where they have none."""
         return self._spec.momentum([group for each in self.optimizers for group in each.param_groups])
@@ -344,6 +349,7 @@ class Worker(BatchAccounting):
             check_finite=check_finite,
             clip_norm=clip_norm,
             clip_type=clip_type,
+            optimizer=number,
         )
         return end, hyper
 

@@ -302,7 +302,12 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
     assert list(args) == ["--wide"]
     parameters = (Parameter("w", (100, 64), (64, 1), "float32", True),)
     return SimpleNamespace(
-        model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0, momentum=lambda updater: 0.0
+        model=None,
+        loader=None,
+        parameters=lambda: parameters,
+        state_factor=lambda: 1.0,
+        momentum=lambda updater: 0.0,
+        optimizer_names=lambda updater: (),
     )
 
 

@@ -374,19 +374,19 @@ class _OptimizerPart:
         """Whether a segment has a gradient."""
         return any(value.grad is not None for value in self._values)
 
-    def step(self) -> None:
-        """Step in place with the gradients of the segments."""
+    def step(self, again: bool) -> None:
+        """Step in place with the gradients of the segments; again: the same segments have one as in the last step."""
         # The class may be the user's own: its error ends the group with a message, and not the server.
         try:
-            self._step()
+            self._step(again)
         except OWN_ERRORS as error:
             raise ConfigError("optimizer", type(self.optimizer).__name__, f"cannot go on: {error!r}") from error
 
-    def _step(self) -> None:
+    def _step(self, again: bool) -> None:
         """Step the optimizer, values with a first gradient before the others."""
         # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
         # of its momentum buffers exist.
-        late = list(_without_momentum(self.optimizer))
+        late = [] if again else list(_without_momentum(self.optimizer))
         if late:
             first = {id(value) for value in late}
             waiting = [(value, value.grad) for value in self._values if id(value) not in first]
@@ -441,9 +441,13 @@ class SliceUpdate:
                 self._parts.append(part)
                 self._part_of |= dict.fromkeys(keys, part)
         self._hyper = b""
+        self._given: Mapping[int, torch.Tensor | None] | None = None  # the gradients that the values have
 
     def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
-        """Do one step in place. Gradients are only read, and not kept.
+        """Do one step in place. Gradients are only read.
+
+        The same mapping may be given again, unchanged but for the elements of its tensors. This is faster, because the
+        values still have these tensors as their gradients.
 
         A key without a gradient, or with None, is skipped, since Adam on None differs from Adam on zero. An optimizer
         without any gradient makes no step.
@@ -461,17 +465,23 @@ class SliceUpdate:
         if hyper != self._hyper:
             self._set(hyper)
         self._correct_rate(self._correct.rate(staleness))
-        # Keys that are not named keep `.grad` None, with which torch skips them.
-        try:
-            for key, grad in grads.items():
-                value = self._values[key]
-                value.grad = None if grad is None else self._clipped(grad).view_as(value)
-            for part in self._parts:
-                if len(self._parts) == 1 or part.has_gradient:
-                    part.step()
-        finally:
-            # The gradients are views of buffers that the next step overwrites.
-            _clear(self._values.values())
+        again = grads is self._given
+        self._given = None
+        if not again:
+            self._assign(grads)
+        for part in self._parts:
+            if len(self._parts) == 1 or part.has_gradient:
+                part.step(again)
+        # Clipping makes new tensors, which the next step must not use.
+        self._given = None if self._clip else grads
+
+    def _assign(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+        """Give the values their gradients."""
+        # Keys that are not named get `.grad` None, with which torch skips them.
+        _clear(self._values.values())
+        for key, grad in grads.items():
+            value = self._values[key]
+            value.grad = None if grad is None else self._clipped(grad).view_as(value)
 
     def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
         return grad if self._clip is None else grad.clamp(*self._clip)

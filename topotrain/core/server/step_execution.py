@@ -127,7 +127,7 @@ class StepExecution:
         version = self._state.version
         applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
         self._end_step(group, staging, applied)
-        self._count_nonfinite(group, step, refused)
+        self._count_nonfinite(group, commit, refused)
 
     def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
         """Whether the batches of the step count now; False: they have counted before."""
@@ -171,16 +171,16 @@ class StepExecution:
         for each in self._hooks.step_over:
             self._queue.send_all(each.step_over(result))
 
-    def _count_nonfinite(self, group: int, step: int, refused: dict[int, int]) -> None:
+    def _count_nonfinite(self, group: int, commit: m.Commit, refused: dict[int, int]) -> None:
         """End the group if a worker of it has sent too many non-finite gradients."""
-        number = self._strikes.step(group, refused)
+        number = self._strikes.step(group, refused, commit.optimizer)
         if number is None:
             return
         model, worker = self._state.known, "" if number == NO_WORKER else str(self._groups.workers[group][number])
         # Groups that do not wait for each other may have come to it by their momentum.
         momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer), self._hyper.of_group[group])
         why = explanation(self._topology, momentum)
-        text = nonfinite_message(worker, model.parameter(refused[number]), step + 1, self._strikes.most, why)
+        text = nonfinite_message(worker, model.parameter(refused[number]), commit.step + 1, self._strikes.most, why)
         self.fail(group, text, self._strikes.quarantine)
 
     # --- the workers of a group ----------------------------------------------------------------------------------

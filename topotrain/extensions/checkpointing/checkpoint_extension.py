@@ -180,7 +180,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
     @property
     def _waits_for_batch(self) -> bool:
         model = self._server.state.model
-        return model is not None and self.snapshots.waits_for_batch(model.several)
+        return model is not None and self.snapshots.waits_for_batch(model.optimizers > 1)
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""

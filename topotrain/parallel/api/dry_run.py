@@ -47,6 +47,12 @@ class PreparedArguments:
             return 0.0 if updater is None else updater.momentum
         return max(momentum_of(type(each).__name__, each.param_groups) for each in self.optimizers)
 
+    def optimizer_names(self, updater: Updater | None) -> tuple[str, ...]:
+        """Return the class names of the optimizers, or the type of the updater block."""
+        if not self.optimizers:
+            return () if updater is None else (updater.type.name,)
+        return tuple(type(each).__name__ for each in self.optimizers)
+
     def state_factor(self) -> float:
         """Return the elements of optimizer state per element of a parameter, on average."""
         sizes = [sum(p.numel() for g in each.param_groups for p in g["params"]) for each in self.optimizers]

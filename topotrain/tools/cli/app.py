@@ -528,14 +528,14 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
     except Exception:
         complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None
-    momentum = seen.momentum(job.updater)
+    momentum, names = seen.momentum(job.updater), seen.optimizer_names(job.updater)
     if job.cluster.nworkers_per_group > 1:
         from topotrain.tools.plan.model_cut import cut_of
 
         cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
-            return PlannedSchema(cut.parameters, seen.state_factor(), momentum), cut.plan
-    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum), None
+            return PlannedSchema(cut.parameters, seen.state_factor(), momentum, names), cut.plan
+    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum, names), None
 
 
 def _drawable(file: Path | None) -> None:

@@ -20,6 +20,7 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 
 _MUST_AGREE = {
+    "optimizer": "the optimizer (its number, from 0) that makes the step",
     "backwards": "the number of backwards",
     "hyper": "the optimizer's hyper-parameters",
     "inv_scale": "the loss scale",
