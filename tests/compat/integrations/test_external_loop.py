@@ -69,10 +69,14 @@ def test_a_batch_counts_when_it_is_handed_on():
     handing.drawn(7, 1, 3.0, 3)
     assert book.told == []
     assert handing.hand_on() == 4.0
-    assert book.told == [("drawn", 7, 0, 4.0, 4)]
+    assert book.told == [("drawn", 7, 0, 4.0, 4, 0)]
     handing.left_early(0, 2)
     assert handing.hand_on() == 0.0
     assert book.told[1:] == [("left_early", 0, 2)]
+
+
+def plan_of(here, model, load):
+    return api._data_plan(here, context.PrepareRequest(model, (), load))
 
 
 @pytest.fixture
@@ -87,7 +91,7 @@ def tied(tmp_path, monkeypatch):
         here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, Book(), WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(
-            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))
+            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, plan_of(here, m, load), None, Book()))
         )
         return external_loop.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
 
