@@ -83,6 +83,7 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
+    counts: bool = True
 
 
 class ServerChannel:

@@ -303,4 +303,5 @@ class StepCommit:
             marks=end.marks,
             exits=self._channel.exits,
             samples=end.samples,
+            counts=end.counts,
         )

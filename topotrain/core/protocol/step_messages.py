@@ -190,6 +190,7 @@ class Commit(Message):
         fetch: send values.
         exits: as in BackwardEnd.
         samples: the number of samples in this worker's gradient.
+        counts: this is a step of the script. Otherwise it is a change of values without gradients, and no clock moves.
     """
 
     step: int
@@ -207,6 +208,7 @@ class Commit(Message):
     marks: tuple[int, ...]
     exits: int = 0
     samples: int = 0
+    counts: bool = True
 
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0

@@ -166,12 +166,16 @@ class CheckpointExtension(ExchangeExtension):
 
     def amend_reply(self, group: int, applied: m.Applied, first: m.Commit) -> m.Applied:
         """The workers of a step learn of the snapshot behind it."""
+        if not first.counts:
+            return applied
         # `marks` are triples (stream, first, last). The upper half of a stream's number is its epoch.
         number = self.snapshots.count_step(group, max(first.marks[::3], default=0) >> 32)
         return replace(applied, snapshot=number) if number else applied
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
+        if not result.counts:
+            return ()
         # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
         # Before any later message is handled, so that all shards freeze the values of the same step.

@@ -207,7 +207,8 @@ class ModelBuffers(ParameterViews):
             if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
                 raise RuntimeError(
                     f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
-                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare"
+                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare; values alone are "
+                    f"changed in `with tt.assign(model):`"
                 )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
@@ -215,12 +216,14 @@ class ModelBuffers(ParameterViews):
             if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
                     f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
-                    f".to() and p.data = … must come before tt.prepare"
+                    f".to() and p.data = … must come before tt.prepare; values alone are changed in "
+                    f"`with tt.assign(model):`"
                 )
             if version_of(tensor) != self._versions[index]:
                 raise RuntimeError(
                     f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
-                    f"so the change would be lost; load or edit parameters before tt.prepare"
+                    f"so the change would be lost; load or edit parameters before tt.prepare, or in a block "
+                    f"`with tt.assign(model):`"
                 )
 
 

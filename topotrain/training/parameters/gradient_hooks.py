@@ -26,12 +26,10 @@ from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
+from topotrain.training.parameters.bit_comparison import same_bits
 from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 from topotrain.training.worker_stats import StepBatches
-
-# Integer dtypes by element size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GradientPath(ABC):
@@ -86,6 +84,11 @@ class GradientPath(ABC):
 
         # It fires once per parameter and backward, also for a tied weight that is used several times.
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of the coming step were sent, also those of a backward that raised."""
+        return self.backwards > 0
 
     @contextmanager
     def keep_private(self) -> Iterator[None]:
@@ -183,16 +186,6 @@ class GradientPath(ABC):
         self._step = step
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
-    return torch.equal(_integers(a), _integers(b))
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.view(_BITS[real.element_size()])
-
-
 class _SentGradient:
     """A gradient that a hook has sent, to find out whether it was replaced or edited."""
 
@@ -273,6 +266,10 @@ class MeanPath(GradientPath):
         self._earlier.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _finish_backward(self, task: int) -> None:
         if task != self._task:
@@ -431,7 +428,7 @@ class MeanPath(GradientPath):
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            if not _same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
+            if not same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
                 bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
@@ -485,6 +482,10 @@ class PushPath(GradientPath):
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return any(self._pushes) or super().begun
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -570,7 +571,7 @@ class PushPath(GradientPath):
         if gradient.stride() != local.stride():
             return torch.equal(gradient, local)
         flat = (gradient.numel(),), (1,)
-        return _same_bits(
+        return same_bits(
             gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
         )
 
@@ -608,6 +609,10 @@ class ArrivalPath(GradientPath):
         self._open = False  # a backward has begun and has not ended
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:

@@ -1,0 +1,133 @@
+"""One worker's assignments: from the begin of the scope to the new values."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from topotrain.config.job import Apply, ConfigError
+from topotrain.core.protocol import Message
+from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
+from topotrain.extensions.assignment.bucket_senders import sender_of
+from topotrain.extensions.assignment.changed_parameters import ChangedBucket, ChangedParameters
+from topotrain.extensions.assignment.script_place import ScriptPlace
+from topotrain.training.worker import Worker
+from topotrain.training.worker_extension import WorkerExtension
+
+
+class AssignmentScope(WorkerExtension):
+    """The assignments of one worker.
+
+    Args:
+        worker: the worker.
+        place: where its script is.
+        apart: several worker groups change the values.
+    """
+
+    def __init__(self, worker: Worker, place: ScriptPlace, apart: bool) -> None:
+        self._worker, self._place, self._apart = worker, place, apart
+        self._open = False
+        self.over = False
+        """Whether the job has ended for this worker, so that its parameters are the script's alone."""
+
+    # --- the worker's hooks ----------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """As `WorkerExtension.before_step`."""
+        if self._open:
+            raise RuntimeError("optimizer.step() inside tt.assign: the block may only change parameters")
+
+    def job_over(self) -> None:
+        """As `WorkerExtension.job_over`."""
+        self.over = True
+
+    def left_job(self) -> None:
+        """As `WorkerExtension.left_job`."""
+        self.over = True
+
+    # --- the scope -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def change(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, the script may change these parameters. At the end all workers of the group have the new values.
+
+        Raises:
+            ConfigError: the job cannot do this, or a parameter is none of the model.
+            RuntimeError: a step is under way.
+            JobError: the workers of the group have made different changes.
+        """
+        worker = self._worker
+        self._check_job()
+        indices = self._indices(parameters)
+        # First: with local steps (`n_push`) this pushes the backwards since the last push.
+        worker.refresh()
+        self._check_moment("after backward() and before step()")
+        # A change that was made before the block would be lost, or count without a warning.
+        worker.buffers.check(worker.parts.parameters)
+        changes = ChangedParameters(worker, indices, self._apart)
+        self._open = True
+        try:
+            yield
+            self._check_moment("with a backward inside")
+            name = changes.outside()
+            if name:
+                raise RuntimeError(f"parameter {name} was changed inside tt.assign, which was not given it")
+            changes.collect()
+            self._send(changes)
+            worker.commit_change()
+        finally:
+            self._open = False
+            changes.give_back()
+
+    def _check_job(self) -> None:
+        job = self._worker.job
+        if self._open:
+            raise RuntimeError("tt.assign inside tt.assign: one block may be given several modules or parameters")
+        if job.cluster.backup:
+            accepted = "must be 0 where tt.assign is used: a late worker would miss the change"
+            raise ConfigError("cluster.backup", job.cluster.backup, accepted)
+        if job.apply is Apply.kOnArrival:
+            accepted = "must be kAtStep where tt.assign is used: with kOnArrival there is no moment between two steps"
+            raise ConfigError("apply", job.apply, accepted)
+
+    def _check_moment(self, when: str) -> None:
+        if self._worker.path.begun:
+            raise RuntimeError(
+                f"tt.assign {when}: gradients of the step were sent already; change parameters before the backward, "
+                f"or after step()"
+            )
+
+    def _indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+        known = {id(tensor): index for index, tensor in enumerate(self._worker.parts.tensors)}
+        for number, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                what = f"parameter {number} of {len(parameters)}, of shape {tuple(parameter.shape)}"
+                accepted = (
+                    "is none of the model that tt.prepare was given, or a sparse weight: those are not assigned; "
+                    "name modules or parameters without it"
+                )
+                raise ConfigError("tt.assign", what, accepted)
+        return sorted({known[id(parameter)] for parameter in parameters}) or list(range(len(known)))
+
+    def _send(self, changes: ChangedParameters) -> None:
+        worker, step = self._worker, self._worker.committed
+        stream, batch, number, repeated = self._place.next()
+        counts = dict.fromkeys(worker.client.channel.servers, 0)
+        for changed in changes.changed():
+            counts[worker.client.model.server_of(changed.bucket)] += 1
+            self._send_bucket(step, changed)
+        for server, count in counts.items():
+            worker.client.channel.send(server, Assignment(step, count, stream, batch, number, repeated))
+
+    def _send_bucket(self, step: int, changed: ChangedBucket) -> None:
+        client, bucket = self._worker.client, changed.bucket
+        mine = sender_of(client.model.map, bucket, client.channel.group_size) == self._worker.me.index
+        masked = changed.elements is not None
+        body = changed.values if mine else None
+        messages: list[Message] = [
+            AssignedBucket(step, bucket.id, changed.pieces, changed.checksums, masked, body=body)
+        ]
+        if mine and masked:
+            messages.append(AssignedElements(step, bucket.id, body=changed.elements))
+        for message in messages:
+            client.channel.send(client.model.server_of(bucket), message)
