@@ -23,7 +23,7 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
-from topotrain.training.parameters.server_state import ServerState
+from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
 
@@ -271,7 +271,7 @@ class Worker(BatchAccounting):
         with self.client.channel.spans.span("check"):
             self.buffers.check(self.parts.parameters)
         if len(self.optimizer.param_groups) != self._groups:
-            raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+            raise RuntimeError(NEW_GROUP)
 
     def _commit(self, inv_scale: float, check_finite: bool, fetch: bool, lazy: bool = False) -> StepOutcome | None:
         step, steps = self.committed, self.client.steps

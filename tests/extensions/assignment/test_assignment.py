@@ -359,7 +359,8 @@ def test_foreign_parameters_other_shapes_and_jobs_are_refused_by_name():
     assert "parameter 0.bias must keep its shape" in refused(shape)
     on_arrival = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
     assert "apply = kOnArrival: must be kAtStep" in refused(nothing_changed, ConfigError, **on_arrival)
-    assert "cluster.backup = 1: must be 0" in refused(nothing_changed, ConfigError, grads=Grads.kHidden, backup=1)
+    backup = {"grads": Grads.kHidden, "backup": 1, "per_worker_batch": True}
+    assert "cluster.backup = 1: must be 0" in refused(nothing_changed, ConfigError, **backup)
 
 
 def test_data_that_is_replaced_inside_counts():

@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from weakref import ref
 
 import torch
@@ -30,6 +31,20 @@ from topotrain.training.parameters.bit_comparison import same_bits
 from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 from topotrain.training.worker_stats import StepBatches
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@contextmanager
+def _thawed(tensor: nn.Parameter) -> Iterator[None]:
+    """Inside, hooks can be registered. They stay, and fire once the script has thawed it."""
+    trains = tensor.requires_grad
+    tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        tensor.requires_grad_(trains)
 
 
 class GradientPath(ABC):
@@ -59,18 +74,21 @@ class GradientPath(ABC):
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
-        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
-        self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
+        self._trains: list[bool] = []  # by parameter, at the last backward
+        self._expected: list[int] = []  # bit per piece of a bucket that gets a gradient
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)  # bit per piece with a gradient of this backward
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         # With several devices autograd runs hooks on a thread for each.
         self._turn = threading.Lock()
+        self._look_what_trains()
         for index, tensor in enumerate(parts.tensors):
-            if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
+            # Another worker holds a meta tensor, and integers have no gradients.
+            if not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
                 self._hooked.add(index)
-                self._hook(index, tensor)
+                with _thawed(tensor):
+                    self._hook(index, tensor)
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
@@ -111,13 +129,17 @@ class GradientPath(ABC):
     def _end(self) -> None:
         """Handle the end of a backward."""
 
-    def _trainable_pieces(self, bucket: Bucket) -> int:
-        """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
-        bits = 0
-        for i, piece in enumerate(bucket.pieces):
-            if self._tensors[self._map.segments[piece.segment].parameter].requires_grad:
-                bits |= 1 << i
-        return bits
+    def _look_what_trains(self) -> None:
+        """Look which parameters the script has frozen or thawed since the last backward."""
+        trains = list(map(_REQUIRES_GRAD, self._tensors))
+        if trains == self._trains:
+            return
+        self._trains = trains
+        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
+        self._expected = [
+            sum(1 << i for i, piece in enumerate(bucket.pieces) if trains[self._map.segments[piece.segment].parameter])
+            for bucket in self._map.buckets
+        ]
 
     def _arm(self) -> bool:
         """Register a call for the end of a backward; whether this is its first gradient."""
@@ -128,6 +150,7 @@ class GradientPath(ABC):
             return False
         # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
         self._gradients.values.settle()
+        self._look_what_trains()
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -394,11 +417,6 @@ class MeanPath(GradientPath):
         for index, tensor in enumerate(self._tensors):
             if not self._pieces[index]:  # a parameter without elements
                 continue
-            if tensor.grad is not None and index not in self._hooked:
-                raise RuntimeError(
-                    f"parameter {self._parameters[index].name} was frozen at tt.prepare and has a gradient now: "
-                    f"thaw parameters before tt.prepare"
-                )
             has = all(self._union[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
             if tensor.grad is None:
                 dropped |= self._bits(index) if has else 0
