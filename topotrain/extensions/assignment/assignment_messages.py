@@ -14,9 +14,10 @@ class Assignment(Message):
     """Worker -> server: the script has changed parameters.
 
     Attributes:
-        buckets: the number of the server's buckets that this worker has changed. Each has an AssignedBucket.
+        buckets: the number of AssignedBucket messages of this worker to this server.
         stream, batch: the place in the script: the batch that was read last, or a negative number between two passes.
         number: the number of earlier changes at this place.
+        follows_step: the script has read no batch since its last step.
         repeated: an earlier start of the job has made this change, so its values hold it already.
     """
 
@@ -25,6 +26,7 @@ class Assignment(Message):
     stream: int
     batch: int
     number: int
+    follows_step: bool
     repeated: bool
 
     def is_valid(self) -> bool:
@@ -37,18 +39,17 @@ class Assignment(Message):
 class AssignedBucket(Message):
     """Worker -> server: the new values of a bucket.
 
-    Only one worker of the group sends the body, a view of its buffer. It stays valid until the step is committed.
+    One worker of the group sends it (see `bucket_senders`). The body is a view of the worker's buffer. It stays valid
+    until the step is committed.
 
     Attributes:
         changed: a bit for each changed piece of the bucket.
-        checksums: of the new values of these pieces. All workers of the group must send the same.
         masked: an AssignedElements follows.
     """
 
     step: int
     bucket: int
     changed: bytes
-    checksums: tuple[int, ...]
     masked: bool
 
     def is_valid(self) -> bool:

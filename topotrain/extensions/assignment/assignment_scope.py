@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import torch
 
 from topotrain.config.job import Apply, ConfigError
-from topotrain.core.protocol import Message
 from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
 from topotrain.extensions.assignment.bucket_senders import sender_of
-from topotrain.extensions.assignment.changed_parameters import ChangedBucket, ChangedParameters
+from topotrain.extensions.assignment.changed_parameters import ChangedParameters
 from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
@@ -54,7 +53,7 @@ class AssignmentScope(WorkerExtension):
         Raises:
             ConfigError: the job cannot do this, or a parameter is none of the model.
             RuntimeError: a step is under way.
-            JobError: the workers of the group have made different changes.
+            JobError: the workers of the group are at different places of the script.
         """
         worker = self._worker
         self._check_job()
@@ -112,22 +111,16 @@ class AssignmentScope(WorkerExtension):
     def _send(self, changes: ChangedParameters) -> None:
         worker, step = self._worker, self._worker.committed
         stream, batch, number, repeated = self._place.next()
-        counts = dict.fromkeys(worker.client.channel.servers, 0)
-        for changed in changes.changed():
-            counts[worker.client.model.server_of(changed.bucket)] += 1
-            self._send_bucket(step, changed)
+        follows = not worker.batches.marks
+        client = worker.client
+        counts = dict.fromkeys(client.channel.servers, 0)
+        mine = [bucket for bucket in client.model.held if sender_of(client.model.map, bucket) == worker.me.index]
+        for changed in changes.changed(mine):
+            server, bucket = client.model.server_of(changed.bucket), changed.bucket.id
+            counts[server] += 1
+            masked = changed.elements is not None
+            client.channel.send(server, AssignedBucket(step, bucket, changed.pieces, masked, body=changed.values))
+            if masked:
+                client.channel.send(server, AssignedElements(step, bucket, body=changed.elements))
         for server, count in counts.items():
-            worker.client.channel.send(server, Assignment(step, count, stream, batch, number, repeated))
-
-    def _send_bucket(self, step: int, changed: ChangedBucket) -> None:
-        client, bucket = self._worker.client, changed.bucket
-        mine = sender_of(client.model.map, bucket, client.channel.group_size) == self._worker.me.index
-        masked = changed.elements is not None
-        body = changed.values if mine else None
-        messages: list[Message] = [
-            AssignedBucket(step, bucket.id, changed.pieces, changed.checksums, masked, body=body)
-        ]
-        if mine and masked:
-            messages.append(AssignedElements(step, bucket.id, body=changed.elements))
-        for message in messages:
-            client.channel.send(client.model.server_of(bucket), message)
+            client.channel.send(server, Assignment(step, count, stream, batch, number, follows, repeated))

@@ -7,7 +7,7 @@ A fresh process repeats its script from an earlier place. So each assignment nam
 a server has made already changes nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,9 +22,10 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension
+from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
 from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
 from topotrain.extensions.assignment.bucket_senders import sender_of
+from topotrain.extensions.checkpointing.shard_snapshot import ValueChanger
 
 
 @dataclass(slots=True)
@@ -52,16 +53,25 @@ class _GroupAssignment:
     bodies: dict[int, torch.Tensor] = field(default_factory=dict)
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def head(self) -> Assignment:
+        """The head of the first worker; those of the others name the same place."""
+        head = self.parts[min(self.parts)].head
+        assert head is not None
+        return head
+
     def part(self, worker: int) -> _WorkerPart:
         return self.parts.setdefault(worker, _WorkerPart())
 
-    def has_values(self) -> bool:
-        """Whether the values of all changed buckets are here."""
-        for part in self.parts.values():
-            for number, bucket in part.buckets.items():
-                if number not in self.bodies or (bucket.masked and number not in self.masks):
-                    return False
-        return True
+    def drop_values(self) -> None:
+        self.bodies.clear()
+        self.masks.clear()
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the elements of all buckets are here for which they were announced."""
+        buckets = (bucket for part in self.parts.values() for bucket in part.buckets.values())
+        return all(bucket.bucket in self.masks for bucket in buckets if bucket.masked)
 
 
 class MadeAssignments:
@@ -95,7 +105,7 @@ class MadeAssignments:
         self._last, self._between = tuple(state["last"]), dict(state["between"])
 
 
-class AssignmentServer(ServerExtension):
+class AssignmentServer(ServerExtension, ValueChanger):
     """The assignments of a server's worker groups.
 
     Args:
@@ -148,22 +158,17 @@ class AssignmentServer(ServerExtension):
     ) -> None:
         bucket = model.bucket(message.bucket)
         m.check_bits(message.changed, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
-        if m.bits_to_int(message.changed).bit_count() != len(message.checksums) or not message.checksums:
-            raise m.ProtocolError(f"{sender}: {len(message.checksums)} checksums of bucket {bucket.id}")
-        if sender.index not in self._owners(model, bucket):
-            raise m.ProtocolError(f"{sender} assigns bucket {bucket.id}, which it does not hold")
-        sends = sender.index == sender_of(model.map, bucket, self._workers)
-        if (message.body is not None) != sends:
-            raise m.ProtocolError(f"{sender}: bucket {bucket.id} {'without' if sends else 'with'} its values")
+        if sender.index != sender_of(model.map, bucket):
+            raise m.ProtocolError(f"{sender} assigns bucket {bucket.id}, on which another worker decides")
+        body = typed(present_body(message), model.values(bucket.id))
         now.part(sender.index).buckets.setdefault(bucket.id, message)
-        if sends:
-            now.bodies.setdefault(bucket.id, typed(present_body(message), model.values(bucket.id)))
+        now.bodies.setdefault(bucket.id, body)
 
     def _keep_elements(
         self, model: ParameterShard, now: _GroupAssignment, sender: Address, message: AssignedElements
     ) -> None:
         bucket, body = model.bucket(message.bucket), present_body(message)
-        if sender.index != sender_of(model.map, bucket, self._workers) or body.nbytes != _mask_bytes(bucket):
+        if sender.index != sender_of(model.map, bucket) or body.nbytes != _mask_bytes(bucket):
             raise m.ProtocolError(f"{sender}: {body.nbytes} bytes of elements of bucket {bucket.id}")
         bits = np.unpackbits(body.view(torch.uint8).numpy(), count=bucket.hi - bucket.lo, bitorder="little")
         now.masks.setdefault(bucket.id, torch.from_numpy(bits).bool())
@@ -172,16 +177,13 @@ class AssignmentServer(ServerExtension):
     def _workers(self) -> int:
         return self._server.state.topology.workers_per_group
 
-    def _owners(self, model: ParameterShard, bucket: Bucket) -> Sequence[int]:
-        return model.map.spaces[bucket.space].owners or range(self._workers)
-
     # --- the decided assignment --------------------------------------------------------------------------------------
 
     def may_stage(self, group: int, step: int) -> bool:
         """Whether an assignment is complete here, if the group commits one.
 
         Raises:
-            StepError: the workers of the group have made different changes.
+            StepError: the workers of the group are at different places of the script.
         """
         model = self._server.state.known
         if all(commit.counts for commit in model.staging[group].commits.values()):
@@ -191,10 +193,11 @@ class AssignmentServer(ServerExtension):
             return False
         if not all(part.complete for part in now.parts.values()):
             return False
-        self._compare(model, now)
-        return now.has_values()
+        self._check_places(now)
+        return now.has_masks
 
-    def _compare(self, model: ParameterShard, now: _GroupAssignment) -> None:
+    @staticmethod
+    def _check_places(now: _GroupAssignment) -> None:
         parts = sorted(now.parts.items())
         heads = [(worker, part.head) for worker, part in parts if part.head is not None]
         first, head = heads[0]
@@ -204,39 +207,26 @@ class AssignmentServer(ServerExtension):
                     f"workers {first} and {worker} of a group are at different places of the script in tt.assign; "
                     f"all workers of a group must enter it between the same two steps, and equally often"
                 )
-        for bucket in model.buckets:
-            owners = set(self._owners(model, bucket))
-            sent = [(worker, part.buckets.get(bucket.id)) for worker, part in parts if worker in owners]
-            for worker, there in sent[1:]:
-                self._compare_bucket(model, bucket, sent[0], (worker, there))
-
-    def _compare_bucket(
-        self,
-        model: ParameterShard,
-        bucket: Bucket,
-        one: tuple[int, AssignedBucket | None],
-        other: tuple[int, AssignedBucket | None],
-    ) -> None:
-        (first, left), (second, right) = one, other
-        mine, theirs = _checksums(left), _checksums(right)
-        if mine == theirs:
-            return
-        piece = min(number for number, _ in mine.items() ^ theirs.items())
-        name = model.parameter(model.map.segments[bucket.pieces[piece].segment].parameter)
-        raise StepError(
-            f"workers {first} and {second} of a group have changed parameter {name} differently in tt.assign; all "
-            f"workers of a group must make the same change: with the same seed, or from values that they all have"
-        )
 
     def apply_step(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Outbox:
         """As `ServerExtension.apply_step`: set the values."""
         if commits[min(commits)].counts:
             return ()
-        now = self._open.pop(group)
-        head = now.parts[min(now.parts)].head
-        assert head is not None
-        if self._made[group].make(head):
+        now = self._open[group]
+        if self._made[group].make(now.head):
             self._set(now)
+        now.drop_values()
+        return ()
+
+    def follows_step(self, group: int) -> bool:
+        """As `ValueChanger.follows_step`. The assignment is known until its step is over."""
+        return group in self._open and self._open[group].head.follows_step
+
+    def step_over(self, result: StepResult) -> Outbox:
+        """As `ServerExtension.step_over`."""
+        # Snapshots still ask about an assignment when it is over.
+        if result.counts:
+            self._open.pop(result.group, None)
         return ()
 
     def _set(self, now: _GroupAssignment) -> None:
@@ -295,15 +285,6 @@ class AssignmentServer(ServerExtension):
 
 def _place(head: Assignment) -> tuple[int, int, int, bool]:
     return head.stream, head.batch, head.number, head.repeated
-
-
-def _checksums(message: AssignedBucket | None) -> dict[int, int]:
-    """The checksums of a bucket's changed pieces, by piece."""
-    if message is None:
-        return {}
-    present = m.bits_to_int(message.changed)
-    numbers = [number for number in range(present.bit_length()) if present >> number & 1]
-    return dict(zip(numbers, message.checksums, strict=True))
 
 
 def _mask_bytes(bucket: Bucket) -> int:

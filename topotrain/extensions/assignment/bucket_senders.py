@@ -3,10 +3,11 @@
 from topotrain.config.sharding import Bucket, SliceMap
 
 
-def sender_of(slice_map: SliceMap, bucket: Bucket, workers: int) -> int:
-    """Return the index of the worker that sends a bucket's new values.
+def sender_of(slice_map: SliceMap, bucket: Bucket) -> int:
+    """Return the index of the worker that decides on a bucket's new values, and sends them.
 
-    All workers that hold the bucket have the same values. The buckets are divided among them.
+    It is the first one that holds the bucket, as in a broadcast from rank 0. The workers of a group may draw other
+    random numbers, so their values need not be the same.
     """
-    owners = slice_map.spaces[bucket.space].owners or range(workers)
-    return owners[bucket.id % len(owners)]
+    owners = slice_map.spaces[bucket.space].owners
+    return owners[0] if owners else 0

@@ -7,13 +7,11 @@ their copies on the host.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 import numpy as np
 import torch
 
 from topotrain.config.sharding import Bucket
-from topotrain.core.model.tensor_bytes import bytes_of
 from topotrain.core.protocol import int_to_bits
 from topotrain.training.parameters.bit_comparison import differing, same_bits
 from topotrain.training.parameters.device_parameters import HostParameters
@@ -29,14 +27,12 @@ class ChangedBucket:
 
     Attributes:
         pieces: a bit for each piece that has changed.
-        checksums: of the new values of these pieces.
         values: the new values of the whole bucket.
         elements: a bit for each element that has changed, packed. None: all elements of the pieces count.
     """
 
     bucket: Bucket
     pieces: bytes
-    checksums: tuple[int, ...]
     values: torch.Tensor
     elements: torch.Tensor | None
 
@@ -101,28 +97,27 @@ class ChangedParameters:
             tensor.data = memory
         self._bring(NEW)
 
-    def changed(self) -> Iterator[ChangedBucket]:
-        """Yield the buckets that have changed."""
-        flats, model = self._buffers.flats, self._worker.client.model
-        for bucket in model.held:
+    def changed(self, buckets: Iterable[Bucket]) -> Iterator[ChangedBucket]:
+        """Yield those of these buckets that have changed."""
+        flats, slice_map = self._buffers.flats, self._worker.client.model.map
+        for bucket in buckets:
             new, old = flats.view(NEW, bucket), flats.view(OLD if self._apart else "params", bucket)
-            found = {}
-            for i, piece in enumerate(bucket.pieces):
-                if model.map.segments[piece.segment].parameter in self._tensors:
-                    here = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-                    if not same_bits(new[here], old[here]):
-                        found[i] = crc32(bytes_of(new[here]))
+            found = [
+                i
+                for i, piece in enumerate(bucket.pieces)
+                if slice_map.segments[piece.segment].parameter in self._tensors
+                and not same_bits(new[_place(bucket, i)], old[_place(bucket, i)])
+            ]
             if found:
                 bits = int_to_bits(sum(1 << i for i in found), len(bucket.pieces))
-                elements = self._elements(bucket, found.keys(), new, old) if self._apart else None
-                yield ChangedBucket(bucket, bits, tuple(found.values()), new, elements)
+                elements = self._elements(bucket, found, new, old) if self._apart else None
+                yield ChangedBucket(bucket, bits, new, elements)
 
     @staticmethod
     def _elements(bucket: Bucket, pieces: Iterable[int], new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(bucket.hi - bucket.lo, dtype=torch.bool)
         for i in pieces:
-            piece = bucket.pieces[i]
-            here = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+            here = _place(bucket, i)
             mask[here] = differing(new[here], old[here])
         return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
@@ -132,3 +127,9 @@ class ChangedParameters:
             if tensor.data_ptr() != self._memory[index].data_ptr():
                 tensor.data = self._memory[index]
         self._buffers.move_model()
+
+
+def _place(bucket: Bucket, piece: int) -> slice:
+    """The place of a piece in its bucket."""
+    there = bucket.pieces[piece]
+    return slice(there.lo - bucket.lo, there.hi - bucket.lo)

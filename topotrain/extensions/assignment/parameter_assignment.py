@@ -23,8 +23,11 @@ class AssignmentExtension(PrepareExtension):
 
     def attach(self, here: Context, worker: Worker) -> None:
         """As `PrepareExtension.attach`."""
-        self.scope = AssignmentScope(worker, ScriptPlace(here, worker), here.place.topology.worker_groups > 1)
+        place = ScriptPlace(here, worker)
+        self.scope = AssignmentScope(worker, place, here.place.topology.worker_groups > 1)
         worker.attach(self.scope)
+        # The name cannot collide with those of `tt.keep`, which are Python names without a space.
+        here.kept["tt.assign places"] = place
 
 
 @contextmanager
@@ -35,8 +38,9 @@ def assign(*what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator
             for p in critic.parameters():
                 p.data.clamp_(-0.01, 0.01)
 
-    At the end of the block the servers have the new values, and all workers of the group. All workers of a group enter
-    the block between the same two steps and make the same change. In an ordinary process the block is an ordinary one.
+    At the end of the block the servers and all workers of the group have the values of the group's first worker, as
+    after a broadcast from rank 0. All workers of a group enter the block between the same two steps. In an ordinary
+    process the block is an ordinary one.
 
     Args:
         what: modules or parameters of the prepared model. Nothing: all of its parameters.
@@ -44,7 +48,7 @@ def assign(*what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator
     Raises:
         ConfigError: an argument is none of these, or the job cannot do this.
         RuntimeError: a step is under way, or another parameter was changed.
-        JobError: the workers of the group have made different changes.
+        JobError: the workers of the group are at different places of the script.
     """
     parameters = _parameters(what)
     here = process.current()

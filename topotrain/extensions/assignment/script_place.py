@@ -1,31 +1,39 @@
 """The place of an assignment in the script, by which a repeated one is known."""
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any
 
-from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.training.context import Context
-from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.worker import Worker
 
 
 class ScriptPlace:
-    """Numbers the assignments of one process.
+    """Numbers the assignments of one worker.
+
+    A fresh process repeats those from before the pass that was under way. Its state has their numbers, as an object of
+    `tt.keep`. The servers know the last one within a pass.
 
     Args:
-        here: the job. None: the loader and earlier starts are not known.
+        here: the job. None: the loader is not known.
         worker: the worker.
     """
 
     def __init__(self, here: Context | None, worker: Worker) -> None:
         self._here, self._worker = here, worker
         self._at, self._number = (0, 0), 0
+        self._between: dict[str, int] = {}  # place between two passes -> assignments of this process
+        self._earlier: Mapping[str, int] = {}  # the same of earlier processes, as far as their state counts
 
     def next(self) -> tuple[int, int, int, bool]:
         """Return stream, batch, number and `repeated` as in `Assignment`."""
         at = self._place()
         self._number = self._number + 1 if at == self._at else 0
         self._at = at
-        return *at, self._number, at[0] < 0 and self._is_in_snapshot(-1 - at[0])
+        if at[0] >= 0:
+            return *at, self._number, False
+        key = str(at[0])
+        self._between[key] = self._number + 1
+        return *at, self._number, self._number < self._earlier.get(key, 0)
 
     def _place(self) -> tuple[int, int]:
         last, loader = self._worker.batches.last, None if self._here is None else self._here.loader
@@ -36,12 +44,11 @@ class ScriptPlace:
             return last
         return -1 - loader.passes, 0
 
-    def _is_in_snapshot(self, passes: int) -> bool:
-        """Whether the snapshot from which the job goes on has steps of this pass, or a later one."""
-        past = None if self._here is None else cast("Manifest | None", self._here.resumed)
-        if self._here is None or past is None:
-            return False
-        loader, position = self._here.loader, self._here.continuing
-        if not isinstance(loader, ShardedLoader):
-            return position is None or not position.in_epochs
-        return passes < (past.first_epoch or 0) or passes < past.closed or bool(past.runs(passes))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of assignments between two passes."""
+        places = self._between.keys() | self._earlier.keys()
+        return {"between": {at: max(self._between.get(at, 0), self._earlier.get(at, 0)) for at in sorted(places)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of an earlier process."""
+        self._earlier = dict(state["between"])

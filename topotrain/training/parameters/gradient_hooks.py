@@ -32,7 +32,6 @@ from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
 from topotrain.training.worker_stats import StepBatches
 
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 

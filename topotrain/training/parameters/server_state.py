@@ -10,8 +10,8 @@ from topotrain.core.protocol import StatePart
 from topotrain.training.parameters.flat_parameters import ModelParts
 
 NEW_GROUP = (
-    "add_param_group after tt.prepare: give the optimizer all its groups before, also those of layers that train later; "
-    "until then they are frozen with requires_grad_(False)"
+    "add_param_group after tt.prepare: give the optimizer all its groups before, also those of layers that train "
+    "later; until then they are frozen with requires_grad_(False)"
 )
 """The servers make the state of the optimizer's parameters before the first step."""
 
