@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import JobRunner
+from job_runner import ALLREDUCE, JobRunner
+from test_resume import INLINE, SYNC, killed, resumed
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
 pytestmark = pytest.mark.journey
 
 PROGRAM = "assigning.py"
-TWO_BY_TWO = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
-ALLREDUCE = "nworkers_per_group: 2 nservers_per_group: 2"
 
 
 def plainly(folder: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -20,7 +21,8 @@ def plainly(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     out = folder / "plain.pt"
     program = str(Path(__file__).parents[1] / "programs" / PROGRAM)
     subprocess.run([sys.executable, program, kind, "--out", str(out)], check=True, capture_output=True, timeout=120)
-    return torch.load(out, weights_only=True)
+    found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return found
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -28,9 +30,48 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("kind", ["after", "before", "average", "anew"])
-def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "clusters"),
+    [
+        ("after", (SYNC, INLINE)),
+        ("before", (f"{SYNC} transport: kTcp",)),
+        ("average", (ALLREDUCE,)),
+        ("anew", (SYNC,)),
+    ],
+)
+def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, clusters: tuple[str, ...]) -> None:
     expected = plainly(runner.folder, kind)
-    for name, cluster in (("two", TWO_BY_TWO), ("tcp", f"{TWO_BY_TWO} transport: kTcp"), ("all", ALLREDUCE)):
-        final = runner.run(cluster, PROGRAM, kind, name=name).final
-        assert distance(final, expected) < 1e-6, (kind, name)
+    for number, cluster in enumerate(clusters):
+        final = runner.run(cluster, PROGRAM, kind, name=f"job{number}").final
+        assert distance(final, expected) < 1e-6, (kind, cluster)
+
+
+@pytest.mark.parametrize(("kind", "cluster"), [("after", SYNC), ("before", INLINE)])
+def test_a_job_whose_processes_all_died_has_the_same_bits(runner: JobRunner, kind: str, cluster: str) -> None:
+    """Every change counts once: those in the snapshot, and those behind it."""
+    undisturbed = runner.run(cluster, PROGRAM, kind, name="undisturbed").final
+    workspace = killed(runner, cluster, kind, program=PROGRAM)
+    found = latest(workspace)
+    assert found is not None and 0 < found.steps(0) <= 30
+    ended = resumed(runner, workspace)
+    different = [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+    assert not different, (found.steps(0), different)
+
+
+def test_a_group_that_died_between_a_change_and_its_step_repeats_neither(runner: JobRunner) -> None:
+    """The servers go on, and know which changes they have made."""
+    undisturbed = runner.run(SYNC, PROGRAM, "before", name="undisturbed").final
+    once = runner.folder / "once"
+    ended = runner.run(SYNC, PROGRAM, "before", "--once", str(once), extra="on_failure: kContinue")
+    assert once.exists() and ended.report["incidents"][0]["action"] == "group 0 starts again (incarnation 1)"
+    different = [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+    assert not different
+
+
+def test_asynchronous_groups_have_the_changes_in_their_result(runner: JobRunner) -> None:
+    """Weights that every group clamps behind each of its steps: only a last step of another group is not clamped."""
+    for number, cluster in enumerate(
+        ("nworker_groups: 2 server_worker_separate: true", "nworker_groups: 2 nserver_groups: 2")
+    ):
+        final = runner.run(cluster, PROGRAM, "after", name=f"job{number}").final
+        assert all(float(value.abs().max()) < 0.33 for value in final.values()), cluster

@@ -26,11 +26,13 @@ HYBRID = "nworker_groups: 4 nserver_groups: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
-def killed(runner: JobRunner, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
+def killed(
+    runner: JobRunner, cluster: str, kind: str, extra: str = EXTRA, at: int = 30, program: str = "resuming.py"
+) -> Path:
     """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
     hold = runner.folder / "hold"
     hold.touch()
-    command = runner.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
+    command = runner.command(cluster, program, kind, "--hold", str(hold), "--at", str(at), extra=extra)
     command = [*client(runner.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None

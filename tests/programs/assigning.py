@@ -2,10 +2,13 @@
 
 Rule: the result of a job is that of plain Python, and no change is made twice or left out, whichever process dies.
 With `--hold FILE`, the main worker stops behind step `--at` as long as the file is there, for somebody to kill it. With
-`--out FILE` the main worker writes its parameters there.
+`--once FILE`, worker 1 kills itself in that step, right behind the change that comes before it; the file says that this
+has happened. With `--out FILE` the main worker writes its parameters there.
 """
 
 import argparse
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -20,6 +23,7 @@ parser.add_argument("kind", choices=["after", "before", "average", "anew"])
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=30)
+parser.add_argument("--once", type=Path)
 parser.add_argument("--out", type=Path)
 given = parser.parse_args()
 
@@ -67,6 +71,9 @@ for epoch in tt.epochs(given.epochs):
         optimizer.zero_grad()
         if given.kind == "before":
             shrink()
+        if given.once is not None and tt.rank() == 1 and steps == given.at and not given.once.exists():
+            given.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         nn.functional.mse_loss(model(x), y).backward()
         still.wait(0.005 if given.hold.name != "nothing" else 0)  # computing, in place of a larger model
         optimizer.step()
