@@ -15,6 +15,7 @@ from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, Non
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
+from topotrain.core.client.client_context import VALUE_CHANGE
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
 from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
@@ -258,8 +259,7 @@ class Worker(BatchAccounting):
 
         All workers of the group make this call between the same two steps. It counts as no step.
         """
-        end = StepEnd(backwards=0, weight=0.0, fetch=False, hyper=b"", marks=(), counts=False)
-        outcome = self.client.steps.commit(self.committed, end)
+        outcome = self.client.steps.commit(self.committed, VALUE_CHANGE)
         self.committed += 1
         self.path.go_to(self.committed)
         self.snapshot = outcome.snapshot or self.snapshot

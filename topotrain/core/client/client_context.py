@@ -86,6 +86,10 @@ class StepEnd:
     counts: bool = True
 
 
+VALUE_CHANGE = StepEnd(backwards=0, weight=0.0, fetch=False, hyper=b"", marks=(), counts=False)
+"""The commit of a change of values that extensions have sent. It has no gradients."""
+
+
 class ServerChannel:
     """Sends for one worker, and waits for it.
 

@@ -39,8 +39,8 @@ class Assignment(Message):
 class AssignedBucket(Message):
     """Worker -> server: the new values of a bucket.
 
-    One worker of the group sends it (see `bucket_senders`). The body is a view of the worker's buffer. It stays valid
-    until the step is committed.
+    One worker of the group sends it (see `assignment_client.sender_of`). The body is a view of the worker's buffer. It
+    stays valid until the step is committed.
 
     Attributes:
         changed: a bit for each changed piece of the bucket.

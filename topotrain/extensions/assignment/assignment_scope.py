@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from topotrain.config.job import Apply, ConfigError
-from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
-from topotrain.extensions.assignment.bucket_senders import sender_of
+from topotrain.extensions.assignment.assignment_client import decided_by, send_assignment
 from topotrain.extensions.assignment.changed_parameters import ChangedParameters
 from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.training.worker import Worker
@@ -109,18 +108,6 @@ class AssignmentScope(WorkerExtension):
         return sorted({known[id(parameter)] for parameter in parameters}) or list(range(len(known)))
 
     def _send(self, changes: ChangedParameters) -> None:
-        worker, step = self._worker, self._worker.committed
-        stream, batch, number, repeated = self._place.next()
-        follows = not worker.batches.marks
-        client = worker.client
-        counts = dict.fromkeys(client.channel.servers, 0)
-        mine = [bucket for bucket in client.model.held if sender_of(client.model.map, bucket) == worker.me.index]
-        for changed in changes.changed(mine):
-            server, bucket = client.model.server_of(changed.bucket), changed.bucket.id
-            counts[server] += 1
-            masked = changed.elements is not None
-            client.channel.send(server, AssignedBucket(step, bucket, changed.pieces, masked, body=changed.values))
-            if masked:
-                client.channel.send(server, AssignedElements(step, bucket, body=changed.elements))
-        for server, count in counts.items():
-            client.channel.send(server, Assignment(step, count, stream, batch, number, follows, repeated))
+        worker = self._worker
+        changed = changes.changed(decided_by(worker.client))
+        send_assignment(worker.client, worker.committed, self._place.next(), changed, not worker.batches.marks)

@@ -23,8 +23,8 @@ from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
+from topotrain.extensions.assignment.assignment_client import sender_of
 from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
-from topotrain.extensions.assignment.bucket_senders import sender_of
 from topotrain.extensions.checkpointing.shard_snapshot import ValueChanger
 
 

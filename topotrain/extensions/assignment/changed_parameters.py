@@ -6,35 +6,14 @@ their copies on the host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import torch
 
 from topotrain.config.sharding import Bucket
-from topotrain.core.protocol import int_to_bits
-from topotrain.training.parameters.bit_comparison import differing, same_bits
+from topotrain.extensions.assignment.assignment_client import ChangedBucket, changed_bucket
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.worker import Worker
 
 NEW, OLD = "assigned", "before assignment"
 """Names of flat buffers: the values that the script leaves, and those that it found."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedBucket:
-    """A bucket with changed values.
-
-    Attributes:
-        pieces: a bit for each piece that has changed.
-        values: the new values of the whole bucket.
-        elements: a bit for each element that has changed, packed. None: all elements of the pieces count.
-    """
-
-    bucket: Bucket
-    pieces: bytes
-    values: torch.Tensor
-    elements: torch.Tensor | None
 
 
 class ChangedParameters:
@@ -101,25 +80,13 @@ class ChangedParameters:
         """Yield those of these buckets that have changed."""
         flats, slice_map = self._buffers.flats, self._worker.client.model.map
         for bucket in buckets:
-            new, old = flats.view(NEW, bucket), flats.view(OLD if self._apart else "params", bucket)
-            found = [
-                i
-                for i, piece in enumerate(bucket.pieces)
-                if slice_map.segments[piece.segment].parameter in self._tensors
-                and not same_bits(new[_place(bucket, i)], old[_place(bucket, i)])
+            pieces = [
+                i for i, p in enumerate(bucket.pieces) if slice_map.segments[p.segment].parameter in self._tensors
             ]
-            if found:
-                bits = int_to_bits(sum(1 << i for i in found), len(bucket.pieces))
-                elements = self._elements(bucket, found, new, old) if self._apart else None
-                yield ChangedBucket(bucket, bits, new, elements)
-
-    @staticmethod
-    def _elements(bucket: Bucket, pieces: Iterable[int], new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(bucket.hi - bucket.lo, dtype=torch.bool)
-        for i in pieces:
-            here = _place(bucket, i)
-            mask[here] = differing(new[here], old[here])
-        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
+            old = flats.view(OLD if self._apart else "params", bucket)
+            changed = changed_bucket(bucket, pieces, flats.view(NEW, bucket), old, self._apart)
+            if changed is not None:
+                yield changed
 
     def give_back(self) -> None:
         """Connect the parameters to the job again, with the values that are there now."""
@@ -127,9 +94,3 @@ class ChangedParameters:
             if tensor.data_ptr() != self._memory[index].data_ptr():
                 tensor.data = self._memory[index]
         self._buffers.move_model()
-
-
-def _place(bucket: Bucket, piece: int) -> slice:
-    """The place of a piece in its bucket."""
-    there = bucket.pieces[piece]
-    return slice(there.lo - bucket.lo, there.hi - bucket.lo)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
 
@@ -24,16 +25,16 @@ class ScriptPlace:
         self._between: dict[str, int] = {}  # place between two passes -> assignments of this process
         self._earlier: Mapping[str, int] = {}  # the same of earlier processes, as far as their state counts
 
-    def next(self) -> tuple[int, int, int, bool]:
-        """Return stream, batch, number and `repeated` as in `Assignment`."""
+    def next(self) -> AssignmentPlace:
+        """Return the place of the next assignment."""
         at = self._place()
         self._number = self._number + 1 if at == self._at else 0
         self._at = at
         if at[0] >= 0:
-            return *at, self._number, False
+            return AssignmentPlace(*at, self._number)
         key = str(at[0])
         self._between[key] = self._number + 1
-        return *at, self._number, self._number < self._earlier.get(key, 0)
+        return AssignmentPlace(*at, self._number, self._number < self._earlier.get(key, 0))
 
     def _place(self) -> tuple[int, int]:
         last, loader = self._worker.batches.last, None if self._here is None else self._here.loader
