@@ -24,8 +24,6 @@ from in_process_job import (
     tokens,
     vectors,
 )
-from test_parameter_owners import Model, split
-from test_parameter_owners import build as split_build
 from torch import nn
 
 import topotrain.training.parameters.flat_parameters
@@ -35,9 +33,6 @@ from topotrain.extensions.assignment.assignment_scope import AssignmentScope
 from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
-from topotrain.training.parameters.flat_parameters import describe_model
-
-PARTS = describe_model(Model()).parameters
 
 
 def assigning(t, parameters=()):
@@ -234,20 +229,6 @@ def test_parameters_on_a_device_keep_their_memory(script, monkeypatch):
         assert before == [p.data_ptr() for p in t.model.parameters()]
 
     assert run_local(job_of(), building(), checked).same_bits(reference(job_of(), building(), script))
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
-def test_each_worker_of_a_split_model_changes_what_it_holds(shared):
-    def script(t):
-        with assigning(t), torch.no_grad():
-            for p in t.model.parameters():  # those of other workers are on the meta device
-                p.fill_(2.0 + t.me.index)
-
-    job = job_of("one", nworkers_per_group=2, nservers_per_group=2)
-    result = run_local(job, split_build, script, shared, split)
-    found = {p.name: float(result.workers[0].worker.buffers.view("params", i).mean()) for i, p in enumerate(PARTS)}
-    assert found == {"left": 2.0, "right": 3.0, "tied": 2.0, "common": 2.0}
-    assert float(result.workers[1].model.common.mean()) == 2.0
 
 
 # --- several groups --------------------------------------------------------------------------------------------------
