@@ -52,7 +52,8 @@ class ChangedParameters:
         """The name of a parameter that was changed, and is not one of these; "": none."""
         edited = {id(tensor) for tensor in self._buffers.edited()}
         for index, tensor in enumerate(self._worker.parts.tensors):
-            if id(tensor) in edited and index not in self._tensors:
+            # A change of a tensor without memory changes nothing.
+            if id(tensor) in edited and index not in self._tensors and not tensor.is_meta:
                 return self._worker.parts.parameters[index].name
         return ""
 
