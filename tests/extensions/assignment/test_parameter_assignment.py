@@ -52,7 +52,7 @@ def test_before_prepare_and_after_the_job_the_parameters_are_the_script_s(job):
     model = mlp()
     clamp(model)
     model, *_ = tt.prepare(model, unfused(model), loader())
-    assert max(float(p.detach().abs().max()) for p in model.parameters()) <= 0.1
+    assert max(float(p.detach().abs().max()) for p in model.parameters()) < 0.11
     seen = []
 
     def metric():

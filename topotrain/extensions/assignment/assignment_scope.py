@@ -25,8 +25,6 @@ class AssignmentScope(WorkerExtension):
     def __init__(self, worker: Worker, place: ScriptPlace, apart: bool) -> None:
         self._worker, self._place, self._apart = worker, place, apart
         self._open = False
-        self.over = False
-        """Whether the job has ended for this worker, so that its parameters are the script's alone."""
 
     # --- the worker's hooks ----------------------------------------------------------------------------------------
 
@@ -34,14 +32,6 @@ class AssignmentScope(WorkerExtension):
         """As `WorkerExtension.before_step`."""
         if self._open:
             raise RuntimeError("optimizer.step() inside tt.assign: the block may only change parameters")
-
-    def job_over(self) -> None:
-        """As `WorkerExtension.job_over`."""
-        self.over = True
-
-    def left_job(self) -> None:
-        """As `WorkerExtension.left_job`."""
-        self.over = True
 
     # --- the scope -------------------------------------------------------------------------------------------------
 

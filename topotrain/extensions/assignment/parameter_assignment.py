@@ -29,6 +29,10 @@ class AssignmentExtension(PrepareExtension):
         # The name cannot collide with those of `tt.keep`, which are Python names without a space.
         here.kept["tt.assign places"] = place
 
+    def stop_pushing(self, here: Context) -> None:
+        """As `PrepareExtension.stop_pushing`: from here on the parameters are the script's alone."""
+        self.scope = None
+
 
 @contextmanager
 def assign(*what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
@@ -53,7 +57,7 @@ def assign(*what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator
     parameters = _parameters(what)
     here = process.current()
     scope = None if here is None else _scope(here)
-    if scope is None or scope.over:
+    if scope is None:
         yield
         return
     if process.is_outside_step():

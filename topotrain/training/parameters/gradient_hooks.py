@@ -27,9 +27,8 @@ from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters.bit_comparison import same_bits
 from topotrain.training.parameters.device_parameters import QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, same_bits, version_of
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
