@@ -68,6 +68,16 @@ def test_a_group_that_died_between_a_change_and_its_step_repeats_neither(runner:
     assert not different
 
 
+def test_the_second_copy_of_a_server_has_the_changes(runner: JobRunner) -> None:
+    cluster = f"{SYNC} transport: kTcp"
+    undisturbed = runner.run(cluster, PROGRAM, "before", name="undisturbed").final
+    once, job = runner.folder / "once", runner.folder / "job"
+    words = ("before", "--once", str(once), "--job", str(job))
+    ended = runner.run(f"{cluster} replicas: 2", PROGRAM, *words, extra="on_failure: kContinue restarts: 2")
+    assert ended.report["incidents"][0]["action"].startswith("its second copy goes on")
+    assert not [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+
+
 def test_asynchronous_groups_have_the_changes_in_their_result(runner: JobRunner) -> None:
     """Weights that every group clamps behind each of its steps: only a last step of another group is not clamped."""
     for number, cluster in enumerate(

@@ -3,10 +3,12 @@
 Rule: the result of a job is that of plain Python, and no change is made twice or left out, whichever process dies.
 With `--hold FILE`, the main worker stops behind step `--at` as long as the file is there, for somebody to kill it. With
 `--once FILE`, worker 1 kills itself in that step, right behind the change that comes before it; the file says that this
-has happened. With `--out FILE` the main worker writes its parameters there.
+has happened. With `--job WORKSPACE`, it kills server 0/0 instead. With `--out FILE` the main worker writes its
+parameters there.
 """
 
 import argparse
+import json
 import os
 import signal
 import threading
@@ -24,6 +26,7 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=30)
 parser.add_argument("--once", type=Path)
+parser.add_argument("--job", type=Path)
 parser.add_argument("--out", type=Path)
 given = parser.parse_args()
 
@@ -43,6 +46,13 @@ class Average:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.values = {name: value.clone() for name, value in state.items()}
+
+
+def server(job: Path) -> int:
+    """The process of server 0/0."""
+    entries = json.loads((job / "processes.json").read_text())
+    found: int = next(entry["pid"] for entry in entries if "server 0/0" in entry["roles"])
+    return found
 
 
 def shrink() -> None:
@@ -73,7 +83,7 @@ for epoch in tt.epochs(given.epochs):
             shrink()
         if given.once is not None and tt.rank() == 1 and steps == given.at and not given.once.exists():
             given.once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid() if given.job is None else server(given.job), signal.SIGKILL)
         nn.functional.mse_loss(model(x), y).backward()
         still.wait(0.005 if given.hold.name != "nothing" else 0)  # computing, in place of a larger model
         optimizer.step()
