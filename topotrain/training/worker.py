@@ -243,7 +243,7 @@ class Worker(BatchAccounting):
     # --- a change of values between two steps ----------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the parameters to values of the servers: no step of this worker is under way."""
+        """Bring the parameters to values of the servers, between two steps."""
         self.client.values.settle()
         if not self._local.is_used:
             return

@@ -59,7 +59,10 @@ class AssignedBucket(Message):
 @message(122, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class AssignedElements(Message):
-    """Worker -> server: a bit for each element of a bucket that the script has changed. Snapshot."""
+    """Worker -> server: a bit for each element of a bucket. Snapshot.
+
+    A set bit means that the script has changed the element.
+    """
 
     step: int
     bucket: int

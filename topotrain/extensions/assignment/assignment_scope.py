@@ -37,7 +37,9 @@ class AssignmentScope(WorkerExtension):
 
     @contextmanager
     def change(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, the script may change these parameters. At the end all workers of the group have the new values.
+        """Inside, the script may change these parameters.
+
+        At the end all workers of the group have the new values.
 
         Raises:
             ConfigError: the job cannot do this, or a parameter is none of the model.

@@ -1,4 +1,4 @@
-"""Assignments on a server: values that the scripts of a worker group set (`tt.assign`).
+"""Assignments on a server: values that scripts set (`tt.assign`).
 
 An assignment is a decision of the server group, like a step: all shards make it or none, at one place of the log. Its
 commit has no gradients, and does not count as a step.
@@ -30,7 +30,7 @@ from topotrain.extensions.checkpointing.shard_snapshot import ValueChanger
 
 @dataclass(slots=True)
 class _WorkerPart:
-    """What one worker has sent of its group's assignment."""
+    """The messages of one worker about its group's assignment."""
 
     head: Assignment | None = None
     buckets: dict[int, AssignedBucket] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class AssignmentServer(ServerExtension, ValueChanger):
         return ()
 
     def follows_step(self, group: int) -> bool:
-        """As `ValueChanger.follows_step`. The assignment is known until its step is over."""
+        """As `ValueChanger.follows_step`, until the next step is over."""
         return group in self._open and self._open[group].head.follows_step
 
     def step_over(self, result: StepResult) -> Outbox:
@@ -250,7 +250,7 @@ class AssignmentServer(ServerExtension, ValueChanger):
     # --- the workers of a group, and a second copy -------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`. What is made stays made."""
+        """As `ServerExtension.reset_group`. Assignments that are made stay."""
         self._open.pop(group, None)
 
     def state_dict(self) -> State:

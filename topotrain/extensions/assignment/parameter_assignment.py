@@ -30,7 +30,8 @@ class AssignmentExtension(PrepareExtension):
         here.kept["tt.assign places"] = place
 
     def stop_pushing(self, here: Context) -> None:
-        """As `PrepareExtension.stop_pushing`: from here on the parameters are the script's alone."""
+        """As `PrepareExtension.stop_pushing`."""
+        # From here on the parameters are the script's alone.
         self.scope = None
 
 

@@ -78,7 +78,7 @@ class SnapshotParticipant:
 
 
 class ValueChanger(ABC):
-    """An extension of a server that changes values between two steps of a worker group."""
+    """An extension of a server that changes values between two steps."""
 
     @abstractmethod
     def follows_step(self, group: int) -> bool:

@@ -5,7 +5,7 @@ finding can be reproduced. A run is right if all of these hold:
 
 * Every batch is counted exactly once, on all shards, in the end and in every snapshot.
 * No worker saw fewer updates than before (`worker_observer`).
-* What scripts assign (`tt.assign`) is there with their steps, and no assignment is made twice.
+* Values that scripts assign (`tt.assign`) are there with their steps, and no assignment is made twice.
 * No actor waits forever.
 
 A schedule that shows a bug is shortened as long as it still does (delta debugging: Zeller and Hildebrandt, 2002, one

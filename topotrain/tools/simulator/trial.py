@@ -115,7 +115,10 @@ class TrialScript:
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
 
     def _assign(self, cells: range, place: AssignmentPlace) -> None:
-        """Assign the cells of a batch. With one group each assignment adds 1, so that a repeated one is found."""
+        """Assign the cells of a batch.
+
+        With one group each assignment adds 1, so that a repeated one is found.
+        """
         trial, values = self._trial, self._worker.values()[ASSIGNED]
         here = slice(cells.start, cells.stop)
         adds = trial.topology.worker_groups == 1 and trial.schedule.mode == "static"

@@ -36,7 +36,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 @contextmanager
 def _thawed(tensor: nn.Parameter) -> Iterator[None]:
-    """Inside, hooks can be registered. They stay, and fire once the script has thawed it."""
+    """Inside, hooks can be registered. They fire when the tensor trains."""
     trains = tensor.requires_grad
     tensor.requires_grad_(True)
     try:
@@ -103,7 +103,7 @@ class GradientPath(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether gradients of the coming step were sent, also those of a backward that raised."""
+        """Whether gradients of the coming step were sent."""
         return self.backwards > 0
 
     @contextmanager
