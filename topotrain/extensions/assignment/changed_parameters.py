@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from topotrain.config.sharding import Bucket
 from topotrain.extensions.assignment.assignment_client import ChangedBucket, changed_bucket
-from topotrain.training.parameters.device_parameters import HostParameters
+from topotrain.training.parameters.device_parameters import HostParameters, move_to
 from topotrain.training.worker import Worker
 
 NEW, OLD = "assigned", "before assignment"
@@ -33,7 +33,7 @@ class ChangedParameters:
         self._on_host = isinstance(worker.mirror, HostParameters)
         for index, tensor in self._tensors.items() if self._on_host else ():
             self._buffers.view(NEW, index).copy_(tensor.detach())
-            tensor.data = self._buffers.own(NEW, index)
+            move_to(tensor, self._buffers.own(NEW, index))
         if apart:
             self._bring(OLD)
         self._memory = {index: tensor.data for index, tensor in self._tensors.items()}
@@ -74,7 +74,7 @@ class ChangedParameters:
                 raise RuntimeError(f"tt.assign: parameter {name} must keep its shape, dtype and device: {words}")
             # The script has set `p.data`. The parameter keeps its memory, and gets the values.
             memory.copy_(tensor.data)
-            tensor.data = memory
+            move_to(tensor, memory)
         self._bring(NEW)
 
     def changed(self, buckets: Iterable[Bucket]) -> Iterator[ChangedBucket]:
@@ -93,5 +93,5 @@ class ChangedParameters:
         """Connect the parameters to the job again, with the values that are there now."""
         for index, tensor in self._tensors.items():
             if tensor.data_ptr() != self._memory[index].data_ptr():
-                tensor.data = self._memory[index]
+                move_to(tensor, self._memory[index])
         self._buffers.move_model()

@@ -20,7 +20,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import FlatBuffers, ModelBuffer, plain_name
-from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
+from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for, move_to
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
@@ -166,7 +166,7 @@ class ModelBuffers(ParameterViews):
         if isinstance(self.mirror, HostParameters):
             for index, tensor in enumerate(self._parts.tensors):
                 if not tensor.is_meta:
-                    tensor.data = self.own(name, index)
+                    move_to(tensor, self.own(name, index))
 
     def make(self, name: str) -> None:
         """Allocate this worker's part of a flat buffer, before other code uses it."""
