@@ -42,6 +42,8 @@ for epoch in tt.epochs(3):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(prepared(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+with tt.assign(prepared, list(prepared.parameters())):
+    prepared.requires_grad_(True)
 tt.report(depth=prepared.depth, loss=lambda: 0.5)
 """
 REVEALED = [

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from topotrain.compat.tensorflow import train_api as train
     from topotrain.compat.tensorflow.session.session_client import Session
     from topotrain.config.job import Cluster, ConfigError, Job, Updater
+    from topotrain.extensions.assignment.parameter_assignment import assign
     from topotrain.extensions.tables.frontend.embedding import Embedding
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
@@ -69,6 +70,7 @@ _HOMES = {
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
+    "assign": "topotrain.extensions.assignment.parameter_assignment",
     "init": "topotrain.compat.paddle.init",
     "leave": "topotrain.launch.by_hand.manual_worker",
     "Session": "topotrain.compat.tensorflow.session.session_client",
@@ -89,6 +91,7 @@ __all__ = [
     "Session",
     "Trainer",
     "Updater",
+    "assign",
     "clip_grad_norm_",
     "data_parallel",
     "device",

@@ -198,7 +198,7 @@ class JobRun:
         scheduler = script.schedule(optimizer) if script.schedule else None
         buffer = torch.zeros(2)
         described = SimpleNamespace(name="count")
-        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
+        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,), parameters=(), tensors=())
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.config.job import Apply, Grads, Pull
+from topotrain.training.parameters.server_state import NEW_GROUP
 from topotrain.training.worker import Worker
 
 
@@ -94,7 +95,7 @@ class _Adopted(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the servers own what the optimizer had at `tt.prepare`."""
-        raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+        raise RuntimeError(NEW_GROUP)
 
 
 # torch looks for this mark, and else wraps `step` again when a state is loaded: the hooks would run twice.

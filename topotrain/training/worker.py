@@ -15,6 +15,7 @@ from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, Non
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
+from topotrain.core.client.client_context import VALUE_CHANGE
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
 from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
@@ -23,7 +24,7 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
-from topotrain.training.parameters.server_state import ServerState
+from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
 
@@ -122,7 +123,8 @@ class Worker(BatchAccounting):
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
         self._own_steps = 0  # calls of `step`
         self._made = 0  # so many next calls are steps that an earlier process has made
-        self._committed = 0  # steps of the group
+        self.committed = 0
+        """Steps and changes of the group: the number of the next commit."""
         self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
         self._held = HeldGradients(parts)
         self._freed: tuple[float, float] | None = None  # time, and seconds waited, when the last step was over
@@ -167,7 +169,7 @@ class Worker(BatchAccounting):
         for extension in self._hooks.rejoin:
             outcome = extension.rejoin()
             if outcome is not None:
-                self._committed = taken
+                self.committed = taken
                 self.advance(outcome)
 
     # --- calls by the script -------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class Worker(BatchAccounting):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
             self.batches.use(counts=False)
-        self.client.channel.exit_loop(self._committed, self.path.backwards)
+        self.client.channel.exit_loop(self.committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
         """Implement `BatchAccounting.lost`."""
@@ -216,8 +218,8 @@ class Worker(BatchAccounting):
 
     def advance(self, outcome: StepOutcome) -> None:
         """The group has made steps without this worker, and is in step `outcome.next` now."""
-        self.tally.add_steps(outcome.next - self._committed)
-        self._committed = outcome.next
+        self.tally.add_steps(outcome.next - self.committed)
+        self.committed = outcome.next
         self.snapshot = outcome.snapshot or self.snapshot
         self.path.go_to(outcome.next)
         self._sent_hyper = b""  # a server that dropped the late commit does not know its hyper-parameters
@@ -267,26 +269,49 @@ class Worker(BatchAccounting):
             self.tally.add_steps(1)
         spans = self.client.channel.spans
         with spans.span("report"):
-            self._report(outcome)
+            for extension in self._hooks.after_step:
+                extension.after_step(outcome)
+            for extension in self._hooks.step_reported:
+                extension.step_reported()
         if outcome is not None:
-            spans.step_done(self._committed)
+            spans.step_done(self.committed)
         return outcome
 
-    def _report(self, outcome: StepOutcome | None) -> None:
-        for extension in self._hooks.after_step:
-            extension.after_step(outcome)
-        for extension in self._hooks.step_reported:
-            extension.step_reported()
+    # --- a change of values between two steps ----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring the parameters to values of the servers, between two steps."""
+        self.client.values.settle()
+        if not self._local.is_used:
+            return
+        # By the count of steps, which is the same on all workers of the group, also if one of them has no gradient.
+        if self._own_steps and not self._local.pushes(self._own_steps):
+            with torch.no_grad():
+                self._push_sum(fetch=True)
+        else:
+            self.client.values.fetch()
+
+    def commit_change(self) -> None:
+        """Commit a change of values that extensions have sent; fetch the values.
+
+        All workers of the group make this call between the same two steps. It counts as no step.
+        """
+        outcome = self.client.steps.commit(self.committed, VALUE_CHANGE)
+        self.committed += 1
+        self.path.go_to(self.committed)
+        self.snapshot = outcome.snapshot or self.snapshot
+        self.leaves = self.leaves or outcome.leaves
+        self.client.values.fetch()
 
     def _check(self) -> None:
         """Raise RuntimeError if the script has changed a parameter or added a group."""
         with self.client.channel.spans.span("check"):
             self.buffers.check(self.parts.parameters)
         if [len(optimizer.param_groups) for optimizer in self.optimizers] != self._groups:
-            raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+            raise RuntimeError(NEW_GROUP)
 
     def _commit(self, inv_scale: float, check_finite: bool, fetch: bool, number: int = 0) -> StepOutcome | None:
-        step, steps = self._committed, self.client.steps
+        step, steps = self.committed, self.client.steps
         end, hyper = self._end_of(number, inv_scale, check_finite, fetch)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
@@ -295,8 +320,13 @@ class Worker(BatchAccounting):
             # The servers may read these gradients after step() has returned.
             self._held.hold(number)
             steps.begin(step, end)
-            steps.finish_later(step, end, self._settled)
-            outcome = None
+            made, outcome = self._own_steps, None
+
+            def settled(outcome: StepOutcome) -> None:
+                self._count(outcome, made)
+                self._held.release()
+
+            steps.finish_later(step, end, settled)
         else:
             steps.begin(step, end)
             if not self._local.is_used:
@@ -314,7 +344,7 @@ class Worker(BatchAccounting):
         if outcome is not None and outcome.late:
             self.advance(outcome)
         else:
-            self._committed += 1
+            self.committed += 1
         for extension in self._hooks.after_commit:
             extension.after_commit(outcome)
         return outcome
@@ -324,7 +354,7 @@ class Worker(BatchAccounting):
         # A lazily committed step may still read "local", which `at_step` may write.
         self.client.values.settle()
         try:
-            revisions, edited, dropped = self.path.at_step(self._committed, number)
+            revisions, edited, dropped = self.path.at_step(self.committed, number)
         except RuntimeError:
             self._check()  # a parameter that was changed explains more
             raise
@@ -352,12 +382,6 @@ class Worker(BatchAccounting):
             optimizer=number,
         )
         return end, hyper
-
-    def _settled(self, outcome: StepOutcome) -> None:
-        """A step that was committed lazily is over; its gradients may change again."""
-        # `_committed` was raised when the step was committed, so it is the number of that step from 1.
-        self._count(outcome, self._committed)
-        self._held.release()
 
     def _count(self, outcome: StepOutcome, step: int) -> None:
         self.snapshot = outcome.snapshot or self.snapshot
@@ -416,7 +440,7 @@ class Worker(BatchAccounting):
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
-        self.client.finish(self._committed)
+        self.client.finish(self.committed)
 
     def end_job(self) -> None:
         """Call `job_over` of all extensions."""

@@ -54,6 +54,8 @@ class StepBatches:
         self._given_weight: float | None = None
         self._batch_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch
+        self.last: tuple[int, int] | None = None
+        """Stream and number of the batch that the script was given last."""
         self._unused = 0
         self.last_samples = 0
         """Samples of the batch that the script was given last."""
@@ -70,6 +72,7 @@ class StepBatches:
         # Batches of a stream are read in order, so first and last are enough.
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
+        self.last = stream, seq
 
     def weight(self) -> float:
         """The weight of the gradient: samples, or the argument of `tt.weight`."""

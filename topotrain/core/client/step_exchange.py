@@ -304,4 +304,5 @@ class StepCommit:
             exits=self._channel.exits,
             samples=end.samples,
             optimizer=end.optimizer,
+            counts=end.counts,
         )

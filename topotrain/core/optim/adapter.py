@@ -38,7 +38,13 @@ ELEMENTWISE = (
     "Rprop",
 )
 WHOLE = ("Adafactor", "Muon")  # they use rows, columns or the whole matrix
-REFUSED = {"LBFGS": "it evaluates the whole loss several times per step", "SparseAdam": "it needs sparse gradients"}
+REFUSED = {
+    "LBFGS": (
+        "it evaluates the closure several times in a step, and its line search compares losses of the whole batch: a "
+        "server has neither the closure nor the loss, and a worker has only the loss of its share"
+    ),
+    "SparseAdam": "it needs sparse gradients",
+}
 
 _TORCH = "torch.optim."
 _BOOKKEEPING = ("params", "param_names")  # tensors and their names, which are no settings

@@ -191,6 +191,7 @@ class Commit(Message):
         exits: as in BackwardEnd.
         samples: the number of samples in this worker's gradient.
         optimizer: the number of the optimizer of which this is a step. It has gradients of no other one's parameters.
+        counts: this is a step of the script. Otherwise it is a change of values without gradients, and no clock moves.
     """
 
     step: int
@@ -209,6 +210,7 @@ class Commit(Message):
     exits: int = 0
     samples: int = 0
     optimizer: int = 0
+    counts: bool = True
 
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0

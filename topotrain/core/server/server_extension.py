@@ -61,13 +61,14 @@ Outbox = Sequence[tuple[Address, m.Message]]
 class StepResult:
     """A step of a worker group that is over.
 
-    commits: of the workers with gradients in the step, by index. applied: the reply to them.
+    commits: of the workers with gradients in the step, by index. applied: the reply to them. counts: as in `Commit`.
     """
 
     group: int
     step: int
     commits: Mapping[int, m.Commit]
     applied: m.Applied
+    counts: bool = True
 
 
 class ServerExtension:

@@ -127,7 +127,8 @@ class StepExecution:
         version = self._state.version
         applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
         self._end_step(group, staging, applied)
-        self._count_nonfinite(group, commit, refused)
+        if commit.counts:
+            self._count_nonfinite(group, commit, refused)
 
     def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
         """Whether the batches of the step count now; False: they have counted before."""
@@ -163,10 +164,11 @@ class StepExecution:
             if worker.index in staging.commits:
                 self._replies.reply(worker, applied, staging.commits[worker.index].fetch)
         # Before the next step begins, which has commits of its own.
-        result = StepResult(group, staging.step, staging.commits, applied)
+        result = StepResult(group, staging.step, staging.commits, applied, staging.first.counts)
         staging.next_step()
-        self._groups.clocks.tick(group)
-        self._steps_of[group] += 1
+        if result.counts:
+            self._groups.clocks.tick(group)
+            self._steps_of[group] += 1
         # The replies above are held until `release`, so these messages arrive before them.
         for each in self._hooks.step_over:
             self._queue.send_all(each.step_over(result))

@@ -154,9 +154,14 @@ class ServerSnapshots:
         return self._due > 0 and several and len(self.steps) == 1 and self._cut is None
 
     @property
-    def is_due(self) -> bool:
-        """Whether this shard has to freeze now."""
-        return self._due > 0
+    def due(self) -> int:
+        """The snapshot for which this shard has to freeze now. 0: none."""
+        return self._due
+
+    def put_off(self) -> None:
+        """The snapshot that is due comes behind the next step instead."""
+        if self._due:
+            self._announced, self._due = self._due, 0
 
     def freeze(self, model: ParameterShard, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
         """Freeze the shard. facts: entries of the manifest. counts: of the data streams."""

@@ -107,6 +107,15 @@ class ScriptResume(ScriptPosition):
             with torch.no_grad():
                 buffer.copy_(found)
 
+    def _restore_trains(self, left: WorkerState) -> None:
+        """Freeze and thaw parameters as they were."""
+        # The script may have thawed a layer in an epoch that is over, and is not repeated.
+        parts = self._worker.parts
+        for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
+            trains = left.trains.get(described.name)
+            if isinstance(trains, bool) and not tensor.is_meta:
+                tensor.requires_grad_(trains)
+
     def restore_kept(self, name: str) -> None:
         """Restore an object of `tt.keep`, if the saved state has its name."""
         condition = self._earlier.condition
@@ -123,6 +132,7 @@ class ScriptResume(ScriptPosition):
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition)
+            self._restore_trains(condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
@@ -244,8 +254,12 @@ class ScriptResume(ScriptPosition):
             for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
             if not buffer.is_meta
         }
+        trains = {
+            described.name: tensor.requires_grad
+            for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
+        }
         steps = self._worker.tally.steps
-        whole = replace(self._at, steps=steps, kept=kept, now=now, buffers=buffers, tensors=tensors)
+        whole = replace(self._at, steps=steps, trains=trains, kept=kept, now=now, buffers=buffers, tensors=tensors)
         return self._rated(whole)
 
     def _rated(self, condition: WorkerState) -> WorkerState:
@@ -300,6 +314,7 @@ class ScriptResume(ScriptPosition):
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
             self._rates.restore(self._earlier.later or was)
+            self._restore_trains(was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())

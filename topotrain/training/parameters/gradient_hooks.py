@@ -19,6 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from weakref import ref
 
 import torch
@@ -29,11 +30,21 @@ from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, same_bits, version_of
 from topotrain.training.worker_stats import StepBatches
 
-# Integer dtypes by element size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@contextmanager
+def _thawed(tensor: nn.Parameter) -> Iterator[None]:
+    """Inside, hooks can be registered. They fire when the tensor trains."""
+    trains = tensor.requires_grad
+    tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        tensor.requires_grad_(trains)
 
 
 class GradientPath(ABC):
@@ -66,18 +77,21 @@ class GradientPath(ABC):
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
-        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
-        self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
+        self._trains: list[bool] = []  # by parameter, at the last backward
+        self._expected: list[int] = []  # bit per piece of a bucket that gets a gradient
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)  # bit per piece with a gradient of this backward
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         # With several devices autograd runs hooks on a thread for each.
         self._turn = threading.Lock()
+        self._look_what_trains()
         for index, tensor in enumerate(parts.tensors):
-            if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
+            # Another worker holds a meta tensor, and integers have no gradients.
+            if not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
                 self._hooked.add(index)
-                self._hook(index, tensor)
+                with _thawed(tensor):
+                    self._hook(index, tensor)
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
@@ -91,6 +105,11 @@ class GradientPath(ABC):
 
         # It fires once per parameter and backward, also for a tied weight that is used several times.
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of the coming step were sent."""
+        return self.backwards > 0
 
     @contextmanager
     def keep_private(self) -> Iterator[None]:
@@ -116,13 +135,17 @@ class GradientPath(ABC):
     def _end(self) -> None:
         """Handle the end of a backward."""
 
-    def _trainable_pieces(self, bucket: Bucket) -> int:
-        """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
-        bits = 0
-        for i, piece in enumerate(bucket.pieces):
-            if self._tensors[self._map.segments[piece.segment].parameter].requires_grad:
-                bits |= 1 << i
-        return bits
+    def _look_what_trains(self) -> None:
+        """Look which parameters the script has frozen or thawed since the last backward."""
+        trains = list(map(_REQUIRES_GRAD, self._tensors))
+        if trains == self._trains:
+            return
+        self._trains = trains
+        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
+        self._expected = [
+            sum(1 << i for i, piece in enumerate(bucket.pieces) if trains[self._map.segments[piece.segment].parameter])
+            for bucket in self._map.buckets
+        ]
 
     def _arm(self) -> bool:
         """Register a call for the end of a backward; whether this is its first gradient."""
@@ -133,6 +156,7 @@ class GradientPath(ABC):
             return False
         # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
         self._gradients.values.settle()
+        self._look_what_trains()
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -194,16 +218,6 @@ class GradientPath(ABC):
     def go_to(self, step: int) -> None:
         """Continue at this step. The group made the steps before it without this worker."""
         self._step = step
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
-    return torch.equal(_integers(a), _integers(b))
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.view(_BITS[real.element_size()])
 
 
 class _SentGradient:
@@ -286,6 +300,10 @@ class MeanPath(GradientPath):
         self._earlier.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _finish_backward(self, task: int) -> None:
         if task != self._task:
@@ -415,11 +433,6 @@ class MeanPath(GradientPath):
             if self._optimizers[index] != optimizer:
                 dropped |= self._bits(index)
                 continue
-            if tensor.grad is not None and index not in self._hooked:
-                raise RuntimeError(
-                    f"parameter {self._parameters[index].name} was frozen at tt.prepare and has a gradient now: "
-                    f"thaw parameters before tt.prepare"
-                )
             has = all(self._union[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
             if tensor.grad is None:
                 dropped |= self._bits(index) if has else 0
@@ -449,7 +462,7 @@ class MeanPath(GradientPath):
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            if not _same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
+            if not same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
                 bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
@@ -526,6 +539,10 @@ class PushPath(GradientPath):
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return any(self._pushes) or super().begun
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -616,7 +633,7 @@ class PushPath(GradientPath):
         if gradient.stride() != local.stride():
             return torch.equal(gradient, local)
         flat = (gradient.numel(),), (1,)
-        return _same_bits(
+        return same_bits(
             gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
         )
 
@@ -652,6 +669,10 @@ class ArrivalPath(GradientPath):
         self._open = False  # a backward has begun and has not ended
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:

@@ -11,6 +11,12 @@ from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import StatePart
 from topotrain.training.parameters.flat_parameters import ModelParts
 
+NEW_GROUP = (
+    "add_param_group after tt.prepare: give the optimizer all its groups before, also those of layers that train "
+    "later; until then they are frozen with requires_grad_(False)"
+)
+"""The servers make the state of the optimizer's parameters before the first step."""
+
 
 class ServerState:
     """Copies the state between one worker's optimizers and the servers.
