@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
-from test_resume import INLINE, SYNC, killed, resumed
+from killed_jobs import killed, resumed
+from test_resume import INLINE, SYNC
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
