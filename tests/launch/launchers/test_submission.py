@@ -90,7 +90,9 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
     assert text.count("{'CPU': 1, 'GPU': 2.0}") == 3
     assert "strategy='SPREAD'" in text
     copies = "nworker_groups: 2 nserver_groups: 2"  # of each shard there are two, which shall not go with one node
-    assert "strategy='STRICT_SPREAD'" in ask("ray", tmp_path, copies)
+    assert "# strategy='SPREAD' if the cluster has one node\nplacement_group(strategy='STRICT_SPREAD'" in ask(
+        "ray", tmp_path, copies
+    )
     assert "strategy='PACK'" in ask("ray", tmp_path, copies, extra=("strategy=PACK",))
 
 
@@ -128,7 +130,12 @@ class OneNode:
 @pytest.mark.parametrize(
     ("cpus", "extra", "words"),
     [
-        ((4,), (), ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"]),
+        (
+            (4,),
+            ("strategy=STRICT_SPREAD",),
+            ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"],
+        ),
+        ((4, 1), (), ["STRICT_SPREAD", "the nodes (4 CPU; 1 CPU), but --pass=strategy=SPREAD has"]),
         ((2, 1), ("cpus=2",), ["--pass=strategy=SPREAD --pass=cpus=1 has", "room=SECONDS"]),
         ((1,), (), ["--pass=strategy=SPREAD --pass=cpus=0.5 has"]),
         ((1, 1), ("gpus=1",), ["2 CPU, 1 GPU for unit 0", "no other strategy has"]),
@@ -144,6 +151,44 @@ def test_room_that_cannot_come_is_refused_at_once(
         ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert not (tmp_path / "w").exists()
+
+
+class Placed(Exception):
+    """Ray was asked for a placement group."""
+
+
+class Placing(OneNode):
+    """A cluster that tells which strategy it is asked for."""
+
+    @property
+    def util(self) -> "Placing":
+        return self
+
+    def placement_group(self, bundles: object, strategy: str) -> None:
+        raise Placed(strategy)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "extra", "strategy"),
+    [
+        ((4,), (), "SPREAD"),
+        ((2, 2), (), "STRICT_SPREAD"),
+        ((4,), ("strategy=PACK",), "PACK"),
+        ((4,), ("room=30",), "STRICT_SPREAD"),
+    ],
+)
+def test_copies_share_a_node_only_where_there_is_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cpus: tuple[float, ...],
+    extra: tuple[str, ...],
+    strategy: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", Placing(*cpus))
+    with pytest.raises(Placed, match=f"^{strategy}$"):
+        ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
+    assert ("one node, so the copies of each shard share it" in capsys.readouterr().err) is (strategy == "SPREAD")
 
 
 @pytest.mark.parametrize(
