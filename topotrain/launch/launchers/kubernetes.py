@@ -118,7 +118,9 @@ def _check_sizes(words: Mapping[str, str], form: str) -> None:
     """Raise ConfigError for sizes that do not fit together, and for a ttl that no object would have."""
     memory, shm = (kubernetes_manifests.size(words.get(name, "0")) for name in ("memory", "shm"))
     if "memory" in words and memory < _LEAST_MEMORY:
-        raise ConfigError("--pass", f"memory={words['memory']}", "must be at least 256Mi: Python and torch need that much")
+        raise ConfigError(
+            "--pass", f"memory={words['memory']}", "must be at least 256Mi: Python and torch need that much"
+        )
     if "memory" in words and shm >= memory:
         accepted = f"must be less than memory={words['memory']}, of which /dev/shm is a part"
         raise ConfigError("--pass", f"shm={words['shm']}", accepted)

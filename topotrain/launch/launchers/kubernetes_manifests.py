@@ -38,7 +38,7 @@ class ManifestConfig:
     conf: the text of the job file.
     rendezvous: the store's URL. "": it has a password, which is in the Secret instead.
     secrets: the values of the Secret to write. None: it is created separately.
-    cpu, memory, shm: quantities for each pod; "": by its processes. The memory includes /dev/shm, which is a part of it.
+    cpu, memory, shm: quantities for each pod; "": by its processes. /dev/shm is a part of the memory.
     volumes: the PersistentVolumeClaim of each path. user: the user ID of all processes, and the group of the volumes.
     ttl_s: seconds for which a JobSet that has ended is kept.
     """

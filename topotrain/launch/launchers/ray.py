@@ -267,7 +267,7 @@ class _Attempt:
         if self.lost:
             return 1
         # The first nonzero code may be that of a unit that the others have ended.
-        return foreground_tool.agreed(self.at, next((code for code in self.codes.values() if code), 0))
+        return foreground_tool.agreed(self.at.rendezvous, next((code for code in self.codes.values() if code), 0))
 
     def _has_room(self, group: Any) -> bool:
         began = time.monotonic()
@@ -337,10 +337,10 @@ class _Attempt:
         if self.stop.came:
             number = self.stop.came[0]
             foreground_tool.ending(
-                self.at, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
+                self.at.rendezvous, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
             )
         elif self.lost is not None:
-            foreground_tool.ending(self.at, JobEnd.of(self.lost, self.lost_rank, ""))
+            foreground_tool.ending(self.at.rendezvous, JobEnd.of(self.lost, self.lost_rank, ""))
 
 
 def _reason(error: Exception) -> str:

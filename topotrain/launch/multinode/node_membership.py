@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from topotrain.comm.store import Store, StoreError
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.store.discovery.job_registry import STOP_SAVING, JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError
@@ -427,7 +427,10 @@ class LeaderMembership(NodeMembership):
         return [rank for rank in ranks if self.control.silence_s(rank) > seconds]
 
     def _look_into_store(self) -> None:
-        if self._stores.shared.get("stop") is not None:
+        stop = self._stores.shared.get("stop")
+        if stop == STOP_SAVING:
+            self._announce_save(JobEnd(143, text="asked to end after a last snapshot"))
+        elif stop is not None:
             self.request_end(JobEnd(130, text="stopped by `topotrain jobs stop`"))
         raw = self._stores.run.get("end")
         if raw is not None:  # of a unit that could not start
