@@ -3,17 +3,20 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from job_runner import JobRunner
-from unit_hosts import Job, hastily, port, wait
+from unit_hosts import TOKEN, Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
+APART = "server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 2 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
 HASTILY = hastily(0.3, 1.5)
 
@@ -79,6 +82,69 @@ def test_a_unit_whose_workers_others_can_do_without(begun: Callable[..., Job]) -
     (incident,) = incidents(job)
     assert incident["who"] == "unit 1"
     assert incident["action"] == "the job goes on without group 1"
+
+
+ELASTIC = "reduce: kSum on_failure: kContinue"
+
+
+def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    job = Job(runner, f"nworker_groups: 3 {APART}", "coming.py", [str(runner.folder / "units")], [None] * 4, url)
+    job.conf.write_text(f"{ELASTIC} start_groups: 2\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 2)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["group"], change["what"]) for change in report["groups"]]
+    joins = [(1, "joins (incarnation 1)"), (2, "joins (incarnation 1)")]
+    assert changes == [(2, "is not there yet"), (1, "has left"), *joins]
+    assert report["samples"] == 960 * 2 and report["incidents"] == []
+    assert "group 1 has left; the others continue" in job.said[0]
+    assert not list(job.workspace.glob("control-*"))
+
+
+def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}"
+    job = Job(
+        runner, f"nworker_groups: 3 {APART}", "ledger.py", ["--epochs", "30", "--step-s", "0.03"], [None] * 4, url
+    )
+    job.url += "?job=ledger"
+    job.conf.write_text(f"{ELASTIC} snapshot_s: 0.3\n{job.conf.read_text()}")
+    store = ["--rendezvous", url, "--job", "ledger"]
+
+    def ask(*words: str) -> "subprocess.CompletedProcess[str]":
+        environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
+        command = [sys.executable, "-m", "topotrain", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=runner.folder)
+
+    try:
+        for rank in range(4):
+            job.start(rank)
+        wait(lambda: any((job.workspace / "manifests").glob("*/manifest.json")))
+        left = ask("leave", *store, "--group", "2", "--json")
+        assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
+        # on another machine there is only the unit of that machine
+        elsewhere = runner.folder / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "control-1").symlink_to((job.workspace / "control-1").readlink())
+        (elsewhere / "control-0").symlink_to(runner.folder / "nowhere")
+        joined = ask("join", str(elsewhere), "--group", "2")
+        assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
+        refused = ask("leave", str(elsewhere), "--group", "0")
+        assert refused.returncode == 2 and "so it stays to the end" in refused.stderr
+        refused = ask("join", *store, "--group", "1")
+        assert refused.returncode == 2 and "group 1 trains" in refused.stderr
+        refused = ask("join", "--rendezvous", url, "--job", "legder", "--group", "1")
+        assert refused.returncode == 2 and "known jobs: ledger" in refused.stderr
+        # what a lost unit had cannot come back without it
+        job.units.pop(1).kill()
+        wait(lambda: "is given up" in json.dumps(view := ask("join", *store, "--group", "1").stderr) or "gone" in view)
+        refused = ask("join", *store, "--group", "1")
+        assert refused.returncode == 2 and "unit 1, which had its workers, is gone" in refused.stderr
+    finally:
+        ended = {rank: unit.process.terminate() for rank, unit in job.units.items()}
+        said = job.end()
+    assert [code for code, _, _ in said.values()] == [143] * 3, said
+    assert ended
 
 
 def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:

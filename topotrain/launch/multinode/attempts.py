@@ -7,6 +7,7 @@ from pathlib import Path
 from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Notifier, Saved, to_json
+from topotrain.extensions.elastic.eligibility import absent_groups
 from topotrain.extensions.replication.replica_placement import check
 from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
@@ -72,7 +73,9 @@ class Attempts(Notifier):
     def first(self) -> RestartInfo | None:
         """Return the first attempt for this unit; None if the job has ended."""
         if not self.rendezvous.returns:
-            return RestartInfo(AttemptInfo(resume=self.agreement.resume), self.agreement.hosts)
+            job = self.agreement.job
+            attempt = AttemptInfo(resume=self.agreement.resume, absent=absent_groups(job, layout(job.cluster)))
+            return RestartInfo(attempt, self.agreement.hosts)
         # It joins a running job: the next attempt is the first one that includes it.
         return await_begin((), self.membership, self.stop, 0, self.agreement.workspace)
 

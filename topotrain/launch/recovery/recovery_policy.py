@@ -70,7 +70,6 @@ class RestartTerms:
     absent: the groups that are absent at the start.
     singly: a worker restarts without the others of its group.
     cause_s: seconds for which an error waits for a death that may have caused it.
-    returnable: groups can be asked to leave and join through the control socket.
     """
 
     groups: frozenset[int]
@@ -79,7 +78,6 @@ class RestartTerms:
     absent: frozenset[int] = frozenset()
     singly: bool = False
     cause_s: float = CAUSE_S
-    returnable: bool = True
 
 
 class RecoveryPolicy:
@@ -112,7 +110,7 @@ class RecoveryPolicy:
         attempt, restarts = self._attempt, self._restarts
         self._topology, self._terms, self._resizing = topology, terms, resizing
         self._states = GroupStates(terms.refusals, terms.absent)
-        self._groups = GroupChanges(self._states, attempt, restarts, terms.returnable)
+        self._groups = GroupChanges(self._states, attempt, restarts)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
     @property
@@ -416,8 +414,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     if near is not None:
         # The death of a host is noticed after a lease, and so later than the errors that it causes.
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
-        # Another tool starts the units, so there is no control socket for `topotrain join`.
-        terms = replace(terms, cause_s=cause_s, returnable=False)
+        terms = replace(terms, cause_s=cause_s)
     return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
 
 

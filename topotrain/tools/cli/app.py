@@ -402,13 +402,10 @@ def launch(
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
         from topotrain.launch.launchers.submission import LaunchOptions
-        from topotrain.tools.cli.resume import refuse_elsewhere
 
         launchers.check_name(name)
         job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
         topology = layout(job.cluster)
-        if name != launchers.LOCAL:
-            refuse_elsewhere(job)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
         options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret, requeue)
