@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from job_runner import JobRunner
+from job_runner import ALLREDUCE, JobRunner
+from job_runner import SANDBLASTER as SANDBLASTER_OF_THREE
 from unit_hosts import TOKEN, Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
@@ -137,14 +138,33 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
         assert refused.returncode == 2 and "known jobs: ledger" in refused.stderr
         # what a lost unit had cannot come back without it
         job.units.pop(1).kill()
-        wait(lambda: "is given up" in json.dumps(view := ask("join", *store, "--group", "1").stderr) or "gone" in view)
-        refused = ask("join", *store, "--group", "1")
-        assert refused.returncode == 2 and "unit 1, which had its workers, is gone" in refused.stderr
+        wait(lambda: "unit 1, which had its workers, is gone" in ask("join", *store, "--group", "1").stderr)
     finally:
-        ended = {rank: unit.process.terminate() for rank, unit in job.units.items()}
+        for unit in job.units.values():
+            unit.process.terminate()
         said = job.end()
     assert [code for code, _, _ in said.values()] == [143] * 3, said
-    assert ended
+
+
+@pytest.mark.parametrize(("cluster", "units"), [(SANDBLASTER_OF_THREE, 5), (ALLREDUCE, 3)])
+def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
+    cluster: str, units: int, runner: JobRunner
+) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    args = [str(runner.folder / "units"), "-2,1,2"]
+    job = Job(runner, cluster, "resized.py", args, [None] * units, url)
+    job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 3)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["what"], change["workers"]) for change in report["changes"]]
+    assert changes == [("2 workers leave", 1), ("1 worker joins", 2)]
+    assert report["samples"] == 120 * 3 and report["incidents"] == []
+    refused = (job.workspace / "refused").read_text()
+    assert "they need" in refused and f"and {units} were started: start all again with more of them" in refused
+    log = (job.workspace / "logs" / "worker-0-1.log").read_text()
+    assert "the job goes on with nworkers_per_group: 2" in log
+    assert "after that change" in job.said[0]
 
 
 def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:

@@ -213,6 +213,8 @@ class Node:
             stack.enter_context(closing(host.forkserver))
             try:
                 outcome, again = self._run_attempts(attempts, host, attempts.recovery(topology, began), secret)
+                for promise in host.promises:
+                    promise.send("the job ended before it trained again")
             # The other units must not wait for this one until its silence counts as its loss.
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
@@ -262,10 +264,11 @@ class Node:
 
         policy: decides in unit 0 about restarts.
         """
-        outcome, again, job = JobOutcome(0, 0.0), True, attempts.agreement.job
+        outcome, again = JobOutcome(0, 0.0), True
         begun = attempts.first()
         while begun is not None:
-            # A new unit may run on another host, which changes the layout.
+            job = attempts.job
+            # A new unit may run on another host, and workers may have left, which changes the layout.
             here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
             run = RunLoop(job, here, host, attempts.follows(here, begun) if self.start.rank else policy)
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again
