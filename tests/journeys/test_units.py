@@ -167,6 +167,19 @@ def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
     assert "after that change" in job.said[0]
 
 
+def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    cluster = "nworkers_per_group: 2 nworkers_per_procs: 2 server_worker_separate: true"
+    job = Job(runner, cluster, "resized.py", [str(runner.folder / "units"), "1,-1"], [None] * 2, url)
+    job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 3)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["what"], change["workers"]) for change in report["changes"]]
+    assert changes == [("1 worker joins", 3), ("1 worker leaves", 2)]
+    assert report["samples"] == 120 * 3 and report["incidents"] == []
+
+
 def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:
     job = begun(SANDBLASTER, 2, (runner.folder / "store").as_uri() + "?job=ledger")
     job.units[1].kill()

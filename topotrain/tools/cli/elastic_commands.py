@@ -109,8 +109,13 @@ def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupReque
         raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.discovery.job_registry import UnknownJob
+    from topotrain.comm.store.store_url import parse
     from topotrain.launch.store_requests import ask_over_store
 
+    try:
+        parse(url)
+    except StoreError as error:
+        raise BadInput(str(error)) from None
     try:
         return ask_over_store(url, job, wish, os.environ)
     except UnknownJob as error:
