@@ -363,5 +363,7 @@ def test_units_that_workers_have_left_are_idle_and_all_ranks_stay(apart):
         assert rank == whole.unit_of(address)
         assert address in (*smaller.units[rank].workers, *smaller.units[rank].servers)
         assert smaller.host_of(address) == whole.host_of(address)
+        # a unit has the layout of all, with only itself
+        assert replace(smaller, units=smaller.units[:1]).unit_of(address) == rank
     with pytest.raises(ValueError, match="3 hosts for"):
         layout(cluster, (0, 0, 0))

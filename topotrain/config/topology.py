@@ -73,7 +73,8 @@ class Topology:
     @property
     def idle(self) -> int:
         """How many units have neither workers nor servers, because workers have left the job."""
-        return len(self.units) - _total(self.cluster)
+        # By the hosts: a unit keeps of all units only itself.
+        return max(0, len(self.hosts) - _total(self.cluster))
 
     @property
     def worker_groups(self) -> int:
