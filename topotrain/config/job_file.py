@@ -68,7 +68,7 @@ def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) ->
 
 
 def from_data(data: Mapping[str, Any], source: str = "the job") -> Job:
-    """Return the job of a dictionary with the fields of a job file; errors name `source`."""
+    """Return the job of a dictionary with its fields; errors name `source`."""
     return _job(data, source, _read_dict, ())[0]
 
 

@@ -72,7 +72,7 @@ class Topology:
 
     @property
     def idle(self) -> int:
-        """How many units have neither workers nor servers, because workers have left the job."""
+        """How many units are empty, because workers have left the job."""
         # By the hosts: a unit keeps of all units only itself.
         return max(0, len(self.hosts) - _total(self.cluster))
 

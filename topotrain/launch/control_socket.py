@@ -128,7 +128,7 @@ class ControlSocket:
 
 @contextmanager
 def linked_folder(workspace: Path, rank: int) -> Iterator[Path]:
-    """Yield the folder of the control socket of a unit, with a link to the socket in the workspace."""
+    """Yield a folder for the socket of a unit, to which the workspace has a link."""
     folder, lock = temporary_folders.make()
     link = workspace / f"{NAME}-{rank}"
     try:
@@ -157,7 +157,7 @@ def _short(folder: Path) -> Iterator[str]:
 
 
 def _connect(channel: socket.socket, workspace: Path) -> bool:
-    """Connect to a launcher of the job in this workspace on this machine; return whether there is one."""
+    """Connect to a launcher of the job on this machine, if there is one."""
     units = sorted(workspace.glob(f"{NAME}-*"))
     for found in (workspace / "run" / NAME, *units):
         # A link leads nowhere where the unit runs on another machine. A socket stays where its launcher was killed.

@@ -24,7 +24,7 @@ _START = "restart the kernel, and call it before that happens"
 
 
 def check(caller: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError, naming the function `caller`, unless this process may be forked."""
+    """Raise ConfigError, about `caller`, unless this process may be forked."""
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
         raise ConfigError(caller, name, "must be called on the main thread, which gets Ctrl-C")

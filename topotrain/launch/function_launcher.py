@@ -1,4 +1,4 @@
-"""The launcher of a function of this process, such as one of a notebook, on this host.
+"""The launcher of a function of this process, such as one of a notebook.
 
 The processes of the job are forks of a fork of this process. See `agent/forked_forkserver.py` for the reason.
 """

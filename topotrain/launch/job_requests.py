@@ -18,7 +18,7 @@ ENDED = "the job has ended, or the whole job restarts"
 
 
 class RequestClient(ABC):
-    """The sender of a request, to whom one answer is sent."""
+    """The sender of a request, which gets one answer."""
 
     @abstractmethod
     def reply(self, said: dict[str, Any]) -> None:

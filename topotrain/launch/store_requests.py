@@ -1,5 +1,6 @@
-"""Requests to a running job over its store: `topotrain join --rendezvous URL --job NAME`.
+"""Requests to a running job over its store.
 
+`topotrain join --rendezvous URL --job NAME` sends one.
 `requests/ID` has a request, and `answers/ID` its answer. The job looks for requests now and then, on the thread that
 looks for `topotrain jobs stop`.
 """
@@ -84,9 +85,9 @@ class StoreRequests:
 
 
 def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Send a request to a job over its store, and return its answer, as `control_socket.ask`.
+    """Send a request to a job over its store, and return its answer.
 
-    Raises ConfigError, or StoreError where the store cannot be used.
+    The answers are those of `control_socket.ask`. Raises ConfigError, or StoreError where the store cannot be used.
     """
     with closing(open_store(with_job(url, ""), load_secret(environ), _PATIENCE_S)) as root:
         registry, id = Registry(root), secrets.token_hex(8)

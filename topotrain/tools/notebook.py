@@ -1,4 +1,4 @@
-"""`tt.notebook_launch`: runs a function of a notebook, or of an interactive session, as the program of a job."""
+"""`tt.notebook_launch`: runs a function of a notebook as the program of a job."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -19,25 +19,25 @@ _FILES = (".conf", ".yaml", ".yml")
 
 
 class JobFailed(RuntimeError):
-    """A job that `notebook_launch` ran has failed; the text has the traceback of its first cause."""
+    """The job has failed. The text has the traceback of the first cause."""
 
 
 def notebook_launch(
     function: Callable[[], object], job: str | Path | Mapping[str, Any] | Job, quiet: bool = False
 ) -> dict[str, Any]:
-    """Run `function` in every worker of a job on this machine; return the job's report.
+    """Run `function` in every worker of a job on this machine; return the report.
 
     The workers are forks of this process, so the function may use everything that the notebook has defined.
 
     Args:
-        function: the training script as a function without arguments. What it changes stays in its worker.
+        function: the training script as a function without arguments. Its changes stay in its worker.
         job: a job file, its text, a dict with its fields, or a `Job`. Its program does not count.
         quiet: no progress is shown, only what the main worker prints.
 
     Raises:
-        ConfigError: the job is wrong, or this process must not be forked; nothing was started.
+        ConfigError: the job is wrong, or this process must not be forked. Nothing was started.
         JobFailed: the function has raised in a worker, or the job has failed otherwise.
-        KeyboardInterrupt: the job was interrupted; no process of it is left.
+        KeyboardInterrupt: the job was interrupted, and no process of it is left.
     """
     if not callable(function):
         raise ConfigError("tt.notebook_launch", function, "must be a function without arguments, and not its result")

@@ -1,4 +1,4 @@
-"""A forkserver that is a fork of this process, and so has its functions and variables.
+"""A forkserver that is a fork of this process, with its functions and variables.
 
 Functions of a notebook or an interactive session exist in no file. A fork has them without any serialization: nothing
 is sent to a process that it would turn into code.

@@ -115,7 +115,7 @@ def order(at: Submission) -> ManifestConfig:
 
 
 def _check_sizes(words: Mapping[str, str], form: str) -> None:
-    """Raise ConfigError for sizes that do not fit together, and for a ttl that no object would have."""
+    """Raise ConfigError for sizes or a ttl that cannot be used."""
     memory, shm = (kubernetes_manifests.size(words.get(name, "0")) for name in ("memory", "shm"))
     if "memory" in words and memory < _LEAST_MEMORY:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A job of Slurm that is queued again before its time limit, and goes on from its last snapshot.
+"""A job of Slurm that is queued again before its time limit, and goes on.
 
 Slurm signals the batch script some time before the limit. The units then take a last snapshot, as after SIGTERM, and
 end. If they have made progress since this start, the job is requeued. Its next start resumes from the newest snapshot
@@ -65,7 +65,7 @@ class RequeuedStart:
 
     @classmethod
     def of(cls, job: Job, environ: Mapping[str, str]) -> "RequeuedStart":
-        """Return the start in which this process runs, which has this environment. Raises StoreError."""
+        """Return the start of this process with its environment. Raises StoreError."""
         workspace, count = Path(job.workspace), environ.get(COUNT_VARIABLE, "0")
         if count == "0":
             return cls(environ, workspace, newest(workspace))
@@ -74,7 +74,7 @@ class RequeuedStart:
         return cls(again, workspace, newest(workspace), RESUME)
 
     def ask_for_end(self) -> bool:
-        """Ask the units to take a last snapshot and to end; return whether they can be asked."""
+        """Ask the units to save and to end; return whether they can be asked."""
         url = self.environ[RENDEZVOUS_VARIABLE]
         # Over the store and not by a signal, which would also reach the processes that a script starts.
         try:
@@ -90,7 +90,7 @@ class RequeuedStart:
         return agreed(self.environ[RENDEZVOUS_VARIABLE], code, self.environ)
 
     def goes_on(self, code: int) -> bool:
-        """Return whether the job is to be requeued after the units have agreed on this code."""
+        """Return whether to requeue the job when the units have agreed on this code."""
         if code != ENDED_BY_SIGTERM:
             return False
         # Otherwise a job that never comes to its first snapshot would be requeued for ever.
@@ -154,9 +154,9 @@ class BatchStep:
 
 
 def main(conf: str, *words: str) -> int:
-    """Run the step of a batch script, and requeue the job if its time is up; return the exit code.
+    """Run the step of a batch script; requeue the job if its time is up.
 
-    conf: the job file of the submission. words: the command of the step.
+    conf: the job file of the submission. words: the command of the step. Returns the exit code.
     """
     start = RequeuedStart.of(job_file.load(conf), os.environ)
     step = BatchStep(start, words)

@@ -53,7 +53,7 @@ class RequeuedUnit:
     """The function of a task of a job that is requeued before its time limit."""
 
     def __call__(self, conf: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run the unit, whose job file is `conf`. Raises UnitFailed."""
+        """Run the unit with the job file `conf`. Raises UnitFailed."""
         environ = {**os.environ, **environ}
         self._start = RequeuedStart.of(job_file.load(conf), environ)
         with _signal_ignored(environ):

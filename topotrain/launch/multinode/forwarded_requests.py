@@ -10,7 +10,9 @@ from topotrain.launch.multinode.control_connection import ControlConnection
 
 
 class ForwardedRequests:
-    """Forwards requests to unit 0, and its answers to their clients. Several threads may use it.
+    """Forwards requests to unit 0, and its answers to their clients.
+
+    Several threads may use it.
 
     Args:
         control: the connection to unit 0.
@@ -46,7 +48,7 @@ class ForwardedRequests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnitClient(RequestClient):
-    """The client of another unit, whose request has this number there."""
+    """A client of another unit. Its request has this number there."""
 
     control: ControlConnection
     rank: int

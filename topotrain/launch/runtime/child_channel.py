@@ -145,7 +145,7 @@ def call(
     fds: Sequence[int],
     functions: Mapping[str, ProcessMain] = MappingProxyType({}),
 ) -> int:
-    """Call "module:function", or the one of `functions` with this name; return its exit code.
+    """Call "module:function", or one of `functions`; return its exit code.
 
     An exception is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with exit code 2,
     and otherwise "internal", with exit code 1.
@@ -209,7 +209,10 @@ class ForkedChild:
 
 
 def run_forked(child: ForkedChild, functions: Mapping[str, ProcessMain] = MappingProxyType({})) -> NoReturn:
-    """Turn a forked process into the requested one, run it, and end it; `functions` as for `call`."""
+    """Turn a forked process into the requested one, run it, and end it.
+
+    functions: as for `call`.
+    """
     code = 1
     try:
         for fd in child.fds:  # a program that replaces this one (os.exec…) must not hold them open

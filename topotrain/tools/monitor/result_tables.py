@@ -21,7 +21,7 @@ FULL_WIDTH = 160
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console that never cuts tables, nor draws in place, in a file or a pipe."""
+    """Return a console that cuts no table in a file or a pipe, nor redraws there."""
     if redraws(sys.stderr if stderr else sys.stdout):
         return Console(stderr=stderr, highlight=False)
     # rich would follow FORCE_COLOR into a pipe, and would make HTML in a notebook. It assumes 80 columns elsewhere, and
