@@ -114,12 +114,13 @@ def test_a_request_over_the_store_is_answered(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--job = 'j1': must be a job that runs, and this one has ended: done"):
             ask_over_store(url, "j1", GroupRequest("leave", 9), environ)
         with closing(open_store(url)) as root:
-            assert root.keys("jobs/j1/") == [], "nothing is left in the store"
+            assert root.keys("jobs/j1/") == ["jobs/j1/asked"], "no request and no answer is left in the store"
 
 
 def test_nonsense_in_the_store_is_answered(tmp_path: Path) -> None:
     with served(tmp_path, {}) as (url, requests), closing(open_store(url)) as root:
         root.set("jobs/j1/requests/ab", b'{"verb": "sing"}')
+        root.set("jobs/j1/asked", b"ab")
         assert b"cannot be read" in root.watch("jobs/j1/answers/ab", 10.0)
         assert requests.waiting == 0
 

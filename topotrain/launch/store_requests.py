@@ -1,8 +1,8 @@
 """Requests to a running job over its store.
 
-`topotrain join --rendezvous URL --job NAME` sends one.
-`requests/ID` has a request, and `answers/ID` its answer. The job looks for requests now and then, on the thread that
-looks for `topotrain jobs stop`.
+`topotrain join --rendezvous URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer.
+`asked` changes with each request, because a list of keys costs much in a large store. The job looks for requests now
+and then, on the thread that looks for `topotrain jobs stop`.
 """
 
 import json
@@ -24,7 +24,7 @@ from topotrain.launch.multinode.node_info import with_job
 
 KEEP_S = 600.0
 """Seconds for which a request and an answer stay in the store."""
-_REQUESTS, _ANSWERS = "requests/", "answers/"
+_REQUESTS, _ANSWERS, _MARK = "requests/", "answers/", "asked"
 _LOOK_S = 2.0
 _PATIENCE_S = 5.0
 
@@ -51,7 +51,7 @@ class StoreRequests:
 
     def __init__(self, store: Store, requests: JobRequests) -> None:
         self._store, self._requests = store, requests
-        self._lock = threading.Lock()
+        self._lock, self._mark = threading.Lock(), b""
         self._answers: dict[str, dict[str, Any]] = {}
         self._taken: set[str] = set()  # a store that has lost a deletion must not cause a request twice
 
@@ -62,7 +62,8 @@ class StoreRequests:
 
     def look(self) -> None:
         """Take new requests, and write the answers since the last call. Raises StoreError."""
-        for key in self._store.keys(_REQUESTS):
+        mark = self._store.get(_MARK) or b""
+        for key in self._store.keys(_REQUESTS) if mark != self._mark else []:
             id, raw = key.removeprefix(_REQUESTS), self._store.get(key)
             self._store.delete(key)
             if raw is None or id in self._taken:
@@ -72,6 +73,8 @@ class StoreRequests:
                 self._requests.add(from_text(raw), _StoreClient(self, id))
             except ValueError as error:
                 self.put(id, {"error": f"the request cannot be read: {error}"})
+        # Only now: after an error the next call looks again.
+        self._mark = mark
         self.write()
 
     def write(self) -> None:
@@ -94,6 +97,8 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         _check_runs(registry, job)
         store = within(root, f"jobs/{job}")
         store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
+        # Last: the job looks for the request when it sees this.
+        store.set(_MARK, id.encode(), KEEP_S)
         until = time.monotonic() + KEEP_S
         while time.monotonic() < until:
             try:
