@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from topotrain.extensions.tables.frontend.embedding import Embedding
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
+    from topotrain.tools.notebook import notebook_launch
     from topotrain.training.api import (
         clip_grad_norm_,
         epochs,
@@ -73,6 +74,7 @@ _HOMES = {
     "assign": "topotrain.extensions.assignment.parameter_assignment",
     "init": "topotrain.compat.paddle.init",
     "leave": "topotrain.launch.by_hand.manual_worker",
+    "notebook_launch": "topotrain.tools.notebook",
     "Session": "topotrain.compat.tensorflow.session.session_client",
     "Trainer": "topotrain.training.trainer.trainer",
     "state_dict": "topotrain.training.model_state",
@@ -102,6 +104,7 @@ __all__ = [
     "kvstore",
     "leave",
     "local",
+    "notebook_launch",
     "place",
     "prepare",
     "rank",

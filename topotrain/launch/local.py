@@ -20,6 +20,7 @@ from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.job_shutdown import LauncherContext, RunFiles
 from topotrain.launch.recovery.recovery_policy import recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
@@ -58,7 +59,10 @@ class LocalLauncher(Launcher):
             log = workspace / "run" / "forkserver.log"
             with closing(ForkserverHandle(self.forkserver, log, mark)) as forkserver:
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                host = LauncherContext(on_event, files, stop, forkserver, mark, place, outlet=self.outlet)
+                requests = JobRequests() if place is None else place.requests
+                host = LauncherContext(
+                    on_event, files, stop, forkserver, mark, place, outlet=self.outlet, requests=requests
+                )
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
                 # Before the first attempt: it notes which snapshots an earlier job has left.
                 origin = ResumeSource(workspace, self.resume)

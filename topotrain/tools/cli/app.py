@@ -385,6 +385,10 @@ def launch(
     form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
     output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
     with_secret: Annotated[bool, typer.Option("--with-secret", help="kubernetes: include the job's secret.")] = False,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="slurm, submitit: before the time limit save, queue the job again, and go on."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -397,16 +401,13 @@ def launch(
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
         from topotrain.launch.launchers.submission import LaunchOptions
-        from topotrain.tools.cli.resume import refuse_elsewhere
 
         launchers.check_name(name)
         job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
         topology = layout(job.cluster)
-        if name != launchers.LOCAL:
-            refuse_elsewhere(job)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
-        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret)
+        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret, requeue)
         try:
             if name == launchers.LOCAL and not dry_run:
                 # Options of other launchers must not be ignored in silence.
