@@ -273,10 +273,26 @@ def compare_with_matplotlib(project: OutsideProject) -> str:
     return f"{picture.stat().st_size:,} bytes"
 
 
+def copy_examples(project: OutsideProject) -> None:
+    """Copy the examples into the project."""
+    ignored = shutil.ignore_patterns("__pycache__", "workspace")
+    shutil.copytree(REPOSITORY / "examples", project.folder / "examples", ignore=ignored, dirs_exist_ok=True)
+
+
+@check("examples of a language model and of tables, without extras")
+def larger_examples(project: OutsideProject) -> str:
+    copy_examples(project)
+    seen = []
+    for name in ("language_model", "embedding"):
+        metrics = project.job("examples/conf/sandblaster.conf", f"examples/{name}.py", "--epochs", "1")["metrics"]
+        seen += [f"{metric} {value:.3g}" for metric, value in metrics.items()]
+    return ", ".join(seen)
+
+
 @check("topotrain[examples]: the commands of the README")
 def first_steps(project: OutsideProject) -> str:
     install(project, f"{project.packages.wheel}[examples]")
-    shutil.copytree(REPOSITORY / "examples", project.folder / "examples")
+    copy_examples(project)
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     shown = "\n".join(re.findall(r"^```sh\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE))
     lines = re.findall(r"^((?:python|topotrain) .*?)(?:\s+#.*)?$", shown, re.MULTILINE)
