@@ -351,6 +351,12 @@ def epochs(count: int) -> EpochLoop:
 
     The first of them is the one that was under way. A script may have several such loops, one after the other.
 
+    Args:
+        count: epochs of the whole training, with those before a restart.
+
+    Returns:
+        an iterator over epoch numbers from 0, with a length.
+
     Raises:
         ConfigError: the number of epochs is not a whole number of at least 0, or a loop is inside another one.
     """
@@ -387,6 +393,12 @@ def report(**metrics: Metric) -> None:
 
     Functions are called once, on worker (0,0), with these parameters in the model. In an ordinary process they are
     called at once, and every metric is printed.
+
+    Args:
+        metrics: by name a number, such as a share between 0 and 1, or a function without parameters that returns one.
+
+    Raises:
+        ConfigError: a value is not a number.
     """
     # Checked here, where the traceback shows the script's line, and not at the job's end.
     for name, value in metrics.items():
@@ -423,6 +435,12 @@ def weight(count: float) -> None:
     """Set the weight of the next backward in the group's mean, such as its tokens.
 
     The default is its number of samples.
+
+    Args:
+        count: samples, tokens or any other unit that all workers of the group use.
+
+    Raises:
+        ValueError: the weight is negative or not a number.
     """
     # In this form the comparison refuses NaN, too.
     if not count >= 0:
@@ -437,7 +455,10 @@ def weight(count: float) -> None:
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Make the backwards inside this block private: they send nothing."""
+    """Make the backwards inside this block private: they send nothing.
+
+    No worker waits, and `.grad` is the gradient of this worker's share. Clear it before the backward of the step.
+    """
     worker = _worker()
     if worker is None:
         yield
@@ -451,8 +472,16 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
 
-    Then the servers clip at `step()`, which alone knows the norm. The norm of the last step is returned (NaN before the
-    first).
+    Then the servers clip at `step()`, which alone knows the norm.
+
+    Args:
+        parameters: those of the prepared model, as for torch.
+        max_norm: the largest norm of the group's gradient.
+        norm_type: the order of the norm.
+
+    Returns:
+        the norm before clipping, a tensor without dimensions. With hidden gradients it is that of the last step, and
+        NaN before the first.
     """
     worker = _worker()
     if worker is None or worker.job.grads is Grads.kVisible:

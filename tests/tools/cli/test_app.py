@@ -614,11 +614,20 @@ def test_compare_refuses_before_the_first_job(
     assert not launcher.jobs
 
 
-def test_compare_without_matplotlib(ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.available", lambda: False)
-    code, _, err = ask("compare", "down.conf", "train.py")
-    assert code == 2
-    assert "pip install 'topotrain[plot]'" in err
+@pytest.mark.journey
+def test_compare_without_matplotlib_is_the_table_only(
+    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.find_spec", {}.get)
+    code, out, err = ask("compare", "down.conf", "train.py")
+    assert code == 0
+    assert "Downpour" in out and "96.0%" in out
+    notices = [line for line in err.splitlines() if "matplotlib" in line]
+    assert notices == ["table only: the picture needs matplotlib: pip install 'topotrain[plot]'"]
+    assert "picture: " not in err and "compare.json" in err
+    results = here / "workspace" / "compare"
+    assert (results / "compare.json").exists() and not (results / "frameworks.png").exists()
 
 
 # ---- docs ------------------------------------------------------------------------------------------------------------

@@ -454,7 +454,7 @@ def compare(
 ) -> None:
     """Train one program under several job files, in turn.
 
-    Ends with one table, and with one picture: loss over time, a line per job.
+    Ends with one table, and with one picture: loss over time, a line per job. Without matplotlib there is no picture.
     """
     with refusing():
         from topotrain.launch.agent import forkserver
@@ -464,15 +464,16 @@ def compare(
         from topotrain.tools.monitor.result_tables import comparison, console
 
         confs, program, args = _sort_out(files)
-        # Before hours of training, and not when the picture is due.
-        if not loss_plot.available():
-            raise BadInput(loss_plot.MISSING)
         # Where one file can be made, the others can be made, too.
         check_writable("--out", out / side_by_side.DATA, private=True)
         compared = side_by_side.entries(
             [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
         )
         terminal = console(stderr=True)
+        picture = loss_plot.available()
+        # Before hours of training, and not when the picture is due.
+        if not picture:
+            terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
 
         def results() -> "Iterator[tuple[side_by_side.ComparedJob, JobResult]]":
             for entry in compared:
@@ -484,12 +485,13 @@ def compare(
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
-            code, rows = side_by_side.compare(results(), out)
+            code, rows = side_by_side.compare(results(), out, picture)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:
             console().print(comparison(rows))
-        terminal.print(f"picture: {out / side_by_side.PICTURE}   data: {out / side_by_side.DATA}", soft_wrap=True)
+        drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
+        terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
         raise typer.Exit(code)
 
 
