@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from job_runner import JobRunner
-from unit_hosts import Job, hastily, port, wait
+from unit_hosts import Job, hastily, wait
 
 pytestmark = pytest.mark.journey
 
@@ -24,7 +25,7 @@ def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def begin(cluster: str, epochs: int, url: str = "") -> Job:
-        url = url or f"tcp://127.0.0.1:{port()}?job=ledger"
+        url = url or f"tcp://127.0.0.1:{free_port()}?job=ledger"
         job = Job(runner, cluster, "ledger.py", ["--epochs", str(epochs), "--step-s", "0.03"], [None] * 3, url)
         job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
         made.append(job)
