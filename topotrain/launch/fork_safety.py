@@ -42,7 +42,7 @@ def check(caller: str) -> None:
 
 
 def threads_of_forks(asked: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the field `threads` of a job whose workers are forks of this process.
+    """Return the field `threads` of a job with workers that are forks of this process.
 
     OpenMP waits forever for the threads of the process from which it was forked, unless it needs none of them. So a
     process with such threads has workers of one thread. Raises ConfigError where the user asks for more.

@@ -90,10 +90,10 @@ def prepare(*objects: object) -> Any:
 
     Args:
         objects: in any order, each recognized by its type:
-            models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made;
+            models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made
             optimizers, any of the tested `torch.optim` classes. None in the place of the only one: that of the conf's
-            `updater` block, which is returned in this place;
-            a DataLoader with the group's batches. Without one the script divides its data itself;
+            `updater` block, which is returned in this place
+            a DataLoader with the group's batches. Without one the script divides its data itself
             anything with `state_dict`, such as scalers, as for `keep`. Schedulers of the optimizers are found.
 
     Returns:
@@ -260,7 +260,10 @@ def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
 
 
 def _warn(here: Context, worker: Worker) -> None:
-    """Warn of too much momentum, and of groups that add, before training and not only when the loss rises."""
+    """Warn of too much momentum, and of groups that add.
+
+    This comes before training, and not only when the loss rises.
+    """
     text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum, worker.optimizer_names)
     if text and here.is_main:
         here.emit(Notice(str(here.me), text))
