@@ -190,13 +190,13 @@ def check_goes_on(fields: dict, script: Script, optimizers: int, seed: int, weat
 @pytest.mark.parametrize("weather", [VIEWS, STORM], ids=["views", "storm"])
 def test_a_job_goes_on_with_the_same_bits_whatever_its_script_does_with_a_batch(optimizers, fields, weather):
     taken = 0
-    for seed in range(8):
+    for seed in range(6):
         script = drawn(seed, optimizers)
         actions = sum(map(len, script))
         asks = frozenset(random.Random(seed).sample(range(actions), actions // 3))
         taken += check_goes_on(fields, script, optimizers, seed, weather, asks)
     # Most requests lead to a snapshot: a schedule without any would show nothing.
-    assert taken >= 8
+    assert taken >= 6
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,8 @@ def test_new_processes_learn_of_a_snapshot_that_waits_for_the_end_of_a_batch():
     assert step(0, marks=(stream, 0, 0)) == 0
     harness.say(server(), server(), SnapshotRequest())
     assert step(1, marks=(stream, 1, 1)) == 1
-    only.reset_group(0, False)
+    # Another process of the worker, in the middle of the batch.
+    harness.say(who, server(), m.WorkerRejoined(1))
     harness.join(who)
     harness.fetch(who)
     assert step(0) == 1, "the new process has to leave its state, too"
