@@ -102,16 +102,17 @@ def prepare(*objects: object) -> Any:
     Raises:
         ConfigError: an object cannot be trained this way, or the job has been opened by an earlier call.
     """
-    call = sort_objects(objects)
     here = process.current()
+    # First: what an earlier call has returned is not of a kind that can be prepared.
+    if here is not None and here.worker is not None:
+        raise process.again([thing for thing in objects if isinstance(thing, Optimizer)])
+    call = sort_objects(objects)
     # torch and the standard library have no public way to the script's line.
     later = later_calls(sys._getframe(1)) if here is not None or process.planning() else 0
     if process.planning():
         return _plan(call, later)
     if here is None:
         return _prepare_plainly(call)
-    if here.worker is not None:
-        raise process.again(call.optimizers)
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
