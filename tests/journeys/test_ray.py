@@ -58,15 +58,6 @@ def words(sandbox: Sandbox, cluster: str, program: str, *args: str, options: tup
     return [*launch, "job.conf", str(PROGRAMS / program), *args]
 
 
-@contextmanager
-def started(sandbox: Sandbox, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """In the sandbox, with stderr that can be read while it runs."""
-    environ = {**os.environ, **sandbox.environ}
-    inside = sandbox.words(["env", f"--chdir={os.getcwd()}", "sh", "-c", 'echo $$ >&2; exec "$@"', "sh", *command])
-    with subprocess.Popen(inside, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        yield process
-
-
 def left(sandbox: Sandbox) -> str:
     """What of a job still runs in the sandbox; Ray calls an actor by its name."""
     return sandbox.left("topotrain", "Seat")
@@ -89,15 +80,14 @@ def test_three_units_on_three_nodes_end_with_the_bits_of_run(cluster: Sandbox, r
 
 
 def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Sandbox) -> None:
-    with started(cluster, words(cluster, TWO, "wrong.py", "endless", options=("--json",))) as process:
-        assert process.stderr is not None
-        pid = process.stderr.readline().strip()
-        for line in process.stderr:
+    command = words(cluster, TWO, "wrong.py", "endless", options=("--json",))
+    with cluster.started(*command, cwd=Path.cwd()) as started:
+        for line in started.output:
             if "training" in line:
-                cluster.run("kill", "-INT", pid)
+                cluster.run("kill", "-INT", str(started.pid))
                 break
-        rest = process.stderr.read()
-        assert process.wait(60) == 130, rest
+        code, rest = started.end()
+    assert code == 130, rest
     assert left(cluster) == ""
 
 
@@ -127,10 +117,10 @@ def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> No
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")
     where: dict[str, str] = {}
-    with started(cluster, words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)) as process:
-        assert process.stderr is not None
+    command = words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)
+    with cluster.started(*command, cwd=Path.cwd()) as started:
         said = []
-        for line in process.stderr:
+        for line in started.output:
             said.append(line)
             where.update(WHERE.findall(line))
             if "the first life waits" in line:
@@ -138,7 +128,7 @@ def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> No
                 kill = next(k for k, node in enumerate(nodes) if k and node.startswith(tuple(where.values())))
                 (cluster.folder / f"kill-{kill}").touch()
         text = "".join(said)
-        assert process.wait(60) == 0, text
+        assert started.end()[0] == 0, text
     assert "is lost" in text
     assert "all units start again" in text
     assert load_file("job/final.safetensors")
