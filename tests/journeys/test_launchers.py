@@ -261,32 +261,24 @@ def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(jobs: LaunchedJobs
     assert jobs.left() == ""
 
 
-CHANGED = {
-    "torchrun": (),
-    "mpirun": ("--pass=--oversubscribe",),
-    "srun": ("--nodes=2",),
-    "slurm": ("--nodes=2", "--wait"),
-    "submitit": ("--wait",),
+CHANGES = {
+    "torchrun": (DOWNPOUR, ()),
+    "slurm": (DOWNPOUR, ("--nodes=2", "--wait")),
+    "mpirun": (THREE, ("--pass=--oversubscribe",)),
+    "srun": (THREE, ("--nodes=2",)),
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_group_leaves_and_joins_under_a_launcher(name: str, jobs: LaunchedJobs) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_group_or_a_worker_leaves_and_joins(name: str, jobs: LaunchedJobs) -> None:
     needed(name)
-    words = jobs.words(name, DOWNPOUR, "paced.py", ".", options=(*CHANGED[name], "--id=paced"), extra=LEDGER)
-    job = ChangingJob(jobs.sandbox, jobs.folder)
+    cluster, options = CHANGES[name]
+    words = jobs.words(name, cluster, "paced.py", ".", options=(*options, "--id=paced"), extra=LEDGER)
     with jobs.sandbox.started(*words, cwd=jobs.folder) as started:
-        job.a_group_leaves_and_joins()
-        job.ends_well(started)
-    assert jobs.left() == ""
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_worker_leaves_and_joins_under_a_launcher(name: str, jobs: LaunchedJobs) -> None:
-    needed(name)
-    words = jobs.words(name, THREE, "paced.py", ".", options=(*CHANGED[name], "--id=paced"), extra=LEDGER)
-    job = ChangingJob(jobs.sandbox, jobs.folder)
-    with jobs.sandbox.started(*words, cwd=jobs.folder) as started:
-        job.a_worker_leaves_and_joins()
-        job.ends_well(started)
+        job = ChangingJob(jobs.sandbox, jobs.folder, started)
+        if cluster == DOWNPOUR:
+            job.a_group_leaves_and_joins()
+        else:
+            job.a_worker_leaves_and_joins()
+        job.ends_well()
     assert jobs.left() == ""

@@ -1,18 +1,16 @@
 """The same job on a real Ray cluster of three nodes, which stand on this machine in a sandbox of their own."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
@@ -50,8 +48,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
         shutil.rmtree(ours, ignore_errors=True)
 
 
-def words(sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
-    conf = f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n'
+def words(
+    sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), extra: str = ""
+) -> list[str]:
+    conf = f'name: "job" {extra}\ncluster {{ {cluster} workspace: "job" }}\n'
     Path("job.conf").write_text(conf)
     address = "--pass=address=" + (sandbox.folder / "address").read_text()
     launch = [sys.executable, "-m", "topotrain", "launch", "ray", address, "--pass=room=30", *options]
@@ -110,6 +110,29 @@ def test_a_cluster_of_one_node_takes_several_server_groups(cluster: Sandbox) -> 
     assert "one node, so the copies of each shard share it" in done.stderr
     assert len({node for _, node in WHERE.findall(done.stderr)}) == 1, done.stderr
     assert load_file("job/final.safetensors")
+    assert left(cluster) == ""
+
+
+def test_a_group_leaves_and_joins(cluster: Sandbox) -> None:
+    three = "nworker_groups: 2 server_worker_separate: true"
+    command = words(cluster, three, "paced.py", ".", options=("--id=paced", "--json"), extra=LEDGER)
+    with cluster.started(*command, cwd=Path.cwd()) as started:
+        job = ChangingJob(cluster, Path.cwd(), started)
+        job.a_group_leaves_and_joins()
+        job.ends_well()
+    assert left(cluster) == ""
+
+
+def test_a_worker_leaves_and_joins_on_one_node(cluster: Sandbox) -> None:
+    three = "nworkers_per_group: 2 server_worker_separate: true"
+    options = ("--id=paced", "--json", "--pass=cpus=0.5")
+    command = words(cluster, three, "paced.py", ".", options=options, extra=LEDGER)
+    command.remove("--pass=room=30")
+    here = ["--pass=address=local" if word.startswith("--pass=address=") else word for word in command]
+    with cluster.started(*here, cwd=Path.cwd()) as started:
+        job = ChangingJob(cluster, Path.cwd(), started)
+        job.a_worker_leaves_and_joins()
+        job.ends_well()
     assert left(cluster) == ""
 
 

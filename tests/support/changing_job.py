@@ -21,10 +21,11 @@ EPOCHS = 2
 
 @dataclass(frozen=True)
 class ChangingJob:
-    """`folder`: in which the job was started; there its workspace is called job."""
+    """`folder`: in which the job was started; there its workspace is called job. `started`: its launcher."""
 
     sandbox: Sandbox
     folder: Path
+    started: Started
 
     def a_group_leaves_and_joins(self) -> None:
         """Group 1, which leaves by the workspace and joins by the store."""
@@ -46,10 +47,10 @@ class ChangingJob:
         assert joined["workers"] == 2 and joined["step"] > left["step"]
         self._wait_for_lives({0: 3, 1: 2})
 
-    def ends_well(self, started: Started) -> None:
+    def ends_well(self) -> None:
         """With every sample counted as often as there are epochs, and nobody left to ask."""
         (self.folder / "on").touch()
-        code, said = started.end()
+        code, said = self.started.end()
         assert code == 0, said
         cells = load_file(self.folder / "job" / "final.safetensors")["cells"]
         assert torch.equal(cells, torch.full_like(cells, EPOCHS)), cells
@@ -69,4 +70,6 @@ class ChangingJob:
 
     def _wait_for_lives(self, lives: dict[int, int]) -> None:
         """Until the worker of each rank has begun to train so often."""
-        wait(lambda: {rank: len(list(self.folder.glob(f"{rank} *"))) for rank in lives} == lives)
+        ended = self.started.process.poll
+        wait(lambda: ended() is not None or {rank: len([*self.folder.glob(f"{rank} *")]) for rank in lives} == lives)
+        assert ended() is None, self.started.end()

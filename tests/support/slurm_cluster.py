@@ -100,7 +100,7 @@ class Sandbox:
 
     @contextmanager
     def started(self, *command: str, cwd: Path) -> Iterator["Started"]:
-        """What runs meanwhile, and is asked to end when the block ends too early; its output can be read as it comes."""
+        """Run a command during the block, at whose end it is asked to end if it still runs."""
         words = self.words(["env", f"--chdir={cwd}", "sh", "-c", 'echo $$; exec "$@"', "sh", *command])
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         environ = {**os.environ, **self.environ}
