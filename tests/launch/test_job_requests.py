@@ -230,7 +230,9 @@ def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_where_no_unit_runs_the_store_of_the_launch_leads_to_the_job(tmp_path: Path, told: Told) -> None:
+def test_where_no_unit_runs_the_store_of_the_launch_leads_to_the_job(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace = tmp_path / "job"
     store = workspace / "launch" / "night" / "store"
     (workspace / "launch" / "elsewhere").mkdir(parents=True)  # it met in another store
@@ -239,7 +241,11 @@ def test_where_no_unit_runs_the_store_of_the_launch_leads_to_the_job(tmp_path: P
         assert told("leave", "--rendezvous", f"{url}?job=j1", "--group", "1") == (0, "topotrain: has left\n", "")
         code, _, err = told("leave", str(workspace), "--group", "2")
         assert (code, err) == (2, "topotrain: error: --group = 2: is not there\n")
+        monkeypatch.setattr("topotrain.tools.cli.elastic_commands.NOTICE_S", 0.1)
+        code, _, err = told("leave", str(workspace), "--group", "9")
+        assert code == 2 and err.startswith("topotrain: the job has not answered yet (Ctrl-C")
         with closing(open_store(url)) as root:
+            Registry(root).add(JobRecord("j1", "ours"))
             Registry(root).add(JobRecord("j0", "ours", started=time.time() + 9))
             Registry(root).end("j0", "failed")  # the one that runs counts, and not the latest
             assert told("leave", str(workspace), "--group", "1")[0] == 0

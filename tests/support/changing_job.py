@@ -4,7 +4,6 @@ The job is programs/paced.py in the job's folder, with `--id=paced`; its store i
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +27,19 @@ class ChangingJob:
     started: Started
 
     def a_group_leaves_and_joins(self) -> None:
-        """Group 1, which leaves by the workspace and joins by the store."""
+        """Group 1, which leaves from a machine with a unit, and joins from one that only shares what a launch wrote."""
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "launch").symlink_to(self.folder / "job" / "launch")
         self._wait_for_lives({0: 1, 1: 1})
-        assert self._asked("leave", "job", "--group", "1") == {"group": 1, "text": "group 1 has left"}
-        assert self._asked("join", *self._store, "--group", "1") == {
-            "group": 1,
-            "text": "group 1 starts (incarnation 1)",
-        }
+        left = self._asked("leave", "job", "--group", "1")
+        assert left == {"group": 1, "text": "group 1 has left"}
+        joined = self._asked("join", "elsewhere", "--group", "1")
+        assert joined == {"group": 1, "text": "group 1 starts (incarnation 1)"}
         self._wait_for_lives({0: 1, 1: 2})
 
     def a_worker_leaves_and_joins(self) -> None:
-        """One of two, which leaves by the store and joins by the workspace; all scripts begin at their first line."""
+        """One of two, which leaves by the store and joins by the workspace; each time all scripts begin anew."""
         self._wait_for_lives({0: 1, 1: 1})
         left = self._asked("leave", *self._store, "--workers", "1")
         assert left["workers"] == 1 and "a worker has left" in left["text"]
@@ -48,7 +49,7 @@ class ChangingJob:
         self._wait_for_lives({0: 3, 1: 2})
 
     def ends_well(self) -> None:
-        """With every sample counted as often as there are epochs, and nobody left to ask."""
+        """With every sample counted as often as there are epochs."""
         (self.folder / "on").touch()
         code, said = self.started.end()
         assert code == 0, said
@@ -59,11 +60,8 @@ class ChangingJob:
     def _store(self) -> list[str]:
         return ["--rendezvous", (self.folder / "job" / "launch" / "paced" / "store").as_uri(), "--job", "paced"]
 
-    def ask(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        return self.sandbox.run(sys.executable, "-m", "topotrain", *words, cwd=self.folder)
-
     def _asked(self, *words: str) -> dict[str, Any]:
-        done = self.ask(*words, "--json")
+        done = self.sandbox.run(sys.executable, "-m", "topotrain", *words, "--json", cwd=self.folder)
         assert done.returncode == 0, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)
         return told

@@ -5,6 +5,10 @@ Worker groups leave or join an asynchronous job, workers a job of one group.
 
 import json
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +36,15 @@ Example:
   topotrain join --rendezvous redis://store/0 --job night7 --group 2
 """
 
+NOTICE_S = 5.0
+"""Seconds after which the command says that it waits."""
+
 Workspace = Annotated[
     Path | None,
-    typer.Argument(metavar="WORKSPACE", help="The folder of a job of which a part runs on this machine."),
+    typer.Argument(
+        metavar="WORKSPACE",
+        help="The folder of a job of which a part runs on this machine, or that `topotrain launch` has started.",
+    ),
 ]
 Rendezvous = Annotated[
     str,
@@ -74,7 +84,7 @@ def register(app: typer.Typer) -> None:
         worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
         again.
         """
-        with refusing():
+        with refusing(), _notice():
             _print(_answer(workspace, rendezvous, job, _meant("leave", group, workers, within)), as_json)
 
     @app.command("join", epilog=JOIN_EXAMPLE)
@@ -92,8 +102,21 @@ def register(app: typer.Typer) -> None:
         A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more.
         The command returns when it trains again.
         """
-        with refusing():
+        with refusing(), _notice():
             _print(_answer(workspace, rendezvous, job, _meant("join", group, workers, within)), as_json)
+
+
+@contextmanager
+def _notice() -> Iterator[None]:
+    """Print a notice when the answer of the job takes long."""
+    text = "topotrain: the job has not answered yet (Ctrl-C ends this command, and not the change)"
+    timer = threading.Timer(NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
