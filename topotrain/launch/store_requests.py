@@ -146,9 +146,10 @@ def _check_runs(registry: Registry, job: str) -> None:
 
 
 def launched_job(workspace: Path) -> tuple[str, JobRecord] | None:
-    """Return the store and the entry of the job that `topotrain launch` has started last in a workspace.
+    """Return the store and the entry of the last job launched in a workspace.
 
-    None: it has started none there, or its units met in another store than that of the launch.
+    A job that runs comes before all others. None: `topotrain launch` has started no job there, or its units met in
+    another store than that of the launch.
     """
     found = []
     for folder in workspace.glob(f"{LAUNCH}/*/{STORE}"):

@@ -60,7 +60,7 @@ def open_store(
 def open_existing(
     url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
 ) -> Store:
-    """Open a store that others have begun, as `open_store`, which would make a missing directory.
+    """Open a store that other processes use; do not make its directory.
 
     Raises:
         StoreError: as `open_store`, or the directory does not exist.

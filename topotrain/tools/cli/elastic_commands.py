@@ -111,7 +111,6 @@ def _notice() -> Iterator[None]:
     """Print a notice when the answer of the job takes long."""
     text = "topotrain: the job has not answered yet (Ctrl-C ends this command, and not the change)"
     timer = threading.Timer(NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     timer.start()
     try:
         yield
@@ -145,7 +144,7 @@ def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupReque
 
 
 def _answer_in(workspace: Path, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
-    """Ask the job of a workspace, which may have been launched from here to other machines."""
+    """Ask the job of a workspace, which a launch may have started elsewhere."""
     from topotrain.comm.store.discovery.job_registry import RUNNING
     from topotrain.launch.control_socket import NotHere, ask
     from topotrain.launch.store_requests import launched_job
