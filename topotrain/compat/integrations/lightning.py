@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from topotrain.compat.integrations import external_loop
+from topotrain.compat.integrations.fit_resume import FitState, RestOfEpoch
 from topotrain.config.job import ConfigError, Grads
 from topotrain.training import api
 from topotrain.training import context as process
@@ -60,6 +61,8 @@ class TopotrainStrategy(SingleDeviceStrategy):
         # Lightning's `rank_zero_only` reads its own attribute, and not the strategy's.
         self.global_rank = self.local_rank = rank_zero_only.rank = api.rank()
         self._handing: external_loop.ExternalAccounting | None = None
+        # Set in a process that goes on in an epoch of which all batches are trained, until that epoch is over.
+        self._finished: RestOfEpoch | None = None
 
     @property
     def is_global_zero(self) -> bool:
@@ -77,8 +80,30 @@ class TopotrainStrategy(SingleDeviceStrategy):
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
         self._check(trainer, dataloader)
-        share, self._handing = external_loop.tie(self.model, self.optimizers[0], dataloader, counted=True)
-        return share
+        state = FitState(trainer)
+        # Lightning reads no batch ahead of a loader with a length.
+        how = {"counted": True, "state": state, "ahead": False}
+        share, self._handing = external_loop.tie(self.model, self.optimizers[0], dataloader, **how)
+        position = external_loop.going_on()
+        if position is None:
+            return share
+        rest = RestOfEpoch(share, trainer, position)
+        done, left = rest.done(position.first), rest.left(position.first)
+        state.restore(position, done, left)
+        self._finished = rest if done and not left else None
+        return rest
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._finished is not None:
+            self._finished.finish()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._finished is not None:
+            # The validation that was interrupted is over, and the epoch ends as any other.
+            self._finished = None
+            self.lightning_module.trainer.fit_loop.on_iteration_done()
 
     def _check(self, trainer: Any, loader: object) -> None:
         here = process.current()

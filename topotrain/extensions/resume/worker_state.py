@@ -15,7 +15,7 @@ from topotrain.training.rng_state import Stand
 
 VERSION = 1
 _WHAT = "a worker's state"
-_TENSORS = ("begin", "now", "draw", "buffers", "tensors")
+_TENSORS = ("begin", "now", "ahead", "draw", "buffers", "tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class WorkerState:
         kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
         begin: random number generators before the pass began.
         now: the same before this batch, if it is not the first one.
+        ahead: the same before each further batch that the loop had read ahead, and before it used this batch, as
+            "<number> <name>" with numbers from 0.
         draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
         buffers: of the model, by name.
         tensors: of the packed values.
@@ -50,6 +52,7 @@ class WorkerState:
     kept: dict[str, Any] = field(default_factory=dict)
     begin: Stand = field(default_factory=dict)
     now: Stand = field(default_factory=dict)
+    ahead: Stand = field(default_factory=dict)
     draw: Stand = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
