@@ -1,6 +1,6 @@
 """Programs whose loop is another library's, and which show whether a job went on where it was.
 
-LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py), two batches to a step; `net` and `plain` train a model, with
+LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py); `net` and `plain` train a model, with
 and without random numbers and statistics of its own. The main worker writes to OUT how far the library's loop says it
 has come. `--die RANK:STEP` ends that worker once, as by SIGKILL, right behind the servers' step and before the
 library's own work. As long as the file `--hold` is there, the main worker stops behind step `--at`.
@@ -63,6 +63,7 @@ parser.add_argument("out", type=Path)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--die", default="")
 parser.add_argument("--validating", action="store_true", help="dies in a validation, at the end of an epoch")
+parser.add_argument("--together", type=int, default=2, help="batches of a step")
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=-1)
 given = parser.parse_args()
@@ -72,7 +73,8 @@ inner = {"ledger": Ledger, "net": Net, "plain": Plain}[given.kind]()
 train, test = Samples(given.kind == "net"), Samples(False)
 LEDGER = given.kind == "ledger"
 # A loss is divided by the number of batches in a step.
-RATE, TOGETHER = (2.0, 2) if LEDGER else (0.05, 2)
+TOGETHER = given.together
+RATE = float(TOGETHER) if LEDGER else 0.05
 steps, still = 0, threading.Event()
 
 

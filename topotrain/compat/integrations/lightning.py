@@ -7,7 +7,9 @@ the plain strategy for one device. Only scripts import this file; it needs the e
 `pytorch_lightning` and with `lightning`: the one that the script has imported, else the one that is installed.
 """
 
+import signal
 import sys
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -63,6 +65,12 @@ class TopotrainStrategy(SingleDeviceStrategy):
         self._handing: external_loop.ExternalAccounting | None = None
         # Set in a process that goes on in an epoch of which all batches are trained, until that epoch is over.
         self._finished: RestOfEpoch | None = None
+        # The handler of SIGTERM before Lightning's.
+        self._sigterm: Any = signal.SIG_DFL
+
+    def setup_environment(self) -> None:
+        self._sigterm = signal.getsignal(signal.SIGTERM)
+        super().setup_environment()
 
     @property
     def is_global_zero(self) -> bool:
@@ -80,6 +88,9 @@ class TopotrainStrategy(SingleDeviceStrategy):
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
         self._check(trainer, dataloader)
+        # Lightning would end this process after its batch. The launcher decides: a last snapshot comes first.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._sigterm)
         state = FitState(trainer)
         # Lightning reads no batch ahead of a loader with a length.
         how = {"counted": True, "state": state, "ahead": False}
