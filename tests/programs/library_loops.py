@@ -64,6 +64,8 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--die", default="")
 parser.add_argument("--validating", action="store_true", help="dies in a validation, at the end of an epoch")
 parser.add_argument("--together", type=int, default=2, help="batches of a step")
+parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
+parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take longer")
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=-1)
 given = parser.parse_args()
@@ -89,7 +91,7 @@ def die() -> None:
 def stepped(*_: Any) -> None:
     global steps
     steps += 1
-    still.wait(0.01)  # computing, in place of a larger model
+    still.wait(0.1 if tt.rank() == given.slow else 0.01)  # computing, in place of a larger model
     if not given.validating:
         die()
     if steps == given.at:
@@ -142,6 +144,7 @@ def with_transformers() -> None:
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        dataloader_num_workers=given.loaders,
         remove_unused_columns=False,
     )
     model = Wrapped(inner)
@@ -175,7 +178,7 @@ def with_accelerate() -> None:
     accelerator, counter, model = Accelerator(cpu=True, gradient_accumulation_steps=TOGETHER), Counter(), inner
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=1.0 if LEDGER else 0.8)
-    loader = DataLoader(train, batch_size=BATCH, shuffle=True)
+    loader = DataLoader(train, batch_size=BATCH, shuffle=True, num_workers=given.loaders)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     accelerator.register_for_checkpointing(counter)
     for _ in tt.epochs(given.epochs):
@@ -255,7 +258,7 @@ def with_lightning() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(train, BATCH, shuffle=True), DataLoader(test, SAMPLES))
+    trainer.fit(module, DataLoader(train, BATCH, shuffle=True, num_workers=given.loaders), DataLoader(test, SAMPLES))
     told(
         step=trainer.global_step,
         epoch=trainer.current_epoch,

@@ -179,6 +179,15 @@ def going_on() -> ScriptPosition | None:
     return here.continuing if here is not None and is_restarted(here) else None
 
 
+def keeps_its_batches() -> bool:
+    """Whether this worker reads the rest of what an earlier process had to read.
+
+    Where a job with several groups starts again, what is left of an epoch is divided among the groups anew.
+    """
+    here = process.current()
+    return here is None or here.resumed is None or here.place.topology.worker_groups == 1
+
+
 def steps_so_far() -> int:
     """The steps of this worker, in this process and in earlier ones."""
     here = process.current()

@@ -92,9 +92,9 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._sigterm)
         state = FitState(trainer)
+        model, optimizer = self.model, self.optimizers[0]
         # Lightning reads no batch ahead of a loader with a length.
-        how = {"counted": True, "state": state, "ahead": False}
-        share, self._handing = external_loop.tie(self.model, self.optimizers[0], dataloader, **how)
+        share, self._handing = external_loop.tie(model, optimizer, dataloader, counted=True, state=state, ahead=False)
         position = external_loop.going_on()
         if position is None:
             return share

@@ -50,15 +50,18 @@ class TrainerLoop(external_loop.LoopState):
         if saved is None:
             return ""
         state = json.loads(saved["trainer"])
-        if saved["batches"] == self._batches or self._trainer.args.max_steps > 0:
+        same = saved["batches"] == self._batches and external_loop.keeps_its_batches()
+        if same or self._trainer.args.max_steps > 0:
             # Steps after the state was saved are known from the servers only.
             state["global_step"] += position.steps - saved["steps"]
         else:
-            # On another layout an epoch of this worker has another number of steps.
-            done = self.done(position, position.first)
-            accumulated = self._trainer.args.gradient_accumulation_steps
-            state["global_step"] = position.first * steps_in_epoch + done // accumulated
+            # What is left of the epoch was divided anew. The Trainer ends at the steps of all epochs.
+            state["global_step"] = position.first * steps_in_epoch + self.steps(self.done(position, position.first))
         return json.dumps(state)
+
+    def steps(self, batches: int) -> int:
+        """The steps of so many batches."""
+        return int(batches // self._trainer.args.gradient_accumulation_steps)
 
     def done(self, position: ScriptPosition, epoch: int) -> int:
         """The batches of an epoch that count already."""

@@ -31,7 +31,7 @@ except ImportError as error:
 
 _RESUME = "must be left out: a job goes on from its own snapshots, with `topotrain run --resume WORKSPACE`"
 _TOO_SMALL = "a batch has fewer samples than the group has workers: with accumulation drop the last, or make it larger"
-# The Trainer's methods in which it resumes, and which are overridden below. Releases before 5.2 have them not.
+# The Trainer's methods in which it resumes, and which are overridden below. Older releases do not have them.
 _RESUMES = ("_init_training_state", "_run_epoch", "_load_callback_state")
 _OLD = "this version of transformers resumes in another way"
 _BEST = "must be false: the job's result is the servers' values at its end"
@@ -105,6 +105,12 @@ class Trainer(transformers.Trainer):
             epoch, loader = how["epoch"], how["train_dataloader"]
             self._loop.epoch_begins()
             done, left = self._loop.done(position, epoch), position.batches_left(epoch)
+            if left and self.state.global_step >= self.state.max_steps:
+                # The Trainer looks behind a step only, and the last one was made by the earlier process.
+                self.control.should_training_stop = True
+                return
+            if epoch > position.first:
+                self.state.global_step += self._loop.steps(done)
             if done and not left:
                 # The pass is over for this worker. It is opened all the same, which restores the schedule.
                 for _ in loader.base_dataloader:
