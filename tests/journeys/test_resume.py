@@ -1,19 +1,13 @@
 """A job of which every process is killed goes on from its newest snapshot: the same bits, every sample once."""
 
-import json
-import os
-import signal
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, JobRunner
-from process_pool import client
+from interrupted_jobs import killed, resumed, terminated
+from job_runner import JobRunner
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
-from shells import alive
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
@@ -26,69 +20,10 @@ HYBRID = "nworker_groups: 4 nserver_groups: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
-def killed(runner: JobRunner, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
-    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
-    hold = runner.folder / "hold"
-    hold.touch()
-    command = runner.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
-    patience.start()
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "holding":
-            break
-    else:
-        raise AssertionError(f"the job ended early:\n{heard}")
-    patience.cancel()
-    workspace = runner.folder / "job"
-    pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    hold.unlink()
-    return workspace
-
-
-def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
-    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
-
-    all: each of its processes gets it, the launcher last.
-    """
-    command = runner.command(cluster, *program, extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "there":
-            break
-    workspace = runner.folder / "job"
-    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
-    for pid in reversed(pids.values()) if all else [pids["launcher"]]:
-        os.kill(pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
-    assert not [who for who, pid in pids.items() if alive([pid])]
-    return process.returncode, heard + said, workspace
-
-
-def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
-    words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
-    command = [*client(runner.warm_at), "-m", "topotrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
-    return Ended(done.returncode, done.stdout, done.stderr, at, {})
-
-
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
 def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> None:
     undisturbed = runner.run(cluster, "resuming.py", "net", name="undisturbed").final
-    workspace = killed(runner, cluster, "net")
+    workspace = killed(runner, cluster, "resuming.py", "net", extra=EXTRA)
     found = latest(workspace)
     assert found is not None and 0 < found.version <= 30
     ended = resumed(runner, workspace)
@@ -141,7 +76,9 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobR
     ids=["synchronous", "downpour", "a hybrid", "no longer a hybrid"],
 )
 def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
-    workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
+    workspace = killed(
+        runner, before, "resuming.py", "ledger", extra="snapshot_s: 0.1 reduce: kSum", at=30 if before == SYNC else 12
+    )
     found = latest(workspace)
     assert found is not None
     conf = runner.folder / "other.conf"

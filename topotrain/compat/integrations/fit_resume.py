@@ -190,14 +190,7 @@ class RestOfEpoch:
         batches = iter(self._share)
         loop.epoch_loop.batch_progress.increment_by(done)
         loop._data_fetcher.fetched += done
-        if done and epoch == self._first:
-            self.align_schedulers()
         yield from batches
-
-    def align_schedulers(self) -> None:
-        """Step the schedulers of the last step, if the process had died before."""
-        if self._position.steps > self._position.rate_steps:
-            self._trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
 
     def finish(self) -> None:
         """The first epoch has no batch left: open its pass, which restores the schedulers."""
@@ -207,6 +200,5 @@ class RestOfEpoch:
             opened.close()
         for _ in opened:
             raise RuntimeError(f"epoch {self._first} has a batch that was applied before")
-        self.align_schedulers()
         # Lightning steps these after the last batch of an epoch, and no state was saved since.
         self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)

@@ -2,15 +2,19 @@
 
 The script does not hand over its schedulers, so they are found by their references to the optimizer. Two schedulers of
 one class, or one with state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
+
+A process may die between a step and the scheduler's. A scheduler that had stepped with each step is then one behind the
+servers, and steps once more when it is restored.
 """
 
 import gc
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Notifier
@@ -103,8 +107,8 @@ class OptimizerRates:
                 self._notify_once(f"the LR scheduler {name} holds {error}: it is not there after a restart")
         return groups, schedulers
 
-    def restore(self, state: WorkerState) -> None:
-        """Restore groups and schedulers. Raises ConfigError for another optimizer."""
+    def restore(self, state: WorkerState, steps: int) -> None:
+        """Restore groups and schedulers, after `steps` steps. Raises ConfigError for another optimizer."""
         groups = self._optimizer.param_groups
         if len(groups) != len(state.groups):
             raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")
@@ -124,3 +128,18 @@ class OptimizerRates:
             if not isinstance(packed, dict):
                 raise ConfigError("optimizer.param_groups", repr(packed)[:80], "must be packed groups")
             group.update({str(name): unpack(value, state.tensors) for name, value in packed.items()})
+        if steps == state.steps + 1:
+            self._catch_up(state.steps)
+
+    def _catch_up(self, steps: int) -> None:
+        """The process died after a step, perhaps before the scheduler's. Make up for it.
+
+        Otherwise the workers of a group would disagree about the rate.
+        """
+        for one in self._named.values():
+            # Only schedulers that have stepped with each of the steps so far, and not with each epoch.
+            if one.last_epoch == steps and not isinstance(one, ReduceLROnPlateau):
+                with warnings.catch_warnings():
+                    # PyTorch warns where the first step of the optimizer was made by another process.
+                    warnings.simplefilter("ignore")
+                    one.step()

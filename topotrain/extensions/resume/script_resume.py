@@ -8,7 +8,7 @@ else is known only to the worker (`worker_state`).
   number generators at the begin of the pass that was under way.
 * Passes that were over are empty. Batches that are applied are left out by the data loader, not here.
 * Work of the script between its last save and its death is done again. One thing is not known: a scheduler's last
-  step, if it came after the last request of a batch.
+  step, if it came after the last request of a batch. Where the scheduler steps with each step, `lr_schedulers` knows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -90,12 +90,6 @@ class ScriptResume(ScriptPosition):
         """Steps that this worker had taken before this process began."""
         return self._earlier.steps
 
-    @property
-    def rate_steps(self) -> int:
-        """Steps that this worker had taken when the restored learning rates were saved."""
-        saved = self._earlier.later or self._earlier.condition
-        return 0 if saved is None else saved.steps
-
     def batches_left(self, epoch: int) -> int:
         """Batches that this worker's group has not yet had applied, of those of a pass."""
         earlier, loader = self._earlier, self._here.loader
@@ -140,7 +134,7 @@ class ScriptResume(ScriptPosition):
             # Again at the begin of the pass: the script may have changed the objects since `tt.prepare`.
             for name in self._here.kept:
                 self.restore_kept(name)
-            self._rates.restore(earlier.later or condition)
+            self._rates.restore(earlier.later or condition, earlier.steps)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
@@ -321,7 +315,7 @@ class ScriptResume(ScriptPosition):
         """Begin an epoch of a script that divides its data itself."""
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
-            self._rates.restore(self._earlier.later or was)
+            self._rates.restore(self._earlier.later or was, self.steps)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())

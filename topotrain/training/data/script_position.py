@@ -17,11 +17,6 @@ class ScriptPosition(ResumeRecorder):
     def steps(self) -> int:
         """Steps that this worker had taken before this process began."""
 
-    @property
-    @abstractmethod
-    def rate_steps(self) -> int:
-        """Steps that this worker had taken when the restored learning rates were saved."""
-
     @abstractmethod
     def batches_left(self, epoch: int) -> int:
         """Batches that this worker's group has not yet had applied, of those of a pass."""

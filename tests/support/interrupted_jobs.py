@@ -1,0 +1,74 @@
+"""Jobs whose processes are killed or asked to end, and that go on from a snapshot.
+
+The programs print `holding` or `there` at a step, see programs/resuming.py.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+from job_runner import Ended, JobRunner
+from process_pool import client
+from shells import alive
+
+
+def killed(runner: JobRunner, cluster: str, *program: str, extra: str, at: int = 30) -> Path:
+    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
+    hold = runner.folder / "hold"
+    hold.touch()
+    command = runner.command(cluster, *program, "--hold", str(hold), "--at", str(at), extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
+    assert process.stdout is not None
+    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
+    patience.start()
+    heard = ""
+    for line in process.stdout:
+        heard += line
+        if line.strip() == "holding":
+            break
+    else:
+        raise AssertionError(f"the job ended early:\n{heard}")
+    patience.cancel()
+    workspace = runner.folder / "job"
+    pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    hold.unlink()
+    return workspace
+
+
+def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
+    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
+
+    all: each of its processes gets it, the launcher last.
+    """
+    command = runner.command(cluster, *program, extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
+    assert process.stdout is not None
+    heard = ""
+    for line in process.stdout:
+        heard += line
+        if line.strip() == "there":
+            break
+    workspace = runner.folder / "job"
+    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
+    for pid in reversed(pids.values()) if all else [pids["launcher"]]:
+        os.kill(pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert not [who for who, pid in pids.items() if alive([pid])]
+    return process.returncode, heard + said, workspace
+
+
+def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
+    words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
+    command = [*client(runner.warm_at), "-m", "topotrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
+    return Ended(done.returncode, done.stdout, done.stderr, at, {})
