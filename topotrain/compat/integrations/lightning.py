@@ -84,7 +84,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
             return dataloader
         if self._handing is not None:
             # Only set when the training loaders are complete: before that, this is a second training loader.
-            if trainer.fit_loop._combined_loader is None:
+            if trainer.train_dataloader is None:
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
         self._check(trainer, dataloader)

@@ -7,8 +7,8 @@ those that the servers have applied. Model, optimizer, data and random numbers a
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
@@ -16,14 +16,11 @@ from torch.utils.data import IterableDataset
 from topotrain.compat.integrations import external_loop
 from topotrain.training.data.script_position import ScriptPosition
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
 
 class TrainerLoop(external_loop.LoopState):
-    """The state of a Trainer, its callbacks and its schedule."""
+    """The state of a Trainer (`transformers.py`), its callbacks and its schedule."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Any) -> None:
         super().__init__()
         self._trainer = trainer
         # Of this worker in an epoch.
@@ -34,7 +31,7 @@ class TrainerLoop(external_loop.LoopState):
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "trainer": json.dumps(asdict(_with_callbacks(trainer)), default=_plain),
+            "trainer": json.dumps(asdict(trainer.full_state()), default=_plain),
             "schedule": getattr(trainer.lr_scheduler, "last_epoch", 0) - trainer.state.global_step,
             "steps": external_loop.steps_so_far(),
             "batches": self._batches,
@@ -90,14 +87,6 @@ class TrainerLoop(external_loop.LoopState):
         elif self.restored["batches"] == self._batches:
             for _ in range(behind):
                 schedule.step()
-
-
-def _with_callbacks(trainer: "Trainer") -> Any:
-    """The Trainer's state, with those of its callbacks, as it writes them in a checkpoint."""
-    from transformers.trainer_callback import ExportableState
-
-    callbacks = (*trainer.callback_handler.callbacks, trainer.control)
-    return replace(trainer.state, stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)])
 
 
 def _plain(value: object) -> object:

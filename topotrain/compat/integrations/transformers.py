@@ -7,6 +7,7 @@ worker logs and saves. In an ordinary process this is the plain `transformers.Tr
 it needs the extra `transformers`.
 """
 
+from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from topotrain.training.worker_extension import WorkerExtension
 try:
     import transformers
     from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 except ImportError as error:
     raise external_loop.missing("transformers", "transformers") from error
 
@@ -88,15 +90,38 @@ class Trainer(transformers.Trainer):
         if not text:
             super()._init_training_state(*numbers, None, trial)
         else:
-            asked = self.args.restore_callback_states_from_checkpoint
-            # The Trainer leaves its callbacks as they are, unless it is asked. After a death they go on, too.
-            self.args.restore_callback_states_from_checkpoint = True
             with TemporaryDirectory(prefix="topotrain-") as folder:
                 Path(folder, TRAINER_STATE_NAME).write_text(text)
                 super()._init_training_state(*numbers, folder, trial)
-            self.args.restore_callback_states_from_checkpoint = asked
         # Batches are skipped by epoch, in `_run_epoch`: those of the next epoch may be applied in part, too.
         return position.first, 0
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks; after a death, also where the arguments do not ask for it."""
+        if external_loop.going_on() is None:
+            super()._load_callback_state()
+            return
+        saved = {
+            name: iter(states if isinstance(states, list) else [states])
+            for name, states in self.state.stateful_callbacks.items()
+        }
+        for callback in self._stateful():
+            state = next(saved.get(type(callback).__name__, iter(())), None)
+            if state is None:
+                continue
+            if callback is self.control:
+                self.control = TrainerControl(**state["args"])
+            # In place, other than the Trainer: the script may hold the object.
+            for name, value in state["attributes"].items():
+                setattr(callback, name, value)
+
+    def _stateful(self) -> list[Any]:
+        callbacks = (*self.callback_handler.callbacks, self.control)
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+    def full_state(self) -> TrainerState:
+        """The Trainer's state with those of its callbacks, as it writes them in a checkpoint."""
+        return replace(self.state, stateful_callbacks=self._stateful())
 
     def _run_epoch(self, **how: Any) -> None:
         """Run an epoch; of one that was under way, the batches that are left."""
@@ -107,10 +132,11 @@ class Trainer(transformers.Trainer):
             done, left = self._loop.done(position, epoch), position.batches_left(epoch)
             if left and self.state.global_step >= self.state.max_steps:
                 # The Trainer looks behind a step only, and the last one was made by the earlier process.
-                self.control.should_training_stop = True
+                self.control = replace(self.control, should_training_stop=True)
                 return
             if epoch > position.first:
-                self.state.global_step += self._loop.steps(done)
+                step = self.state.global_step + self._loop.steps(done)
+                self.state = replace(self.state, global_step=step)
             if done and not left:
                 # The pass is over for this worker. It is opened all the same, which restores the schedule.
                 for _ in loader.base_dataloader:

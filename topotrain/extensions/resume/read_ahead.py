@@ -5,7 +5,7 @@ those of an earlier batch. So a state that is saved when a batch is used has the
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -15,11 +15,11 @@ from topotrain.training.rng_state import Stand
 class ReadAhead:
     """Notes generators for batches that are drawn and not used, and replays those of an earlier process.
 
-    notes: whether states will be saved. Without, nothing is read.
+    notes: whether states will be saved. Otherwise all generators are given as {}, for reading them takes time.
     """
 
     def __init__(self, notes: bool) -> None:
-        self._notes = notes
+        self.notes = notes
         # For each batch that is drawn and not used, the generators before it was drawn.
         self._drawn: deque[Stand] = deque()
         # Those of the earlier process that are not reached yet. The last is that of the use of its batch.
@@ -42,11 +42,11 @@ class ReadAhead:
         if found:
             self._earlier = deque([now, *(found[number] for number in sorted(found))])
 
-    def asked(self, read: Callable[[], Stand]) -> Stand:
-        """The loop draws a batch. Returns the generators to restore before, if any."""
+    def asked(self, present: Stand) -> Stand:
+        """The loop draws a batch, with these generators. Returns those to restore before, if any."""
         # The first batch is drawn from `now`, which the pass restores itself (`ScriptResume.opened`).
         if len(self._earlier) < 2:
-            self._drawn.append(read() if self._notes else {})
+            self._drawn.append(present)
             return {}
         first = not self._drawn
         noted = self._earlier.popleft()

@@ -171,7 +171,7 @@ class ScriptResume(ScriptPosition):
         """
         if self._ahead is not None:
             # Batches that are drawn and not used would be lost here, so `use` asks whether the group leaves.
-            noted = self._ahead.asked(self._generator_state)
+            noted = self._ahead.asked(self._generator_state() if self._ahead.notes else {})
             if noted:
                 put_back(noted, self._generators, self._worker.device)
             return
