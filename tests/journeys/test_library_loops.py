@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_jobs import resumed, terminated
 from job_runner import Ended, JobRunner
+from killed_jobs import resumed, terminated
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 

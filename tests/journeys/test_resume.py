@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupted_jobs import killed, resumed, terminated
 from job_runner import JobRunner
+from killed_jobs import killed, resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
 
@@ -17,13 +17,12 @@ SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 HYBRID = "nworker_groups: 4 nserver_groups: 2"
-EXTRA = "snapshot_s: 0.1"
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
 def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> None:
     undisturbed = runner.run(cluster, "resuming.py", "net", name="undisturbed").final
-    workspace = killed(runner, cluster, "resuming.py", "net", extra=EXTRA)
+    workspace = killed(runner, cluster, "net")
     found = latest(workspace)
     assert found is not None and 0 < found.version <= 30
     ended = resumed(runner, workspace)
@@ -76,9 +75,7 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobR
     ids=["synchronous", "downpour", "a hybrid", "no longer a hybrid"],
 )
 def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
-    workspace = killed(
-        runner, before, "resuming.py", "ledger", extra="snapshot_s: 0.1 reduce: kSum", at=30 if before == SYNC else 12
-    )
+    workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
     found = latest(workspace)
     assert found is not None
     conf = runner.folder / "other.conf"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupted_jobs import resumed
 from job_runner import DOWNPOUR, Ended, JobRunner
+from killed_jobs import resumed
 from process_pool import client
 from safetensors.torch import load_file
 from test_recovery_job import survive

@@ -203,7 +203,7 @@ class JobRun:
         scheduler = script.schedule(optimizer) if script.schedule else None
         buffer = torch.zeros(2)
         described = SimpleNamespace(name="count")
-        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
+        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,), parameters=(), tensors=())
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,
@@ -213,6 +213,7 @@ class JobRun:
             snapshot=0,
             lazy=False,
             parts=parts,
+            optimizers=(optimizer,),
             rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
@@ -228,7 +229,7 @@ class JobRun:
         named = (who.group, shape.groups, who.index, shape.workers)
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
         loader = here.loader = ShardedLoader(script.make(), plan, client, client)
-        continuing = ScriptResume(here, worker, optimizer)
+        continuing = ScriptResume(here, worker)
         loader.resume_with(continuing)
         if script.ahead >= 0:
             continuing.read_ahead()

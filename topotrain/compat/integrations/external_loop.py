@@ -72,12 +72,12 @@ class ExternalAccounting(BatchAccounting):
     def __init__(self, ledger: BatchAccounting, position: ScriptPosition | None = None) -> None:
         self._ledger, self._position = ledger, position
         # Batches that the library has read ahead, oldest first.
-        self._drawn: deque[tuple[int, int, float, int]] = deque()
+        self._drawn: deque[tuple[int, int, float, int, int]] = deque()
         # So many of them were announced by `begin_step`.
         self._begun = 0
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        self._drawn.append((stream, seq, weight, samples))
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+        self._drawn.append((stream, seq, weight, samples, made))
 
     def left_early(self, epoch: int, batches: int) -> None:
         # The library has drawn these and never used them, so they must not count for the next step.
@@ -106,8 +106,8 @@ class ExternalAccounting(BatchAccounting):
             self._begun -= 1
         elif self._position is not None:
             self._position.use()
-        stream, seq, weight, samples = self._drawn.popleft()
-        self._ledger.drawn(stream, seq, weight, samples)
+        stream, seq, weight, samples, made = self._drawn.popleft()
+        self._ledger.drawn(stream, seq, weight, samples, made)
         return weight
 
 

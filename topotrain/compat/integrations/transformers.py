@@ -45,6 +45,10 @@ class Trainer(transformers.Trainer):
     In a job it raises ConfigError for resuming, and for loading the best model at the end.
     """
 
+    # Set by transformers, and assigned below, too.
+    state: TrainerState
+    control: TrainerControl
+
     _handing: external_loop.ExternalAccounting | None = None
     _loop: TrainerLoop | None = None
 

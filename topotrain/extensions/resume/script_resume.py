@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.core.events import EventNotifier
@@ -52,11 +51,14 @@ class ScriptResume(ScriptPosition):
     Raises ConfigError if the saved state does not fit this script.
     """
 
-    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
+    def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
-        self._rates = OptimizerRates(optimizer, here.kept, EventNotifier(here, str(here.me)))
+        self._rates = OptimizerRates(worker.optimizers, here.kept, EventNotifier(here, str(here.me)))
         self._capture = StateCapture(here, worker, self._rates)
         self._saves = _saves(here)
+        # A lazy step is known to be applied only in the next one. Of several optimizers the servers freeze behind the
+        # last step with a batch, which is known when the next batch is asked for.
+        self._lazy = worker.lazy and len(worker.optimizers) == 1
         # Set for a loop that draws batches before it uses them.
         self._ahead: ReadAhead | None = None
         self._earlier = find(here, worker)
@@ -117,6 +119,15 @@ class ScriptResume(ScriptPosition):
             with torch.no_grad():
                 buffer.copy_(found)
 
+    def _restore_trains(self, left: WorkerState) -> None:
+        """Freeze and thaw parameters as they were."""
+        # The script may have thawed a layer in an epoch that is over, and is not repeated.
+        parts = self._worker.parts
+        for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
+            trains = left.trains.get(described.name)
+            if isinstance(trains, bool) and not tensor.is_meta:
+                tensor.requires_grad_(trains)
+
     def restore_kept(self, name: str) -> None:
         """Restore an object of `tt.keep`, if the saved state has its name."""
         condition = self._earlier.condition
@@ -135,6 +146,7 @@ class ScriptResume(ScriptPosition):
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition, earlier.steps)
+            self._restore_trains(condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
@@ -175,9 +187,12 @@ class ScriptResume(ScriptPosition):
             if noted:
                 put_back(noted, self._generators, self._worker.device)
             return
+        # Of several steps with one batch, an earlier one may have brought the number of a snapshot.
+        if len(self._worker.optimizers) > 1:
+            self._worker.client.values.settle()
         self._check_whether_it_leaves()
         # Only for a state that will be saved: reading all generators takes time in every step.
-        if self._worker.snapshot or self._worker.lazy:
+        if self._worker.snapshot or self._lazy:
             self._now = self._generator_state()
 
     def ended(self) -> None:
@@ -208,7 +223,7 @@ class ScriptResume(ScriptPosition):
 
     def read_ahead(self) -> None:
         """The loop draws batches before it uses them, and calls `use` for each."""
-        self._ahead = ReadAhead(takes_snapshots(self._here.place.job, self._here.place.topology) or self._worker.lazy)
+        self._ahead = ReadAhead(takes_snapshots(self._here.place.job, self._here.place.topology) or self._lazy)
 
     def use(self) -> None:
         """See `ScriptPosition`. Raises GroupLeaving, as `asked` does."""
@@ -220,7 +235,7 @@ class ScriptResume(ScriptPosition):
             put_back(noted, self._generators, self._worker.device)
         if not first:
             self._save_rates()
-        if self._worker.snapshot or self._worker.lazy:
+        if self._worker.snapshot or self._lazy:
             # For the first batch the generators are those at the begin of the pass.
             self._now, self._read = ({}, {}) if first else self._ahead.states(self._generator_state())
         self._save_if_due()
@@ -235,7 +250,7 @@ class ScriptResume(ScriptPosition):
     def _save_if_due(self) -> None:
         if self._worker.snapshot:
             self._save_for_snapshot()
-        if self._worker.lazy and self._latest_step != self._worker.tally.steps:
+        if self._lazy and self._latest_step != self._worker.tally.steps:
             # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
@@ -250,7 +265,7 @@ class ScriptResume(ScriptPosition):
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""
-        if self._worker.snapshot and self._worker.lazy:
+        if self._worker.snapshot and self._lazy:
             self._save_for_snapshot()
         # The last lazy step may bring another snapshot's number.
         self._worker.client.values.settle()
@@ -264,7 +279,7 @@ class ScriptResume(ScriptPosition):
     def _save_for_snapshot(self) -> None:
         # One state per snapshot: the number is taken with the save.
         number, self._worker.snapshot = self._worker.snapshot, 0
-        late = self._latest if self._worker.lazy else None
+        late = self._latest if self._lazy else None
         self._capture.save(number, late or self._whole(self._now))
         self._now, self._read = {}, {}
 
@@ -316,6 +331,7 @@ class ScriptResume(ScriptPosition):
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
             self._rates.restore(self._earlier.later or was, self.steps)
+            self._restore_trains(was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())

@@ -39,8 +39,12 @@ class StateCapture:
             for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
             if not buffer.is_meta
         }
+        trains = {
+            described.name: tensor.requires_grad
+            for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
+        }
         steps = self._worker.tally.steps
-        return self._rated(replace(at, steps=steps, kept=kept, buffers=buffers, tensors=tensors))
+        return self._rated(replace(at, steps=steps, trains=trains, kept=kept, buffers=buffers, tensors=tensors))
 
     def rates(self, passes: int) -> WorkerState:
         """Return a state that has learning rates and schedulers only."""

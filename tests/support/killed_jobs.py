@@ -15,11 +15,18 @@ from process_pool import client
 from shells import alive
 
 
-def killed(runner: JobRunner, cluster: str, *program: str, extra: str, at: int = 30) -> Path:
+def killed(
+    runner: JobRunner,
+    cluster: str,
+    kind: str,
+    extra: str = "snapshot_s: 0.1",
+    at: int = 30,
+    program: str = "resuming.py",
+) -> Path:
     """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
     hold = runner.folder / "hold"
     hold.touch()
-    command = runner.command(cluster, *program, "--hold", str(hold), "--at", str(at), extra=extra)
+    command = runner.command(cluster, program, kind, "--hold", str(hold), "--at", str(at), extra=extra)
     command = [*client(runner.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
