@@ -166,6 +166,12 @@ REFUSED = {
         "trainer.train(resume_from_checkpoint='here')",
         "resume_from_checkpoint = 'here': must be left out: a job goes on from its own snapshots",
     ),
+    "ignoring data": (
+        "huggingface.py",
+        "        report_to=",
+        "        ignore_data_skip=True,\n        report_to=",
+        "ignore_data_skip = True: must be false: the batches that count are skipped when a job goes on",
+    ),
     "best model": (
         "huggingface.py",
         "        save_total_limit=1,",

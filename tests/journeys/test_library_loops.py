@@ -79,7 +79,16 @@ def test_every_sample_counts_once_where_a_group_starts_again(library_runner: Job
     assert torch.equal(cells, torch.full_like(cells, 3)), cells
 
 
-@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_loop_over_range_goes_on_with_the_same_bits(library_runner: JobRunner) -> None:
+    """The epochs that are over have no batch, and processes that read the data draw random numbers of their own."""
+    words = ("accelerate", "net", "--range", "--loaders", "1")
+    plain, expected = run(library_runner, INLINE, "undisturbed", *words)
+    ended, found = run(library_runner, INLINE, "job", *words, "--die", "1:17", extra="snapshot_s: 0.1")
+    assert not different(plain, ended)
+    assert found == expected
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(library_runner: JobRunner, library: str) -> None:
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "net")
     out = library_runner.folder / "out.json"

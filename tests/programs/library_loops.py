@@ -3,7 +3,7 @@
 LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py); `net` and `plain` train a model, with
 and without random numbers and statistics of its own. The main worker writes to OUT how far the library's loop says it
 has come. `--die RANK:STEP` ends that worker once, as by SIGKILL, right behind the servers' step and before the
-library's own work. As long as the file `--hold` is there, the main worker stops behind step `--at`.
+library's own work. It prints `there` behind step `--at`.
 """
 
 import argparse
@@ -66,7 +66,7 @@ parser.add_argument("--validating", action="store_true", help="dies in a validat
 parser.add_argument("--together", type=int, default=2, help="batches of a step")
 parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
 parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take longer")
-parser.add_argument("--hold", type=Path, default=Path("nothing"))
+parser.add_argument("--range", action="store_true", help="accelerate: a loop over range() and not tt.epochs()")
 parser.add_argument("--at", type=int, default=-1)
 given = parser.parse_args()
 
@@ -95,9 +95,7 @@ def stepped(*_: Any) -> None:
     if not given.validating:
         die()
     if steps == given.at:
-        print("holding" if given.hold.exists() else "there", flush=True)
-        if given.hold.exists() and tt.is_main():
-            still.wait()
+        print("there", flush=True)
 
 
 def told(**what: Any) -> None:
@@ -181,7 +179,7 @@ def with_accelerate() -> None:
     loader = DataLoader(train, batch_size=BATCH, shuffle=True, num_workers=given.loaders)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     accelerator.register_for_checkpointing(counter)
-    for _ in tt.epochs(given.epochs):
+    for _ in range(given.epochs) if given.range else tt.epochs(given.epochs):
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model.loss(batch["number"], batch["x"], batch["y"]))

@@ -166,17 +166,24 @@ def test_rates_and_what_is_kept_come_back(per):
     assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(plain.seen) == len(run.seen)
 
 
-def test_a_rate_is_not_one_step_behind_where_the_process_dies_between_the_step_and_the_schedulers():
+@pytest.mark.parametrize("size", [4, 23])
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_the_schedulers(per, size):
     """Else the workers of a group would disagree about it, since the others may have saved theirs."""
-    script = Script(shuffled, 3, partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    script = Script(partial(shuffled, size=size), 3 if size == 4 else 6, schedule, per)
     plain = JobRun(NATURAL, script)
     plain.run()
-    for steps in (1, 6, 8):
+    expected = [step.rates[0] for step in plain.seen]
+    for steps in range(1, len(expected)):
         run = JobRun(NATURAL, script)
         run.run(steps)  # the scheduler's step would follow
         run.restart(0)
         run.run()
-        assert [step.rates[0] for step in run.seen] == [step.rates[0] for step in plain.seen], steps
+        found = [step.rates[0] for step in run.seen]
+        # At the first step it is not known yet that the scheduler steps with each: it is one step behind.
+        behind = per == "step" and steps == 1
+        assert found == ([expected[0], *expected[:-1]] if behind else expected), steps
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -561,11 +568,18 @@ def test_schedulers_of_one_class_need_names():
         optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [2]
     )
     rates.find()
-    assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
+    assert (
+        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR"}
+        and len(told) == 1
+        and "several LR schedulers StepLR" in told[0]
+    )
     kept |= {"first": ones[0], "second": ones[1]}
     rates = OptimizerRates((optimizer,), kept, told)
     rates.find()
-    assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
+    assert (
+        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR", "tt.keep first", "tt.keep second"}
+        and len(told) == 1
+    )
     mark = rates.mark()
     ones[1].step()
     assert rates.mark() != mark and whole is not None

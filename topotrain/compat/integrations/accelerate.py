@@ -51,14 +51,12 @@ class PlacedAccelerator(accelerate.Accelerator):
         return api.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
+_REGISTERED = "register_for_checkpointing"
 _SKIPS = "must be left out: the loader of a job that goes on leaves out the batches that count already"
 
 
 class Accelerator(PlacedAccelerator):
     """`accelerate.Accelerator`; in a job `prepare` ties its arguments to the job."""
-
-    # Objects of `register_for_checkpointing`, which are kept by their order.
-    _registered = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,9 +88,12 @@ class Accelerator(PlacedAccelerator):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register as accelerate; in a job, also as objects of `tt.keep`."""
         super().register_for_checkpointing(*objects)
+        here = process.current()
+        if here is None:
+            return
         for thing in objects:
-            api.keep(**{f"accelerate {self._registered}": thing})
-            self._registered += 1
+            # By their order, also where the script has several Accelerators. No name of `tt.keep` has a space.
+            api.keep(**{f"{_REGISTERED} {sum(name.startswith(_REGISTERED) for name in here.kept)}": thing})
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Skip as accelerate. Raises ConfigError for the training loader of a job."""

@@ -26,6 +26,8 @@ from topotrain.training import context as process
 # Before Lightning can choose its environment by these variables.
 external_loop.hide_launcher()
 
+# Older releases have no `on_iteration_done`, and other counters.
+_OLD = "this version of Lightning resumes in another way"
 _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
 
@@ -94,7 +96,9 @@ class TopotrainStrategy(SingleDeviceStrategy):
         state = FitState(trainer)
         model, optimizer = self.model, self.optimizers[0]
         # Lightning reads no batch ahead of a loader with a length.
-        share, self._handing = external_loop.tie(model, optimizer, dataloader, counted=True, state=state, ahead=False)
+        how: dict[str, Any] = {"counted": True, "state": state, "ahead": False}
+        old = "" if hasattr(trainer.fit_loop, "on_iteration_done") else _OLD
+        share, self._handing = external_loop.tie(model, optimizer, dataloader, unrepeatable=old, **how)
         position = external_loop.going_on()
         if position is None:
             return share

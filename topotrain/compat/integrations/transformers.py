@@ -32,6 +32,7 @@ except ImportError as error:
     raise external_loop.missing("transformers", "transformers") from error
 
 _RESUME = "must be left out: a job goes on from its own snapshots, with `topotrain run --resume WORKSPACE`"
+_SKIP = "must be false: the batches that count are skipped when a job goes on"
 _TOO_SMALL = "a batch has fewer samples than the group has workers: with accumulation drop the last, or make it larger"
 # The Trainer's methods in which it resumes, and which are overridden below. Older releases do not have them.
 _RESUMES = ("_init_training_state", "_run_epoch", "_load_callback_state")
@@ -42,7 +43,7 @@ _BEST = "must be false: the job's result is the servers' values at its end"
 class Trainer(transformers.Trainer):
     """`transformers.Trainer`, with the same arguments.
 
-    In a job it raises ConfigError for resuming, and for loading the best model at the end.
+    In a job it raises ConfigError for the Trainer's own resuming, and for loading the best model at the end.
     """
 
     # Set by transformers, and assigned below, too.
@@ -61,6 +62,7 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers. Raises ConfigError for settings that fail in a job."""
         external_loop.refuse("resume_from_checkpoint", resume_from_checkpoint, _RESUME)
+        external_loop.refuse("ignore_data_skip", self.args.ignore_data_skip, _SKIP)
         external_loop.refuse("load_best_model_at_end", self.args.load_best_model_at_end, _BEST)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

@@ -75,7 +75,6 @@ class ScriptResume(ScriptPosition):
         self._read: Stand = {}
         # Generators at the saved position of the earlier process.
         self._moment: Stand = {}
-        self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
         worker.tally.continue_from(self._earlier.steps)
@@ -201,6 +200,10 @@ class ScriptResume(ScriptPosition):
         if self._ahead is not None:
             self._ahead.ended()
             return
+        # In an epoch of one batch the scheduler's step is seen only here. Without a batch, what was seen is a step
+        # between this pass and the one before.
+        if not self._begins:
+            self._rates.note_steps()
         self._check_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
             # Other workers had batches of this pass left at the snapshot, and only this state can draw them again.
@@ -243,8 +246,7 @@ class ScriptResume(ScriptPosition):
 
     def _save_rates(self) -> None:
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
-        if self._saves and (mark := self._rates.mark()) != self._marked:
-            self._marked = mark
+        if self._rates.note_steps() and self._saves:
             self._capture.save(SINCE, self._capture.rates(self._at.passes))
 
     def _save_if_due(self) -> None:
@@ -256,8 +258,7 @@ class ScriptResume(ScriptPosition):
 
     def _begin(self) -> None:
         self._begins = False
-        self._rates.find()
-        self._marked = self._rates.mark()
+        self._rates.begin_pass()
         # For the first batch the generators are those at the begin of the pass.
         self._now, self._read = {}, {}
         if self._saves:

@@ -24,7 +24,7 @@ class StateCapture:
         tensors: dict[str, torch.Tensor] = {}
         kept = {}
         for name, thing in self._here.kept.items():
-            # Schedulers are in the part that `_rated` adds.
+            # Schedulers are in the part that `OptimizerRates` adds.
             if self._rates.has(thing):
                 continue
             try:
@@ -44,15 +44,11 @@ class StateCapture:
             for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
         }
         steps = self._worker.tally.steps
-        return self._rated(replace(at, steps=steps, trains=trains, kept=kept, buffers=buffers, tensors=tensors))
+        return self._rates.pack(replace(at, steps=steps, trains=trains, kept=kept, buffers=buffers, tensors=tensors))
 
     def rates(self, passes: int) -> WorkerState:
         """Return a state that has learning rates and schedulers only."""
-        return self._rated(WorkerState(passes, self._worker.tally.steps))
-
-    def _rated(self, condition: WorkerState) -> WorkerState:
-        groups, schedulers = self._rates.pack(condition.tensors)
-        return replace(condition, groups=groups, schedulers=schedulers)
+        return self._rates.pack(WorkerState(passes, self._worker.tally.steps))
 
     def save(self, number: int, condition: WorkerState) -> None:
         """Send a state to the server, under a number (see `WorkerStatePart`)."""

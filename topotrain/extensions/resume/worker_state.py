@@ -30,6 +30,7 @@ class WorkerState:
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
         groups: the optimizer's parameter groups without their parameters, packed, by index.
         schedulers: LR schedulers, packed, by class.
+        within: the names of schedulers that have stepped within a pass, and not only after it.
         trains: by parameter, whether it trains or is frozen.
         kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
         begin: random number generators before the pass began.
@@ -50,6 +51,7 @@ class WorkerState:
     fresh: bool = True
     groups: list[Any] = field(default_factory=list)
     schedulers: dict[str, Any] = field(default_factory=dict)
+    within: list[Any] = field(default_factory=list)
     trains: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     begin: Stand = field(default_factory=dict)
