@@ -170,7 +170,7 @@ REFUSED = {
         "huggingface.py",
         "        report_to=",
         "        ignore_data_skip=True,\n        report_to=",
-        "ignore_data_skip = True: must be false: the batches that count are skipped when a job goes on",
+        "ignore_data_skip = true: must be false: the batches that count are skipped when a job goes on",
     ),
     "best model": (
         "huggingface.py",

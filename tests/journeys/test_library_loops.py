@@ -47,13 +47,17 @@ def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: 
 KEPT = ("counted", "logs", "batches")
 
 
+@pytest.mark.parametrize("die", ["1:17", "0:1"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_group_starts_again_behind_a_step_and_ends_with_the_same_bits(
-    library_runner: JobRunner, library: str
+    library_runner: JobRunner, library: str, die: str
 ) -> None:
-    """The process dies between the servers' step and that of the schedule."""
+    """The process dies between the servers' step and that of the schedule.
+
+    Behind the first step only the other worker knows that the schedule steps with each.
+    """
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "plain")
-    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", "1:17")
+    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", die)
     assert not different(plain, ended)
     for name in KEPT:
         assert (library != "transformers" or name != "logs") or found["logs"][-19:] == expected["logs"][-19:]

@@ -141,8 +141,8 @@ class RestartableClient(LoaderClient):
             body = self.run.deposits.place(self.who, part, False).copy_(part.body)
             assert self.run.deposits.handle(self.who, replace(part, body=body)) == []
 
-    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kept = self.run.deposits._states.get(self.who)
+    def load(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        kept = self.run.deposits._states.get(self.who._replace(index=index))
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 
 
@@ -195,7 +195,7 @@ class JobRun:
         conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
         place = SimpleNamespace(
             job=conf,
-            topology=SimpleNamespace(regroups=lambda group: True),
+            topology=SimpleNamespace(regroups=lambda group: True, workers_per_group=shape.workers),
             identity=SimpleNamespace(incarnation=self.incarnation[who.group]),
         )
         weight = torch.nn.Parameter(torch.zeros(1))

@@ -186,6 +186,27 @@ def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_
         assert found == ([expected[0], *expected[:-1]] if behind else expected), steps
 
 
+@pytest.mark.parametrize("ahead", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_workers_agree_about_the_rate_where_one_has_asked_for_the_second_batch(per, ahead):
+    """The other one learns from its state what the scheduler does."""
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    script = Script(shuffled, 2, schedule, per)
+    plain = JobRun(NATURAL, script)
+    plain.run()
+    expected = [step.rates[0] for step in plain.seen]
+    run = JobRun(Shape(2), script)
+    run.run(1)
+    for who in run.lease_server.workers:
+        if who.index in ahead:
+            run._advance(who)
+    run.restart(0)
+    run.run()
+    for who in run.lease_server.workers:
+        found = [step.rates[0] for step in run.seen if step.who == who]
+        assert found == ([expected[0], *expected[:-1]] if per == "step" and not ahead else expected), who
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_a_loop_that_reads_ahead_comes_back_and_uses_every_batch_once(snapshots_are_taken, ahead):
     shape = Shape(2, 2, "static")

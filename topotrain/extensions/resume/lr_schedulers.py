@@ -5,8 +5,9 @@ one class over one optimizer, or one with state that is not plain data, are left
 calls `tt.keep`.
 
 A process may die between a step and the scheduler's. A scheduler that had stepped with each step, within a pass, is
-then one behind the servers, and steps once more when it is restored. Whether it does is not known before its first
-step. With several optimizers the script repeats its last batch, and with it the scheduler's step.
+then one behind the servers, and steps once more when it is restored. Behind the first step of all, only the other
+workers of the group may know that it steps with each (`previous_run`). With several optimizers the script repeats its
+last batch, and with it the scheduler's step.
 """
 
 import gc
