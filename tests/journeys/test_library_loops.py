@@ -44,7 +44,7 @@ def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: 
 
 
 # What is as at the beginning of the epoch in a group that starts again alone, as what `tt.keep` has.
-KEPT = ("counted", "logs", "batches")
+KEPT = ("counted", "seen", "logs", "batches")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -225,6 +225,7 @@ def with_lightning() -> None:
 
         def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
             self.batches.append(number)
+            data.seen += 1
             return self.inner.loss(batch["number"], batch["x"], batch["y"])
 
         def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
@@ -243,7 +244,22 @@ def with_lightning() -> None:
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.batches = checkpoint["batches"]
 
-    counter, module = Counter(), Module()
+    class Data(pl.LightningDataModule):
+        seen = 0
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(train, BATCH, shuffle=True, num_workers=given.loaders)
+
+        def val_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(test, SAMPLES)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    counter, module, data = Counter(), Module(), Data()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -256,11 +272,12 @@ def with_lightning() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(train, BATCH, shuffle=True, num_workers=given.loaders), DataLoader(test, SAMPLES))
+    trainer.fit(module, datamodule=data)
     told(
         step=trainer.global_step,
         epoch=trainer.current_epoch,
         counted=counter.begun,
+        seen=data.seen,
         batches=module.batches,
         validated=counter.validated,
         logged=trainer.fit_loop.epoch_loop._batches_that_stepped,
