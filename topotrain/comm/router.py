@@ -141,7 +141,10 @@ class Router:
     def attach_together(
         self, endpoints: Mapping[Address, Endpoint], dial_only: bool = False, inside: bool = True
     ) -> tuple[str, ...]:
-        """Attach endpoints at one moment, as `SocketTransport.attach_together`; return the URLs of all of them."""
+        """Attach endpoints at one moment; return the URLs of all of them.
+
+        See `SocketTransport.attach_together` for the reason.
+        """
         # An endpoint that only dials needs the one transport that leads to all peers; with an emulated link, or with a
         # second host, there are two of them.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
