@@ -89,9 +89,9 @@ class ExternalAccounting(BatchAccounting):
         self._ledger.lost(stream, batches)
 
     def begin_step(self, batches: int) -> None:
-        """The library begins a step with so many of the drawn batches, and has done nothing for it yet.
+        """The library begins a step with so many of the drawn batches.
 
-        The state of the script is saved here, if it has to be; otherwise when a batch is handed on.
+        It has done nothing for this step yet. The state of the script is saved here, if it has to be; otherwise when a batch is handed on.
         """
         if self._position is not None:
             self._begun += batches

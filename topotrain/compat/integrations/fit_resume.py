@@ -126,7 +126,7 @@ def _at_epoch(loops: Mapping[str, Any], epoch: int, taken: int) -> dict[str, Any
 
 
 def _at_validation(loops: dict[str, Any], batches: int) -> dict[str, Any]:
-    """The same state when all batches of the epoch are done, and its validation was interrupted."""
+    """The same state when an epoch's batches are done and its validation is not."""
     found = dict(loops)
     epoch, trained = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     found["epoch_progress"] = {name: {**each, "ready": each["ready"] + 1} for name, each in epoch.items()}

@@ -103,7 +103,10 @@ class Trainer(transformers.Trainer):
         return position.first, 0
 
     def _load_callback_state(self) -> None:
-        """Restore the callbacks; after a death, also where the arguments do not ask for it."""
+        """Restore the callbacks.
+
+        After a death this is done also where the arguments do not ask for it.
+        """
         if external_loop.going_on() is None:
             super()._load_callback_state()
             return
@@ -126,7 +129,7 @@ class Trainer(transformers.Trainer):
         return [each for each in callbacks if isinstance(each, ExportableState)]
 
     def full_state(self) -> TrainerState:
-        """The Trainer's state with those of its callbacks, as it writes them in a checkpoint."""
+        """The Trainer's state and those of its callbacks, as in its checkpoints."""
         return replace(self.state, stateful_callbacks=self._stateful())
 
     def _run_epoch(self, **how: Any) -> None:

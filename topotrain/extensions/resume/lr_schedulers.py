@@ -104,7 +104,11 @@ class OptimizerRates:
         self._noted = self.mark()
 
     def note_steps(self) -> bool:
-        """Note which schedulers have stepped since the last call, within the pass. Returns whether one has."""
+        """Note which schedulers have stepped since the last call, within the pass.
+
+        Returns:
+            whether one has.
+        """
         before, self._noted = self._noted, self.mark()
         if before == self._noted:
             return False
@@ -139,7 +143,11 @@ class OptimizerRates:
         return replace(state, groups=groups, schedulers=schedulers, within=sorted(self._within))
 
     def restore(self, state: WorkerState, steps: int) -> None:
-        """Restore groups and schedulers, after `steps` steps. Raises ConfigError for another optimizer."""
+        """Restore groups and schedulers, after `steps` steps.
+
+        Raises:
+            ConfigError: the state is that of another optimizer.
+        """
         groups = self._groups()
         if len(groups) != len(state.groups):
             raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")

@@ -124,9 +124,9 @@ def find(here: Context, worker: Worker) -> PreviousRun:
 
 
 def _stepped_within(here: Context, worker: Worker) -> list[str]:
-    """Schedulers that have stepped within a pass, as far as the other workers of the group know.
+    """Schedulers that have stepped within a pass, as the rest of the group knows.
 
-    Their script is the same, and some of them may have asked for the next batch.
+    The other workers' script is the same, and some of them may have asked for the next batch.
     """
     found: set[str] = set()
     for index in range(here.place.topology.workers_per_group):

@@ -13,7 +13,9 @@ from topotrain.training.rng_state import Stand
 
 
 class ReadAhead:
-    """Notes generators for batches that are drawn and not used, and replays those of an earlier process.
+    """Notes generators for batches that are drawn and not used.
+
+    It replays those of an earlier process.
 
     notes: whether states will be saved. Otherwise all generators are given as {}, for reading them takes time.
     """
@@ -43,7 +45,11 @@ class ReadAhead:
             self._earlier = deque([now, *(found[number] for number in sorted(found))])
 
     def asked(self, present: Stand) -> Stand:
-        """The loop draws a batch, with these generators. Returns those to restore before, if any."""
+        """The loop draws a batch, with these generators.
+
+        Returns:
+            those to restore before, if any.
+        """
         # The first batch is drawn from `now`, which the pass restores itself (`ScriptResume.opened`).
         if len(self._earlier) < 2:
             self._drawn.append(present)

@@ -20,7 +20,11 @@ class StateCapture:
         self._here, self._worker, self._rates = here, worker, rates
 
     def whole(self, at: WorkerState) -> WorkerState:
-        """Return the state at this position. Raises ConfigError for an object of `tt.keep`."""
+        """Return the state at this position.
+
+        Raises:
+            ConfigError: an object of `tt.keep` has a state that is not plain data.
+        """
         tensors: dict[str, torch.Tensor] = {}
         kept = {}
         for name, thing in self._here.kept.items():

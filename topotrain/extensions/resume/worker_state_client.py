@@ -1,4 +1,4 @@
-"""Client of the worker-state store: saves a worker's state, and loads those of its group."""
+"""Client of the worker-state store, for the states of one worker group."""
 
 import torch
 
@@ -13,7 +13,7 @@ from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Partial
 
 
 class WorkerStateClient(ClientExtension):
-    """One worker's client of the store (`WorkerStateStore`)."""
+    """Saves a worker's state in the store, and loads those of its group."""
 
     messages = (WorkerStatePart,)
 
@@ -33,7 +33,9 @@ class WorkerStateClient(ClientExtension):
             self._channel.send(self._channel.first_server, part)
 
     def load(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a worker's state when its last epoch began, and its changes since, or None each.
+        """Return a worker's state when its last epoch began, and its changes since.
+
+        None each: there is none.
 
         index: the worker, in the group of this one.
         """
