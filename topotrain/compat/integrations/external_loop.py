@@ -91,7 +91,8 @@ class ExternalAccounting(BatchAccounting):
     def begin_step(self, batches: int) -> None:
         """The library begins a step with so many of the drawn batches.
 
-        It has done nothing for this step yet. The state of the script is saved here, if it has to be; otherwise when a batch is handed on.
+        It has done nothing for this step yet. The state of the script is saved here, if it has to be. Without this
+        call it is saved when a batch is handed on.
         """
         if self._position is not None:
             self._begun += batches
