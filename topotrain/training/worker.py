@@ -144,7 +144,7 @@ class Worker(BatchAccounting):
         taken: the number of the group's steps that the tally counts already.
         """
         for extension in self._hooks.rejoin:
-            outcome = extension.rejoin()
+            outcome = extension.rejoin(taken)
             if outcome is not None:
                 self._committed = taken
                 self.advance(outcome)
@@ -187,9 +187,15 @@ class Worker(BatchAccounting):
 
     # --- calls by extensions -------------------------------------------------------------------------------------
 
+    @property
+    def committed(self) -> int:
+        """The number of the group's step that this worker commits next."""
+        return self._committed
+
     def advance(self, outcome: StepOutcome) -> None:
-        """The group has made steps without this worker, and is in step `outcome.next` now."""
-        self.tally.add_steps(outcome.next - self._committed)
+        """The group has made or dropped steps without this worker, and is in step `outcome.next` now."""
+        if not outcome.repeats:
+            self.tally.add_steps(outcome.next - self._committed)
         self._committed = outcome.next
         self.snapshot = outcome.snapshot or self.snapshot
         self.path.go_to(outcome.next)

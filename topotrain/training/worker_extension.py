@@ -49,8 +49,11 @@ class WorkerExtension:
     def left_job(self) -> None:
         """The worker leaves while the job goes on."""
 
-    def rejoin(self) -> StepOutcome | None:
-        """This process replaces one that is gone. Returns the group's step, if known."""
+    def rejoin(self, taken: int) -> StepOutcome | None:
+        """This process replaces one that is gone. Returns the group's step, if known.
+
+        taken: the number of the group's steps that the tally counts already.
+        """
         return None
 
 

@@ -200,7 +200,7 @@ class ParameterShard:
         if members:  # which of these workers make the step is not decided, so nothing can be summed or measured yet
             refused = self._refused(staging) if self.checked else ()
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
-        commit = staging.commits[0]
+        commit = staging.first
         # Under a GradScaler an overflow is normal: the step is skipped, and no worker is at fault.
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
         if refused and not self._may_go_on(staging, refused):
@@ -228,7 +228,7 @@ class ParameterShard:
         # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
-        return not staging.visible and NO_WORKER not in refused[::2] and staging.commits[0].clip_norm <= 0
+        return not staging.visible and NO_WORKER not in refused[::2] and staging.first.clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
         """Leave these workers' gradients out of the group's step. False: nothing is left."""

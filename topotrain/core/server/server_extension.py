@@ -40,6 +40,9 @@ class StepPolicy:
         """Whether the contributions of these workers, which all shards have, make a step."""
         return True
 
+    def on_replace(self, group: int, worker: int) -> None:
+        """The coordinator has just decreed that one worker of a group has a new process."""
+
     def choose(self, staging: GradientSource, decision: StepDecision) -> None:
         """Keep the contributions of which the decided step is made.
 
@@ -192,6 +195,10 @@ class ServerExtension:
         """The number under which workers leave their states on this server now; 0: none."""
         return 0
 
+    def lacks_workers(self) -> bool:
+        """Whether a worker group goes on without one of its workers, which is to come back."""
+        return False
+
 
 class GradientExtension(ServerExtension):
     """An extension that decides how gradients are added up, or how values travel."""
@@ -308,6 +315,7 @@ class ExtensionHooks:
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
         self.requested_states = overriding(extensions, ServerExtension.requested_states)
+        self.lacks_workers = overriding(extensions, ServerExtension.lacks_workers)
         gradients = tuple(each for each in extensions if isinstance(each, GradientExtension))
         self.server_codecs = overriding(gradients, GradientExtension.server_codec)
         self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)

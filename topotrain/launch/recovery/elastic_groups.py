@@ -172,11 +172,19 @@ class GroupChanges:
         states: of the job's groups.
         attempt, restarts: of the job.
         returnable: a group that was given up can be asked to join again.
+        told: the groups with servers that wait to be told what restarts.
     """
 
-    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts, returnable: bool = True) -> None:
+    def __init__(
+        self,
+        states: GroupStates,
+        attempt: AttemptState,
+        restarts: Restarts,
+        returnable: bool = True,
+        told: frozenset[int] = frozenset(),
+    ) -> None:
         self._states, self._attempt, self._restarts = states, attempt, restarts
-        self._returnable = returnable
+        self._returnable, self._told = returnable, told
 
     def _incarnation(self, group: int) -> int:
         return self._attempt.incarnations.get(group, 0)
@@ -221,7 +229,8 @@ class GroupChanges:
         incarnation = self._restarts.prepare(group, self._attempt.members(group))
         joined = Joined(group, incarnation, self._restarts.at(now))
         text = f"group {group} starts (incarnation {incarnation})"
-        return [joined, RestartGroup(group, incarnation, "it joins the job"), AnswerRequest(JOIN, group, text)]
+        starts = RestartGroup(group, incarnation, "it joins the job", told=group in self._told)
+        return [joined, starts, AnswerRequest(JOIN, group, text)]
 
     def _leave(self, event: Agreed, now: float) -> list[Action]:
         group, part = event.group, self._states[event.group]
@@ -248,7 +257,8 @@ class GroupChanges:
         if not self._restarts.budget.allows(group, now):
             return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
         answers = self.refuse_pending(group)
-        return [*self._restarts.restart_group(group, lost, now, lost.who if singly else ""), *answers]
+        who, told = lost.who if singly else "", group in self._told
+        return [*self._restarts.restart_group(group, lost, now, who, told), *answers]
 
     def give_up(self, group: int, lost: Failed, how: str, now: float) -> list[Action]:
         """Give up a group that cannot restart; the servers are asked to go on without it."""

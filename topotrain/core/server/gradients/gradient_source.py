@@ -113,6 +113,10 @@ class GradientSource(ABC):
 
     def __init__(self, settings: SourceSettings) -> None:
         self.workers = settings.workers
+        self.participants = tuple(range(settings.workers))
+        """The workers that a step needs. The others have no process, or have not joined the group again."""
+        self.regrouped = False
+        """Whether these have ever changed. New processes may have called their schedulers less often."""
         self.visible = settings.visible
         self._settings = settings
         self._buckets = settings.buckets
@@ -138,7 +142,17 @@ class GradientSource(ABC):
     def restart(self) -> None:
         """Forget all that is not applied: the group is started again at step 0."""
         self.step = 0
+        self.participants, self.regrouped = tuple(range(self.workers)), False
         self._reset()
+
+    def abort_step(self, participants: Sequence[int]) -> None:
+        """Drop the step, and begin one that needs these workers.
+
+        The hyper-parameters of the first one of them count.
+        """
+        # The number goes on, so that what is still sent for the dropped step counts for no other one.
+        self.participants, self.regrouped = tuple(participants), True
+        self.next_step()
 
     def forget(self, worker: int) -> None:
         """Forget what a worker has sent for the step. Another process has its place."""
@@ -171,6 +185,8 @@ class GradientSource(ABC):
         self.commits[worker] = message
         first, theirs = next(iter(self.commits.items()))  # all others agree with it
         for name, words in (_MUST_AGREE | dict(self.words)).items():
+            if name == "hyper" and self.regrouped:
+                continue
             if name not in self.may_differ and getattr(theirs, name) != getattr(message, name):
                 raise StepError(
                     f"workers {first} and {worker} of a group disagree about {words} in step {message.step}: "
@@ -193,7 +209,7 @@ class GradientSource(ABC):
 
     def try_stage(self) -> bool:
         """True once, when every contribution to the step is here."""
-        if self.staged or len(self.commits) < self.workers:
+        if self.staged or len(self.commits) < len(self.participants):
             return False
         self.staged = self._complete()
         return self.staged
@@ -210,7 +226,7 @@ class GradientSource(ABC):
     @property
     def first(self) -> Commit:
         """The commit of the first worker that counts. In most of its fields all agree."""
-        return self.commits[min(self.commits)]
+        return next(self.commits[worker] for worker in self.participants if worker in self.commits)
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -259,12 +275,15 @@ class GradientSource(ABC):
             "staged": self.staged,
             "members": self.members,
             "step": self.step,
+            "participants": self.participants,
+            "regrouped": self.regrouped,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
         self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
+        self.participants, self.regrouped = state["participants"], state["regrouped"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
