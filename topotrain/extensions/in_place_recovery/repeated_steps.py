@@ -44,6 +44,7 @@ class RepeatedSteps(WorkerExtension):
         self._data = worker.client.extension(DataClient)
         self._reason: str | None = None  # why a step cannot be repeated; None: nothing is known yet
         self._absent = False  # the group goes on without this process, until it joins
+        self._alone = False  # this process has joined, and has to find the batch that the group is at
         self._taken = 0
         self._repeat = False  # the batch that was given last is to be given again
         self._losses = worker.tally.loss_state()  # after the last step
@@ -78,11 +79,15 @@ class RepeatedSteps(WorkerExtension):
             if self._client.group_epoch().epoch > epoch:
                 return replace(point, over=True)
             self._join()
-            point = replace(point, alone=True)
-        return replace(point, members=self.members)
+        return replace(point, alone=self._alone, members=self.members)
+
+    def has_batch(self) -> None:
+        """Note that the script is given a batch that the group has not applied."""
+        self._alone = False
 
     def _join(self) -> None:
-        self._absent = False
+        # Until this worker has a batch: the group may have gone on to the next epoch since the question.
+        self._absent, self._alone = False, True
         joined = self._client.join()
         self._worker.advance(StepOutcome(joined.version, (), False, -1.0, late=True, next=joined.step, repeats=True))
         # No step is made without this worker any more.
@@ -160,7 +165,9 @@ class RepeatedBatches(PassReplay):
         if repeat or self._members != self._steps.members:
             self._members = self._steps.members
             fresh.divide_again(self._members, repeat)
-        return fresh()
+        found = fresh()
+        self._steps.has_batch()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class TrialScript:
     def __init__(self, trial: "Trial", worker: SimWorker, process: WorkerProcess) -> None:
         self._trial, self._worker, self._process = trial, worker, process
         self._workers = trial.topology.workers_per_group
-        self._absent = False
+        self._absent = self._alone = False
         self.final: list[torch.Tensor] = []
         """The final values, as worker (0,0) sees them."""
 
@@ -70,10 +70,11 @@ class TrialScript:
         snapshot = 0  # the snapshot that needs this worker's state
         self._look_for_group()
         for epoch in self._epochs:
-            begins, alone = True, self._absent
+            begins = True
             if self._absent and not self._join(epoch):
                 continue
-            for stream, seq, number in self._batches(epoch, alone):
+            for stream, seq, number in self._batches(epoch, self._alone):
+                self._alone = False
                 # A real worker stores its state at the begin of an epoch, and at a step that a snapshot names.
                 if begins and trial.schedule.every:
                     worker.client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
@@ -107,7 +108,8 @@ class TrialScript:
         if client.group_epoch().epoch > epoch:
             return False
         self._worker.go_on_at(client.join().step)
-        self._absent = False
+        # Until it has found a batch: the group may have gone on to the next epoch since the question.
+        self._absent, self._alone = False, True
         return True
 
     def _step_together(self, observer: WorkerObserver, cells: range, marks: tuple[int, int, int]) -> StepOutcome:
