@@ -133,8 +133,7 @@ class ServerReduction(GradientExchange):
 
     def wait_means(self) -> tuple[Means, int]:
         """As `GradientExchange.wait_means`."""
-        assert self._backward is not None
-        step, _ = self._backward
+        step = -1 if self._backward is None else self._backward[0]
         with self.channel.spans.span("wait for means"):
             self.channel.wait_until(lambda: self._all_reduced() or self.hooks.overtaken(step) is not None)
         # Under the waiter: a reader thread may handle a repeated mean in this moment.

@@ -189,7 +189,8 @@ class Restarts:
         self.budget.count(group, what(lost), now)
         incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group))
         # Before `incident`, which takes this number and counts on.
-        self.times.begin(self._incidents, group, now, worker)
+        # With backup workers the first step of the group shows that it trains.
+        self.times.begin(self._incidents, group, now, worker if told else "")
         action = "it starts again, and its group continues meanwhile" if worker else f"group {group} starts again"
         incident = self.incident(lost, f"{action} (incarnation {incarnation})", now)
         return [incident, RestartGroup(group, incarnation, what(lost), worker, told)]
