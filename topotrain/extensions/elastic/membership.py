@@ -281,10 +281,6 @@ class GroupRestarts(RegroupExtension):
 
     def _receive_rejoin(self, worker: Address, incarnation: int) -> None:
         group, key = worker.group, self.members.key(worker)
-        if group in self._in_place:
-            self._announced[worker] = max(incarnation, self._announced.get(worker, 0))
-            self._admit(group)
-            return
         if incarnation > self.members.newest(key) and group in self._ours:
             why = self._refusal(group)
             # The group cannot restart alone and has trained: the job ends with the reason instead of waiting for ever.
@@ -297,6 +293,11 @@ class GroupRestarts(RegroupExtension):
                 if self._server.decisions.log is not None:
                     self._server.decisions.log.adopt(group, incarnation)
                 self._change(group, incarnation, None, False)
+        if group in self._in_place:
+            # The process is accepted when the launcher's decision about the group is carried out.
+            self._announced[worker] = max(incarnation, self._announced.get(worker, 0))
+            self._admit(group)
+            return
         self._expect(key, incarnation)
         self.members.join(worker, incarnation)
         if self.members.is_current(worker):
