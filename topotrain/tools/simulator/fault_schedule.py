@@ -97,6 +97,7 @@ class FaultSchedule:
     faults: tuple[Fault, ...]
     every: float = 0.0  # seconds between snapshots; 0: only where a clock jumps, without worker states
     opens: float = 0.0  # servers start within so many seconds
+    survive: float = 0.8  # share of the deaths in groups that recover in place after which the launcher lets them
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:

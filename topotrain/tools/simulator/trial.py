@@ -413,7 +413,7 @@ class Trial(SimCluster):
         others = [self.worker_processes[me] for me in self.topology.workers(group) if me != worker]
         there = any(process.stepped and not process.over for process in others)
         # Some scripts break the rules that a repeated step needs.
-        return group in self.in_place and there and self._choices.random() < 0.8
+        return group in self.in_place and there and self._choices.random() < self.schedule.survive
 
     def _kill(self, workers: tuple[Address, ...], away: float) -> None:
         self.kills += 1
