@@ -1,11 +1,11 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
-WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [table] [twice]: VICTIM ("server 0/0") is killed when worker
-number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step
-in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
-everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be; `table`: each
-sample has a row of a table, too; `twice`: a step has two backwards. Each start of the script of worker number N adds a
-byte to the file starts-N.
+WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [table] [twice]: VICTIM ("server 0/0") is killed when
+worker number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made
+a step in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills
+only when everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be;
+`table`: each sample has a row of a table, too; `twice`: a step has two backwards. Each start of the script of worker
+number N adds a byte to the file starts-N.
 """
 
 import json

@@ -102,7 +102,7 @@ class StepExecution:
         staging = model.staging[group]
         self._hooks.policy.choose(staging, decision)
         # The last commit of the group may be of a worker that is not in this step.
-        if self._partial or staging.regrouped:
+        if self._partial or staging.hyper_differs:
             self._hyper.use(group, staging.first.hyper)
         refused = dict(check_refused(decision, self._topology.workers_per_group, len(model.schema.parameters)))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))

@@ -104,6 +104,9 @@ class GroupMembers(ServerExtension, StepPolicy):
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """As `StepPolicy.accepts_commit`: a commit of a dropped step gets no reply."""
+        # Before its last snapshot the job may have had deaths.
+        if self._server.state.start.resumed and sender.group in self._members:
+            self._server.state.known.staging[sender.group].let_differ()
         return message.step not in self._aborted.get(sender.group, ())
 
     def step_over(self, result: StepResult) -> Outbox:

@@ -161,7 +161,7 @@ class RepeatedBatches(PassReplay):
 
     def next(self, fresh: BatchSource) -> LoadedBatch:
         """As `PassReplay.next`."""
-        repeat = self._steps.take_repeat()
+        repeat = self.repeats = self._steps.take_repeat()
         if repeat or self._members != self._steps.members:
             self._members = self._steps.members
             fresh.divide_again(self._members, repeat)

@@ -69,6 +69,8 @@ class ScriptResume(ScriptPosition):
         # Generators at the saved position of the earlier process.
         self._moment: Stand = {}
         self._marked: tuple[object, ...] = ()
+        # Rates and schedulers when the script was given its last batch.
+        self._given_rates: WorkerState | None = None
         self._latest: WorkerState | None = None
         self._latest_step = -1
         worker.tally.continue_from(self._earlier.steps)
@@ -181,12 +183,19 @@ class ScriptResume(ScriptPosition):
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
         elif self._saves and (mark := self._rates.mark()) != self._marked:
             self._marked = mark
-            self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
+            self._given_rates = self._rated(WorkerState(self._at.passes, self._worker.tally.steps))
+            self._save(SINCE, self._given_rates)
         if self._worker.snapshot:
             self._save_for_snapshot()
         if self._worker.lazy and self._latest_step != self._worker.tally.steps:
             # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
+
+    def repeats(self) -> None:
+        # The body of the loop runs once more, and must not make a second step of a scheduler for one batch.
+        if self._given_rates is not None and self._rates.mark() != self._marked:
+            self._rates.restore(self._given_rates)
+            self._marked = self._rates.mark()
 
     def _begin(self) -> None:
         self._begins = False
@@ -195,7 +204,8 @@ class ScriptResume(ScriptPosition):
         # For the first batch the generators are those at the begin of the pass.
         self._now = {}
         if self._saves:
-            self._save(EPOCH, self._whole({}))
+            self._given_rates = self._whole({})
+            self._save(EPOCH, self._given_rates)
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""

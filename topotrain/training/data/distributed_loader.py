@@ -70,6 +70,9 @@ class BatchSource:
 class PassReplay(ABC):
     """Gives the batches of one pass, some of them again."""
 
+    repeats = False
+    """Whether the last call of `next` has given a batch of which the group has not made a step."""
+
     @abstractmethod
     def next(self, fresh: BatchSource) -> LoadedBatch:
         """The next batch; `fresh` gives one that was not given before."""
@@ -295,6 +298,8 @@ class _Pass(Iterator[Any]):
                 self._recorder.ended()
             raise
         if self._recorder is not None:
+            if self._repeats is not None and self._repeats.repeats:
+                self._recorder.repeats()
             self._recorder.given()
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.

@@ -217,6 +217,10 @@ class ResumeRecorder(ABC):
         """The script gets the batch that it asked for."""
 
     @abstractmethod
+    def repeats(self) -> None:
+        """The script gets its last batch again: what its schedulers have done since is undone."""
+
+    @abstractmethod
     def ended(self) -> None:
         """There is no batch left: the pass is over."""
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, Updater
+from topotrain.core.events import Repeatable
 from topotrain.core.optim.updater_block import build, clip, follow_schedule
 from topotrain.training import api
 from topotrain.training import context as process
@@ -191,6 +192,9 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
     if job.cluster.backup and here is not None:
         accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
+    if here is not None and job.cluster.nworkers_per_group > 1:
+        # A step that is repeated would have two numbers.
+        here.emit(Repeatable(str(here.me), "the steps of a tt.Trainer are numbered"))
     for kind in KINDS:
         freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
         if freq and loaders[kind] is None:

@@ -115,8 +115,8 @@ class GradientSource(ABC):
         self.workers = settings.workers
         self.participants = tuple(range(settings.workers))
         """The workers that a step needs. The others have no process, or have not joined the group again."""
-        self.regrouped = False
-        """Whether these have ever changed. New processes may have called their schedulers less often."""
+        self.hyper_differs = False
+        """Whether `let_differ` was called."""
         self.visible = settings.visible
         self._settings = settings
         self._buckets = settings.buckets
@@ -142,8 +142,13 @@ class GradientSource(ABC):
     def restart(self) -> None:
         """Forget all that is not applied: the group is started again at step 0."""
         self.step = 0
-        self.participants, self.regrouped = tuple(range(self.workers)), False
+        self.participants = tuple(range(self.workers))
         self._reset()
+
+    def let_differ(self) -> None:
+        """The workers' hyper-parameters may differ. Those of the first worker of `participants` count."""
+        # New processes may have called their schedulers less often, and their states outlive another restart.
+        self.hyper_differs = True
 
     def abort_step(self, participants: Sequence[int]) -> None:
         """Drop the step, and begin one that needs these workers.
@@ -151,7 +156,8 @@ class GradientSource(ABC):
         The hyper-parameters of the first one of them count.
         """
         # The number goes on, so that what is still sent for the dropped step counts for no other one.
-        self.participants, self.regrouped = tuple(participants), True
+        self.participants = tuple(participants)
+        self.let_differ()
         self.next_step()
 
     def forget(self, worker: int) -> None:
@@ -185,7 +191,7 @@ class GradientSource(ABC):
         self.commits[worker] = message
         first, theirs = next(iter(self.commits.items()))  # all others agree with it
         for name, words in (_MUST_AGREE | dict(self.words)).items():
-            if name == "hyper" and self.regrouped:
+            if name == "hyper" and self.hyper_differs:
                 continue
             if name not in self.may_differ and getattr(theirs, name) != getattr(message, name):
                 raise StepError(
@@ -276,14 +282,14 @@ class GradientSource(ABC):
             "members": self.members,
             "step": self.step,
             "participants": self.participants,
-            "regrouped": self.regrouped,
+            "hyper_differs": self.hyper_differs,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
         self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
-        self.participants, self.regrouped = state["participants"], state["regrouped"]
+        self.participants, self.hyper_differs = state["participants"], state["hyper_differs"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
