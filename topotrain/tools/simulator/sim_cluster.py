@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from topotrain.comm.transport import TransportError
-from topotrain.config.job import Job
+from topotrain.config.job import Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import Client, StepEnd, StepOutcome
@@ -137,7 +137,8 @@ class SimWorker:
     def __post_init__(self) -> None:
         self.client = self.cluster.clients[self.me]
         self.flats = FlatBuffers(self.cluster.map, None, PrivateMemory())
-        self.visible = self.client.channel.group_size > 1 and not self.singly
+        visible = self.cluster.job.grads is Grads.kVisible
+        self.visible = visible and self.client.channel.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
