@@ -156,7 +156,10 @@ class ActionExecutor:
                 self._connection.send(rank, {"life": self._attempt, "command": command, **values})
 
     def command_servers(self, group: int, command: str, incarnation: int, index: int = -1) -> None:
-        """Send a command to the coordinator of a worker group; index: the only worker concerned."""
+        """Send a command to the coordinator of a worker group.
+
+        index: the only worker concerned.
+        """
         server = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         process, rank = self._location_of(server)
         words = {"command": command, "group": group, "incarnation": incarnation, "index": index}

@@ -187,13 +187,8 @@ class Worker(BatchAccounting):
 
     # --- calls by extensions -------------------------------------------------------------------------------------
 
-    @property
-    def committed(self) -> int:
-        """The number of the group's step that this worker commits next."""
-        return self._committed
-
     def advance(self, outcome: StepOutcome) -> None:
-        """The group has made or dropped steps without this worker, and is in step `outcome.next` now."""
+        """The group has made or dropped steps alone, and is in step `outcome.next` now."""
         if not outcome.repeats:
             self.tally.add_steps(outcome.next - self._committed)
         self._committed = outcome.next

@@ -39,7 +39,7 @@ class ClientExtension:
         """A step of this worker was applied or skipped, and its new values are here."""
 
     def missed(self, step: int) -> bool:
-        """Whether the servers reply nothing to this step of the worker; called under the waiter.
+        """Whether no reply to this step comes; called under the waiter.
 
         The group has made the step without the worker, or drops it.
         """

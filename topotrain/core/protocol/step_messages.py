@@ -320,7 +320,7 @@ _FIRST_EXTRA_ROUND = 1 << 40
 
 
 def extra_round(number: int) -> int:
-    """`Values.round` of the reply to a worker's question number `number` of another kind than Fetch."""
+    """`Values.round` of the reply to a worker's question of another kind than Fetch."""
     return -_FIRST_EXTRA_ROUND - number
 
 

@@ -383,8 +383,12 @@ def open_model(
     slice_map: SliceMap,
     memory: ShardMemory,
     hooks: ExtensionHooks,
+    resumed: bool = False,
 ) -> ParameterShard:
-    """Make the shard of server `me`. Raises whatever the optimizer's class raises."""
+    """Make the shard of server `me`. Raises whatever the optimizer's class raises.
+
+    resumed: the job goes on from a snapshot.
+    """
     job = effective(job, schema.parameters)
     flats = FlatBuffers(slice_map, me.index, memory.buffers)
     # Before the first view: a buffer that is not put here is allocated when it is first used.
@@ -409,6 +413,8 @@ def open_model(
             # Any worker will do: all have the same mean, and make the same edits. Shards use different ones.
             reader=me.index % topology.workers_per_group if seen else None,
             codec=codec,
+            # Before its snapshot the job may have had deaths, after which schedulers differ.
+            hyper_differs=resumed,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
     group_sync = _group_sync(me.group, job, topology, BucketValues(flats, buckets))

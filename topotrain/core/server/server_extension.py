@@ -195,10 +195,6 @@ class ServerExtension:
         """The number under which workers leave their states on this server now; 0: none."""
         return 0
 
-    def lacks_workers(self) -> bool:
-        """Whether a worker group goes on without one of its workers, which is to come back."""
-        return False
-
 
 class GradientExtension(ServerExtension):
     """An extension that decides how gradients are added up, or how values travel."""
@@ -236,6 +232,10 @@ class RegroupExtension(ServerExtension):
     def refuses_regroup(self) -> str:
         """Why no group can restart, leave or join while others go on; empty: they can."""
         return ""
+
+    def lacks_workers(self) -> bool:
+        """Whether a group goes on without a worker, which is to come back."""
+        return False
 
     def refuses_leave(self) -> str:
         """Why no worker group can leave the job now; empty: they can."""
@@ -315,7 +315,6 @@ class ExtensionHooks:
         self.scripts_over = overriding(extensions, ServerExtension.scripts_over)
         self.is_done = overriding(extensions, ServerExtension.is_done)
         self.requested_states = overriding(extensions, ServerExtension.requested_states)
-        self.lacks_workers = overriding(extensions, ServerExtension.lacks_workers)
         gradients = tuple(each for each in extensions if isinstance(each, GradientExtension))
         self.server_codecs = overriding(gradients, GradientExtension.server_codec)
         self.gradient_sources = overriding(gradients, GradientExtension.gradient_source)
@@ -326,6 +325,7 @@ class ExtensionHooks:
         regroups = tuple(each for each in extensions if isinstance(each, RegroupExtension))
         self.refuses_regroup = overriding(regroups, RegroupExtension.refuses_regroup)
         self.refuses_leave = overriding(regroups, RegroupExtension.refuses_leave)
+        self.lacks_workers = overriding(regroups, RegroupExtension.lacks_workers)
         self.streams = overriding(regroups, RegroupExtension.streams)
         self.group_restarted = overriding(regroups, RegroupExtension.group_restarted)
         self.group_leaves = overriding(regroups, RegroupExtension.group_leaves)

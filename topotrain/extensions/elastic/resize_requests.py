@@ -1,4 +1,4 @@
-"""Requests of the launcher to servers: a group is to leave, has left, restarts, or may join.
+"""Requests of the launcher to servers: groups leave, restart, or join.
 
 Requests come on the thread of the channel, in their order, some before the servers exist. The coordinator of the
 group's servers replies with an event, since only it knows the state of the job.

@@ -1,4 +1,4 @@
-"""The members of a worker group on one shard, while one of its processes is replaced.
+"""The members of a worker group, while one of its processes is replaced.
 
 The death of a worker is a decision in the log (`consistency.REPLACED`). With it every shard drops the group's undecided
 step. The step's number is skipped, so whatever is still sent for it counts nowhere. The survivors are told, divide the
@@ -17,7 +17,7 @@ from topotrain.core.model.shared_windows import buffers_of
 from topotrain.core.protocol import Commit, Fetch, Message, ProtocolError, StepDecision, Values, extra_round
 from topotrain.core.server.consistency import JOINS
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, ServerExtension, StepPolicy, StepResult
+from topotrain.core.server.server_extension import Outbox, RegroupExtension, StepPolicy, StepResult
 from topotrain.extensions.in_place_recovery.in_place_messages import (
     GroupEpoch,
     GroupEpochRequest,
@@ -27,7 +27,7 @@ from topotrain.extensions.in_place_recovery.in_place_messages import (
 )
 
 
-class GroupMembers(ServerExtension, StepPolicy):
+class GroupMembers(RegroupExtension, StepPolicy):
     """The members of the worker groups of one server that recover in place.
 
     Args:
@@ -59,7 +59,7 @@ class GroupMembers(ServerExtension, StepPolicy):
         return self._members[group]
 
     def lacks_workers(self) -> bool:
-        """As `ServerExtension.lacks_workers`."""
+        """As `RegroupExtension.lacks_workers`."""
         return any(len(members) < self._workers for members in self._members.values())
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
@@ -104,9 +104,6 @@ class GroupMembers(ServerExtension, StepPolicy):
 
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """As `StepPolicy.accepts_commit`: a commit of a dropped step gets no reply."""
-        # Before its last snapshot the job may have had deaths.
-        if self._server.state.start.resumed and sender.group in self._members:
-            self._server.state.known.staging[sender.group].let_differ()
         return message.step not in self._aborted.get(sender.group, ())
 
     def step_over(self, result: StepResult) -> Outbox:
@@ -138,14 +135,17 @@ class GroupMembers(ServerExtension, StepPolicy):
         return [*told, *self._welcome(self._server.worker_groups.workers[group][index], number)]
 
     def _change(self, group: int, members: tuple[int, ...], told: tuple[int, ...]) -> list[tuple[Address, Message]]:
-        """Drop the group's step. The next one needs these members. Returns the messages to the workers in `told`."""
+        """Drop the group's step. The next one needs these members.
+
+        Returns the messages to the workers in `told`.
+        """
         model = self._server.model
         if model is None:
             raise ProtocolError(f"other members for group {group} before there is a model")
         step = model.staging[group].step
         self._members[group] = members
         self._aborted[group].add(step)
-        model.staging[group].abort_step(members)
+        model.staging[group].next_step(members)
         workers, message = self._server.worker_groups.workers[group], StepAborted(step, tuple(sorted(members)))
         return [(workers[index], message) for index in told]
 

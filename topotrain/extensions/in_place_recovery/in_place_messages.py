@@ -1,4 +1,4 @@
-"""Messages between the workers of a group and its servers when a worker dies, and when it is back."""
+"""Messages of a group and its servers when a worker dies, and when it is back."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ from topotrain.core.protocol.message import (
 @message(44, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class StepAborted(Message):
-    """Shard -> worker: this step of the group is dropped, and its number is that of no update.
+    """Shard -> worker: this step of the group is dropped.
 
-    The group repeats its batch in the step after it. Every shard sends the message.
+    Its number is that of no update. The group repeats its batch in the step after it. Every shard sends the message.
 
     Attributes:
         members: the workers of that step, in rising order. The batch is divided among them.
@@ -63,7 +63,7 @@ class GroupEpoch(Message):
 @message(47, TO_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class JoinRequest(Message):
-    """Worker -> coordinator: the new process of a worker asks to be a member of its group.
+    """Worker -> coordinator: a new process asks to be a member of its group.
 
     Every shard replies with the values, and then with Joined.
 

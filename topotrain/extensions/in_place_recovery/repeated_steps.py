@@ -1,4 +1,4 @@
-"""In-place recovery in a script: a step is repeated with fewer workers, or with one more.
+"""In-place recovery in a script: a step is repeated with other workers.
 
 `optimizer.step()` returns without an update, and the loader gives the samples of that batch once more, divided among
 the present members. So the body of the script's loop runs once more for the batch, as with backup workers.
@@ -31,7 +31,7 @@ MOST_SAMPLES = 1 << 22
 
 
 class RepeatedSteps(WorkerExtension):
-    """The steps of one worker whose group may have to repeat one.
+    """The steps of one worker, which may have to be repeated.
 
     Args:
         here: the process.
@@ -46,6 +46,7 @@ class RepeatedSteps(WorkerExtension):
         self._absent = False  # the group goes on without this process, until it joins
         self._alone = False  # this process has joined, and has to find the batch that the group is at
         self._taken = 0
+        self._next = 0  # the number of the group's step that this worker makes next
         self._repeat = False  # the batch that was given last is to be given again
         self._losses = worker.tally.loss_state()  # after the last step
         self._done: float | None = None  # the end of the last step
@@ -65,15 +66,15 @@ class RepeatedSteps(WorkerExtension):
         return self._client.members
 
     def take_repeat(self) -> bool:
-        """Whether the batch that was given last is to be given again. The next call returns False."""
+        """Whether the last batch is to be given again. The next call returns False."""
         repeat, self._repeat = self._repeat, False
         # A step that was dropped before this worker has drawn its batch needs no repeated one.
-        while self._client.dropped(self._worker.committed):
-            self._worker.advance(self._client.catch_up())
+        while self._client.dropped(self._next):
+            self._go_to(self._client.catch_up())
         return repeat
 
     def opening(self, epoch: int, point: ResumePoint) -> ResumePoint:
-        """Join the group, if this process has yet to, and the group has not read this epoch to its end."""
+        """How a pass begins: this process may have to join its group first."""
         if self._absent:
             # A pass that is over costs nothing, and what the script does after it must not keep the group waiting.
             if self._client.group_epoch().epoch > epoch:
@@ -89,9 +90,14 @@ class RepeatedSteps(WorkerExtension):
         # Until this worker has a batch: the group may have gone on to the next epoch since the question.
         self._absent, self._alone = False, True
         joined = self._client.join()
-        self._worker.advance(StepOutcome(joined.version, (), False, -1.0, late=True, next=joined.step, repeats=True))
+        self._go_to(StepOutcome(joined.version, (), False, -1.0, late=True, next=joined.step, repeats=True))
         # No step is made without this worker any more.
         self._worker.tally.add_steps(self._data.applied(-1) - self._taken)
+
+    def _go_to(self, outcome: StepOutcome) -> None:
+        """Continue at another step of the group."""
+        self._worker.advance(outcome)
+        self._next = outcome.next
 
     # --- calls by the worker ---------------------------------------------------------------------------------------
 
@@ -109,6 +115,7 @@ class RepeatedSteps(WorkerExtension):
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """As `WorkerExtension.before_commit`."""
+        self._next = step + 1
         # A scaler adapts its scale to the outcome of the step.
         if end.check_finite or end.inv_scale != 1.0:
             self.refuse("the script uses a GradScaler")

@@ -134,7 +134,10 @@ class AttemptState:
         self.repeatable[who] = self.repeatable.get(who) or reason
 
     def survivors(self, group: int, lost: str) -> set[str]:
-        """Return the workers that can go on without a lost one of their group; none if one of them cannot."""
+        """Return the workers that can go on without a lost one of their group.
+
+        None of them can if one cannot.
+        """
         # A worker that is about to restart, or has not made a step again, takes no part in the present step.
         there = self.members(group) & self.up & self.repeatable.keys() - self.leaving - {lost}
         return set() if any(self.repeatable[who] for who in there) else there

@@ -97,7 +97,7 @@ class TrialScript:
         self._finish()
 
     def _look_for_group(self) -> None:
-        """Note whether the group goes on without this process, which has taken the place of another one."""
+        """Note whether the group goes on without this process, which is a new one."""
         in_place = self._worker.me.group in self._trial.in_place
         if self._process.incarnation and in_place:
             self._absent = not self._worker.client.extension(InPlaceClient).group_epoch().joined
@@ -336,17 +336,9 @@ class Trial(SimCluster):
                 # A server admits workers when all its peers have started and are connected.
                 self._opens[me] = max(self._opens[me], time)
                 if time > self.sim.now:
-                    self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
+                    self.sim.at(time, lambda me=me, peer=peer: _call(self, me, peer))  # type: ignore[misc]
                 else:
                     self.transport.connect(me, peer, "")
-
-    def _call(self, me: Address, peer: Address) -> None:
-        """Connect a server to another one."""
-        self.transport.connect(me, peer, "")
-        # A shard asks its coordinator for messages that it has missed.
-        if me.group == peer.group:
-            sim_server = self.sim_servers[me]
-            self.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)
 
     def _connect_servers(self) -> None:
         """Do nothing: servers connect to each other when they start."""
@@ -404,16 +396,12 @@ class Trial(SimCluster):
 
     def _killed_together(self, group: int, index: int) -> tuple[Address, ...]:
         """Return the workers that die together with this one."""
-        worker = Address(Role.WORKER, group, index)
-        return (worker,) if self.singly or self._has_survivors(worker) else self.topology.workers(group)
-
-    def _has_survivors(self, worker: Address) -> bool:
-        """Whether the launcher lets the rest of a group go on without a worker."""
-        group = worker.group
-        others = [self.worker_processes[me] for me in self.topology.workers(group) if me != worker]
+        worker, everyone = Address(Role.WORKER, group, index), self.topology.workers(group)
+        others = [self.worker_processes[me] for me in everyone if me != worker]
         there = any(process.stepped and not process.over for process in others)
         # Some scripts break the rules that a repeated step needs.
-        return group in self.in_place and there and self._choices.random() < self.schedule.survive
+        survived = group in self.in_place and there and self._choices.random() < self.schedule.survive
+        return (worker,) if self.singly or survived else everyone
 
     def _kill(self, workers: tuple[Address, ...], away: float) -> None:
         self.kills += 1
@@ -580,3 +568,12 @@ class Trial(SimCluster):
             for cell in range(cells)
             if float(part[cell]) != 1.0
         ]
+
+
+def _call(trial: Trial, me: Address, peer: Address) -> None:
+    """Connect a server to another one."""
+    trial.transport.connect(me, peer, "")
+    # A shard asks its coordinator for messages that it has missed.
+    if me.group == peer.group:
+        sim_server = trial.sim_servers[me]
+        trial.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)

@@ -92,7 +92,10 @@ class DataClient(ClientExtension):
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream).count
 
     def put_draw(self, epoch: int, chunk: int, drawn: Chunk, keep: bool = False) -> None:
-        """Send the samples of batches to the other workers of the job; keep: as in DrawnBatches."""
+        """Send the samples of batches to the other workers of the job.
+
+        keep: as in DrawnBatches.
+        """
         self._observer.draw(epoch, chunk)
         sizes, indices, end = drawn
         self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices), keep))

@@ -82,7 +82,7 @@ class BatchReplay(ABC):
     """Decides which batches the script is given again."""
 
     def plan_for(self, loader: DataLoader[Any], plan: DataPlan) -> DataPlan:
-        """The plan by which this loader is divided, so that its batches can be given again."""
+        """The plan by which a loader is divided that can give batches again."""
         return plan
 
     def opening(self, epoch: int, point: ResumePoint) -> ResumePoint:

@@ -150,7 +150,7 @@ class ResumePoint:
         again: batches that are left out are loaded all the same, for the generators of the loader's processes.
         restored: the generators of this process are restored once the pass has begun.
         over: the group has read the pass to its end, so it is empty.
-        alone: this process has taken the place of one worker, whose group went on.
+        alone: this process has taken the place of one worker, and the group of that worker went on.
         members: as in DataPlan.
     """
 
@@ -218,7 +218,7 @@ class ResumeRecorder(ABC):
 
     @abstractmethod
     def repeats(self) -> None:
-        """The script gets its last batch again: what its schedulers have done since is undone."""
+        """The script gets its last batch again: undo what schedulers have done since."""
 
     @abstractmethod
     def ended(self) -> None:
@@ -240,7 +240,7 @@ class EpochReader(ABC):
         """The next batch. Raises StopIteration."""
 
     def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
-        """Divide later batches among these workers of the group, and with `repeat` the last one, too."""
+        """Divide later batches among these workers, and with `repeat` the last one, too."""
         raise NotImplementedError
 
     @abstractmethod
@@ -536,7 +536,7 @@ class MapEpoch(EpochReader):
         put_back(before, generators)
 
     def _kept(self) -> Iterator[tuple[BatchPosition, Any]]:
-        """What is to be drawn, kept until it is read."""
+        """The items to be drawn, which are kept until they are read."""
         # Now, and not with the first batch: plain samplers may draw when they are opened. A lease iterator ends where
         # the queue is empty, and is opened again.
         if self._flow is None or self._leases is not None:

@@ -72,6 +72,7 @@ class SourceSettings:
         checked: a gradient that is not finite is looked for.
         reader: the server reads this worker's gradients in the worker's own memory. None: all gradients are sent.
         codec: how means travel.
+        hyper_differs: the hyper-parameters of the workers may differ.
     """
 
     workers: int
@@ -83,6 +84,7 @@ class SourceSettings:
     checked: bool = False
     reader: int | None = None
     codec: ServerBodyCodec = field(default_factory=ServerBodyCodec)
+    hyper_differs: bool = False
 
     @property
     def group(self) -> int:
@@ -115,8 +117,8 @@ class GradientSource(ABC):
         self.workers = settings.workers
         self.participants = tuple(range(settings.workers))
         """The workers that a step needs. The others have no process, or have not joined the group again."""
-        self.hyper_differs = False
-        """Whether `let_differ` was called."""
+        self.hyper_differs = settings.hyper_differs
+        """Whether hyper-parameters may differ: new processes may have called their schedulers less often."""
         self.visible = settings.visible
         self._settings = settings
         self._buckets = settings.buckets
@@ -134,9 +136,15 @@ class GradientSource(ABC):
         self.members: tuple[int, ...] = ()
         """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
 
-    def next_step(self) -> None:
-        """Begin the step after one that was applied or skipped."""
+    def next_step(self, participants: Sequence[int] | None = None) -> None:
+        """Begin the step after one that was applied, skipped or dropped.
+
+        participants: the workers that it needs, if others than before. The hyper-parameters of the first one count.
+        """
+        # A dropped step keeps its number, so that what is still sent for it counts for no other one.
         self.step += 1
+        if participants is not None:
+            self.participants, self.hyper_differs = tuple(participants), True
         self._reset()
 
     def restart(self) -> None:
@@ -144,21 +152,6 @@ class GradientSource(ABC):
         self.step = 0
         self.participants = tuple(range(self.workers))
         self._reset()
-
-    def let_differ(self) -> None:
-        """The workers' hyper-parameters may differ. Those of the first worker of `participants` count."""
-        # New processes may have called their schedulers less often, and their states outlive another restart.
-        self.hyper_differs = True
-
-    def abort_step(self, participants: Sequence[int]) -> None:
-        """Drop the step, and begin one that needs these workers.
-
-        The hyper-parameters of the first one of them count.
-        """
-        # The number goes on, so that what is still sent for the dropped step counts for no other one.
-        self.participants = tuple(participants)
-        self.let_differ()
-        self.next_step()
 
     def forget(self, worker: int) -> None:
         """Forget what a worker has sent for the step. Another process has its place."""
