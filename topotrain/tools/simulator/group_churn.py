@@ -95,13 +95,16 @@ class ElasticTrial(Trial):
 
     def _newest(self, group: int) -> int:
         """Return the incarnation of the last start of a process of a group."""
-        return max(process.incarnation for process in self._worker_processes(group))
+        started = max(process.incarnation for process in self._worker_processes(group))
+        return max(started, self._numbers.get(group, 0))
 
     def _send(self, message: Message) -> None:
         sim_server = self.sim_servers[_COORDINATOR]
         self.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, message), _COORDINATOR)
 
     def _end_all(self, group: int) -> None:
+        # A worker that is about to restart alone does not start any more.
+        self._whole[group] = self._whole.get(group, 0) + 1
         if all(
             process.dead for process in self._worker_processes(group)
         ):  # about to restart: the new processes end before they start
