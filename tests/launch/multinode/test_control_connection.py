@@ -15,7 +15,7 @@ from topotrain.comm.store import Store, StoreError, maintained_values, open_stor
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.transport import Refused
 from topotrain.comm.transport.tcp import TcpTransport
-from topotrain.config.job import ConfigError, Job
+from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Failed, Saved
 from topotrain.launch.agent.children import AttemptInfo
@@ -349,9 +349,10 @@ def test_all_begin_the_next_attempt_from_the_same_snapshot(
     second.control.send(0, {"life": 4, "ready": True})
     assert await_ready(made, (), first, quiet, told, "")
     path = snapshot(tmp_path / "w", 3)
-    send_attempt(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
-    begun = await_begin((), second, quiet, 4, tmp_path / "w")
-    assert begun == RestartInfo(AttemptInfo(5, str(path), frozenset({2})), hosts)
+    job = Job(name="ours", cluster=Cluster(nworkers_per_group=3))
+    sent = RestartInfo(AttemptInfo(5, str(path), frozenset({2}), "why"), hosts, job)
+    send_attempt(first, made, sent)
+    assert await_begin((), second, quiet, 4, tmp_path / "w") == sent
     assert told == []
 
 
@@ -360,9 +361,8 @@ def test_a_snapshot_that_a_unit_does_not_see_is_told(
     two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals, other: str | None
 ) -> None:
     first, second = two
-    send_attempt(
-        first, RestartBarrier(0, [1], (), 60.0), HostMap((), (), ()), AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
-    )
+    attempt = AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
+    send_attempt(first, RestartBarrier(0, [1], (), 60.0), RestartInfo(attempt, HostMap((), (), ())))
     if other is not None:
         snapshot(tmp_path / "else", 3, other)
     with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):

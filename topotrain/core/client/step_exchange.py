@@ -11,7 +11,7 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
+from topotrain.core.client.client_context import VALUE_CHANGE, ClientModel, ServerChannel, StepEnd, StepOutcome
 from topotrain.core.client.client_extension import ClientHooks
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.body_codec import present_body
@@ -219,6 +219,18 @@ class StepCommit:
         self.begin(step, end)
         return self.finish(step, end)
 
+    def change(self, step: int) -> StepOutcome:
+        """Commit a change of values that extensions have sent; fetch the values.
+
+        The outcome is `late` if the group drops the change, or the step after it: others may not fetch then.
+        """
+        outcome = self.commit(step, VALUE_CHANGE)
+        if outcome.late or self._values.fetch(lambda: self._hooks.overtaken(step + 1) is not None):
+            return outcome
+        late = self._hooks.overtaken(step + 1)
+        assert late is not None
+        return late.catch_up()
+
     def begin(self, step: int, end: StepEnd) -> None:
         """Commit a step everywhere. `finish` or `finish_later` must follow."""
         # A lazily committed step ends first: its replies and its values are kept in the same places.
@@ -304,4 +316,6 @@ class StepCommit:
             marks=end.marks,
             exits=self._channel.exits,
             samples=end.samples,
+            optimizer=end.optimizer,
+            counts=end.counts,
         )

@@ -3,9 +3,9 @@
 `optimizer.step()` returns without an update, and the loader gives the samples of that batch once more, divided among
 the present members. So the body of the script's loop runs once more for the batch, as with backup workers.
 
-This is right only for a script with one batch of the loader and one backward for each step, and a loop that is not left
-early. The steps that a worker makes are checked, and the launcher is told. Where a script does something else, a death
-restarts its whole group.
+This is right only for a script with one model and one optimizer, with one batch of the loader and one backward for each
+step, and a loop that is not left early, and which changes no parameters itself. The steps that a worker makes are
+checked, and the launcher is told. Where a script does something else, a death restarts its whole group.
 """
 
 import time
@@ -18,7 +18,7 @@ from topotrain.core.client.client_context import PeerLost, StepEnd, StepOutcome
 from topotrain.core.events import Repeatable, Repeated
 from topotrain.extensions.elastic.eligibility import in_place_refusal
 from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
-from topotrain.training.context import Context, PrepareExtension
+from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, PassReplay
 from topotrain.training.data.map_dataset import DataPlan, LoadedBatch, ResumePoint
@@ -100,6 +100,17 @@ class RepeatedSteps(WorkerExtension):
         self._next = outcome.next
 
     # --- calls by the worker ---------------------------------------------------------------------------------------
+
+    def before_change(self) -> None:
+        """As `WorkerExtension.before_change`: a change cannot be repeated.
+
+        Raises:
+            PeerLost: a worker of the group is away and would miss the change, or the last step is not made.
+        """
+        self.refuse("the script changes parameters in tt.assign")
+        away = self._absent or self._alone or 0 < len(self.members) < self._worker.client.channel.group_size
+        if away or self._repeat:
+            raise PeerLost(f"a worker of the group is lost, and the step cannot be repeated: {self._reason}")
 
     def rejoin(self, taken: int) -> None:
         """As `WorkerExtension.rejoin`."""
@@ -215,12 +226,32 @@ def _loader_refusal(loader: DataLoader[Any], plan: DataPlan) -> str:
     return f"an epoch has {samples} samples, more than {MOST_SAMPLES}" if samples > MOST_SAMPLES else ""
 
 
+def _script_refusal(here: Context, request: PrepareRequest) -> str:
+    """Why no step of a script can be repeated, as far as `tt.prepare` shows it. Empty: they can."""
+    if len(request.optimizers) > 1:
+        return "the script has several optimizers, and a batch may have a step of each"
+    if request.several:
+        return "the script has several models, and a batch may have a backward of each"
+    return here.unrepeatable
+
+
 class InPlaceExtension(PrepareExtension):
     """Where a group may go on without a dead worker, its workers can repeat a step."""
+
+    def __init__(self) -> None:
+        self._refusal = ""
+
+    def connected(self, here: Context, request: PrepareRequest) -> None:
+        """As `PrepareExtension` has it."""
+        self._refusal = _script_refusal(here, request)
 
     def batch_replay(self, here: Context, worker: Worker) -> BatchReplay | None:
         """As `PrepareExtension` has it."""
         if in_place_refusal(here.place.job, here.place.topology, here.me.group):
+            return None
+        if self._refusal:
+            # Without a positive report of a worker, the launcher restarts its group as a whole.
+            here.emit(Repeatable(str(here.me), self._refusal))
             return None
         steps = RepeatedSteps(here, worker)
         worker.attach(steps)

@@ -1,12 +1,13 @@
 """The attempts of a job over several units, from the view of one unit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Notifier, Saved, to_json
+from topotrain.extensions.elastic.eligibility import absent_groups
 from topotrain.extensions.replication.replica_placement import check
 from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
@@ -68,13 +69,26 @@ class Attempts(Notifier):
     stop: StopSignals
     on_event: EventListener
     saved: Saved | None = None
+    job: Job = field(init=False)
+    """The job of the present attempt, with its number of workers."""
+
+    def __post_init__(self) -> None:
+        self.job = self.agreement.job
 
     def first(self) -> RestartInfo | None:
         """Return the first attempt for this unit; None if the job has ended."""
         if not self.rendezvous.returns:
-            return RestartInfo(AttemptInfo(resume=self.agreement.resume), self.agreement.hosts)
+            absent = absent_groups(self.job, layout(self.job.cluster))
+            attempt = AttemptInfo(resume=self.agreement.resume, absent=absent)
+            return RestartInfo(attempt, self.agreement.hosts)
         # It joins a running job: the next attempt is the first one that includes it.
-        return await_begin((), self.membership, self.stop, 0, self.agreement.workspace)
+        return self._adopt(await_begin((), self.membership, self.stop, 0, self.agreement.workspace))
+
+    def _adopt(self, begun: RestartInfo | None) -> RestartInfo | None:
+        """Use the job of an attempt that unit 0 has begun."""
+        if begun is not None and begun.job is not None:
+            self.job = begun.job
+        return begun
 
     def recovery(self, topology: Topology, began: float) -> RecoveryPolicy | None:
         """Return the policy by which unit 0 decides for all units; None in other units.
@@ -98,9 +112,12 @@ class Attempts(Notifier):
         if goes_on is None:
             # All processes of this unit have ended: unit 0 waits for that of all units before it begins anything.
             self.membership.control.send(0, {"life": number, "ready": True})
-            return await_begin(run.unread, self.membership, self.stop, number, self.agreement.workspace)
+            return self._adopt(await_begin(run.unread, self.membership, self.stop, number, self.agreement.workspace))
         assert isinstance(self.membership, LeaderMembership)
-        topology, absent = layout(self.agreement.job.cluster, begun.hosts.numbers), goes_on.absent_groups
+        resized, why = run.executor.resized, ""
+        if resized is not None:
+            self.job, why = resized, f"the job goes on with nworkers_per_group: {resized.cluster.nworkers_per_group}"
+        topology, absent = layout(self.job.cluster, begun.hosts.numbers), goes_on.absent_groups
         # The barrier does not wait for a vanished unit that would have no processes.
         vacant = [u.rank for u in topology.units if not u.servers and absent.issuperset(w.group for w in u.workers)]
         barrier = RestartBarrier(number, range(1, len(topology.units)), vacant, self.rendezvous.patience)
@@ -108,16 +125,20 @@ class Attempts(Notifier):
         if not await_ready(barrier, run.unread, self.membership, self.stop, self, f"; {more}" if more else ""):
             return None
         hosts = self.rendezvous.regather(barrier.back, begun.hosts)
-        topology = layout(self.agreement.job.cluster, hosts.numbers)
+        topology = layout(self.job.cluster, hosts.numbers)
         # Replacements may run on hosts where a server and its backup would share a failure domain.
-        check(self.agreement.job, topology)
-        goes_on.begin_attempt(topology)
+        check(self.job, topology)
+        if resized is None:
+            goes_on.begin_attempt(topology)
+        else:
+            goes_on.begin_resized(resized, topology)
         resume = self.agreement.origin.newest(self)
-        check_found(resume, self.saved, self.agreement.job)
-        attempt = AttemptInfo(number + 1, resume, goes_on.absent_groups)
+        check_found(resume, self.saved, self.job)
+        attempt = AttemptInfo(number + 1, resume, goes_on.absent_groups, why)
         # Last: a unit that gets this message starts its processes.
-        send_attempt(self.membership, barrier, hosts, attempt)
-        return RestartInfo(attempt, hosts)
+        next_one = RestartInfo(attempt, hosts, self.job)
+        send_attempt(self.membership, barrier, next_one)
+        return next_one
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

@@ -30,6 +30,7 @@ from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, write_run_files
+from topotrain.launch.control_socket import linked_folder
 from topotrain.launch.grace_period import LEADER
 from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
 from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
@@ -207,10 +208,13 @@ class Node:
                 record(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
             attempts = Attempts(rendezvous, agreement, membership, stop, record)
-            host = self._context(attempts)
+            folder = stack.enter_context(linked_folder(agreement.workspace, rank))
+            host = self._context(attempts, folder)
             stack.enter_context(closing(host.forkserver))
             try:
                 outcome, again = self._run_attempts(attempts, host, attempts.recovery(topology, began), secret)
+                for promise in host.promises:
+                    promise.send("the job ended before it trained again")
             # The other units must not wait for this one until its silence counts as its loss.
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
@@ -228,15 +232,27 @@ class Node:
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank)
 
-    def _context(self, attempts: Attempts) -> LauncherContext:
-        """Return the settings and resources that all attempts share."""
+    def _context(self, attempts: Attempts, folder: Path) -> LauncherContext:
+        """Return the settings and resources that all attempts share.
+
+        folder: that of the control socket.
+        """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
         forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
-        files = RunFiles(workspace / f"processes-{rank}.json", logs)
-        control = membership.control if attempts.agreement.job.on_failure is OnFailure.kContinue else None
+        files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
+        continues = attempts.agreement.job.on_failure is OnFailure.kContinue
         return LauncherContext(
-            attempts.on_event, files, attempts.stop, forkserver, mark, membership, control, self.outlet
+            attempts.on_event,
+            files,
+            attempts.stop,
+            forkserver,
+            mark,
+            membership,
+            membership.control if continues else None,
+            self.outlet,
+            requests=membership.requests,
+            forwards=membership.forwards if continues and isinstance(membership, FollowerMembership) else None,
         )
 
     def _run_attempts(
@@ -248,10 +264,11 @@ class Node:
 
         policy: decides in unit 0 about restarts.
         """
-        outcome, again, job = JobOutcome(0, 0.0), True, attempts.agreement.job
+        outcome, again = JobOutcome(0, 0.0), True
         begun = attempts.first()
         while begun is not None:
-            # A new unit may run on another host, which changes the layout.
+            job = attempts.job
+            # A new unit may run on another host, and workers may have left, which changes the layout.
             here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
             run = RunLoop(job, here, host, attempts.follows(here, begun) if self.start.rank else policy)
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from topotrain.comm.store import Store, StoreError
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.store.discovery.job_registry import STOP_SAVING, JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError
@@ -34,6 +34,7 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
     ControlClient,
@@ -41,9 +42,11 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
+from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, is_local
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.store_requests import StoreRequests
 
 LOST_S = 10.0
 """Seconds of silence after which a unit is gone, regardless of its peers."""
@@ -203,12 +206,14 @@ class FollowerMembership(NodeMembership):
         super().__init__(stores, rank, hosts, leads)
         self._lost_peer = False
         self.control = ControlClient(access, rank, word, self, AWAY_S)
+        self.requests, self.forwards = JobRequests(), ForwardedRequests(self.control)
         self.control.start()
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching, and end the connection."""
         super().close()
+        self.forwards.close()
         self.control.close()
 
     def tell(self, cause: Failed) -> None:
@@ -244,6 +249,8 @@ class FollowerMembership(NodeMembership):
             self._deliver(JobEnd.loaded(words["end"]))
         elif "save" in words:
             self._request_save(JobEnd.loaded(words["save"]))
+        elif "answer" in words:
+            self.forwards.receive(words["answer"])
         else:
             return False
         return True
@@ -307,6 +314,8 @@ class LeaderMembership(NodeMembership):
         self._gone: set[int] = set()  # units that are not looked after
         self._words: set[str] = set()  # of units that rejoined and were reported
         self._registered = 0.0
+        self.requests = JobRequests()
+        self._asked_in_store = StoreRequests(stores.shared, self.requests)
         # Not `_lock`, which `_deliver` takes inside.
         self._deciding = threading.Lock()
         self.control = ControlServer(access, {unit.rank: unit.word for unit in units[1:]}, self)
@@ -333,6 +342,8 @@ class LeaderMembership(NodeMembership):
         elif "report" in words:
             self.reports[rank] = [from_json(line) for line in words["report"]]
             self._end_if_complete()
+        elif "ask" in words:
+            accept(self.requests, self.control, rank, words["ask"])
         else:
             return False
         return True
@@ -402,6 +413,7 @@ class LeaderMembership(NodeMembership):
     def leave(self, state: str) -> None:
         """Record in the registry how the job ended. Raises StoreError."""
         self.close()  # otherwise removed keys would be written again
+        self._asked_in_store.write()
         if self.end is not None and self.end.code:
             self._stores.run.set("end", self.end.dumped())  # the user may ask why the job failed
         self._stores.registry.keep(self._stores.record)
@@ -427,7 +439,11 @@ class LeaderMembership(NodeMembership):
         return [rank for rank in ranks if self.control.silence_s(rank) > seconds]
 
     def _look_into_store(self) -> None:
-        if self._stores.shared.get("stop") is not None:
+        self._asked_in_store.look()
+        stop = self._stores.shared.get("stop")
+        if stop == STOP_SAVING:
+            self._announce_save(JobEnd(143, text="asked to end after a last snapshot"))
+        elif stop is not None:
             self.request_end(JobEnd(130, text="stopped by `topotrain jobs stop`"))
         raw = self._stores.run.get("end")
         if raw is not None:  # of a unit that could not start

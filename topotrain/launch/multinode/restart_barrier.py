@@ -13,6 +13,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notifier, Saved
 from topotrain.launch.agent.children import AttemptInfo
@@ -25,10 +26,14 @@ from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
 @dataclass(frozen=True, slots=True)
 class RestartInfo:
-    """The attempt that a unit begins, and the hosts of all units in it."""
+    """The attempt that a unit begins, and the hosts of all units in it.
+
+    job: the job, if it is not the first attempt. Its number of workers may have changed.
+    """
 
     attempt: AttemptInfo
     hosts: HostMap
+    job: Job | None = None
 
 
 @dataclass(slots=True)
@@ -119,14 +124,16 @@ def await_ready(
         news = membership.control.news()
 
 
-def send_attempt(membership: LeaderMembership, barrier: RestartBarrier, hosts: HostMap, attempt: AttemptInfo) -> None:
+def send_attempt(membership: LeaderMembership, barrier: RestartBarrier, begun: RestartInfo) -> None:
     """Send the next attempt from unit 0 to all units that are present."""
+    attempt, hosts = begun.attempt, begun.hosts
     for rank, unit in barrier.back.items():  # before `expect`: the silence of the former process must not count
         membership.control.open(rank, unit.word)
     membership.expect(hosts, barrier.there)
     # The seal lets each unit check that it sees the same snapshot under this name.
     words: dict[str, Any] = {"name": Path(attempt.resume).name, "seal": seal(attempt.resume)}
-    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts)}
+    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why}
+    words |= {} if begun.job is None else {"job": job_file.dumps(begun.job)}
     for rank in sorted(barrier.there):
         membership.control.send(rank, {"life": attempt.number, "begin": words})
 
@@ -154,7 +161,9 @@ def await_begin(
 
 def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInfo:
     path = seen(workspace, words["name"], words["seal"])
-    return RestartInfo(AttemptInfo(number, path, frozenset(words["absent"])), HostMap.of(words["hosts"]))
+    attempt = AttemptInfo(number, path, frozenset(words["absent"]), words.get("why", ""))
+    job = job_file.loads(words["job"], "the job of unit 0") if "job" in words else None
+    return RestartInfo(attempt, HostMap.of(words["hosts"]), job)
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:

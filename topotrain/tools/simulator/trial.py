@@ -3,6 +3,8 @@
 Every batch has its own cell in each parameter, for each worker of the group that reads it. The gradient there is -1,
 gradients are summed, and SGD has rate 1. At the end every cell must be exactly 1; otherwise a batch was lost or counted
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
+
+Some scripts also assign the cells of their batches in one more parameter (ASSIGNED), before each step.
 """
 
 import random
@@ -17,6 +19,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
@@ -26,7 +29,7 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.fault_schedule import NETWORKS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -83,6 +86,8 @@ class TrialScript:
                 begins = False
                 batch = epoch * trial.batches + number
                 cells = range(batch * workers, (batch + 1) * workers)
+                if trial.schedule.assigns:
+                    self._assign(cells, AssignmentPlace(stream, seq, 0))
                 outcome = self._step_together(observer, cells, (stream, seq, seq))
                 snapshot = outcome.snapshot
                 # The step of a process that died in it may count or not.
@@ -117,15 +122,27 @@ class TrialScript:
         worker, client = self._worker, self._worker.client.extension(InPlaceClient) if self._workers > 1 else None
         while True:
             while client is not None and client.dropped(worker.steps):
-                worker.go_on_at(client.catch_up().next)
-            members = client.members if client is not None and client.members else tuple(range(self._workers))
+                self._repeat(client.catch_up())
+            members = self._members
             lo, hi = cut(len(cells), len(members))[members.index(worker.me.index)]
             outcome = self._step(observer, cells[lo:hi], marks)
             if not outcome.repeats:
                 self._process.step()
                 return outcome
             self._trial.repeats += 1
-            worker.go_on_at(outcome.next)
+            self._repeat(outcome)
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """The workers among which a batch is divided."""
+        known = self._worker.client.extension(InPlaceClient).members if self._workers > 1 else ()
+        return known or tuple(range(self._workers))
+
+    def _repeat(self, outcome: StepOutcome) -> None:
+        """Go on at the step in which the group repeats a batch. Raises PeerLost if this script cannot."""
+        if self._trial.schedule.assigns:
+            raise PeerLost("a step with an assignment is not repeated")
+        self._worker.go_on_at(outcome.next)
 
     def _train_singly(self, observer: WorkerObserver) -> None:
         """Train with backup workers: each worker reads batches of its own."""
@@ -149,6 +166,22 @@ class TrialScript:
                     self._record(observer, [cell])
             # A worker that has read its batches early joins the others for the next epoch.
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
+
+    def _assign(self, cells: range, place: AssignmentPlace) -> None:
+        """Assign the cells of a batch.
+
+        With one group each assignment adds 1, so that a repeated one is found.
+
+        Raises:
+            PeerLost: a worker of the group is away and would miss it, or the group has lost one.
+        """
+        if len(self._members) < self._workers:
+            raise PeerLost("an assignment is for the whole group")
+        trial, values = self._trial, self._worker.values()[ASSIGNED]
+        here = slice(cells.start, cells.stop)
+        adds = trial.topology.worker_groups == 1 and trial.schedule.mode == "static"
+        values[here] = values[here] + 1 if adds else 1
+        self._worker.assign(ASSIGNED, values, place)
 
     def _step(self, observer: WorkerObserver, cells: Sequence[int], marks: tuple[int, int, int]) -> StepOutcome:
         """Take the step of one batch, with a gradient of -1 in these cells."""
@@ -206,6 +239,8 @@ class TrialScript:
         found = [torch.zeros(p.shape) for p in self._trial.map.parameters]
         for part in found:
             part[list(cells)] = -1.0
+        if self._trial.schedule.assigns:
+            found[ASSIGNED].zero_()
         return found
 
 
@@ -268,7 +303,8 @@ class Trial(SimCluster):
         self.resumed: PublishedSnapshot | None = None if before is None or before.disks is None else before.disks.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
-        schema = parameters(cells, max(cells, 150), max(cells, 256))
+        counts = (cells, max(cells, 150), max(cells, 256), *((max(cells, 64),) if schedule.assigns else ()))
+        schema = parameters(*counts)
         topology = layout(job.cluster)
         groups = range(topology.worker_groups)
         self.in_place = {group for group in groups if not in_place_refusal(job, topology, group)}
@@ -511,10 +547,19 @@ class Trial(SimCluster):
             except Killed:
                 pass
             except PeerLost:
-                # A worker that has lost a server ends, and the launcher restarts its group.
-                self.kill(me.group, self._aways[process], me.index)
+                self._on_lost_peer(process)
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
+
+    def _on_lost_peer(self, process: WorkerProcess) -> None:
+        """A worker has lost a server, or others of its group with which it cannot repeat a step."""
+        group, index = process.me[1:]
+        if process in self._aways:
+            # A worker that has lost a server ends, and the launcher restarts its group.
+            self.kill(group, self._aways[process], index)
+        elif not process.over:
+            # The others of the group may have noticed it, too. The launcher restarts the group once.
+            self._kill(self.topology.workers(group), 0.05)
 
     def run(self) -> "Trial":
         """Run until the end, or until a crash.

@@ -107,7 +107,8 @@ class BatchPosition(NamedTuple):
     """The position of a batch.
 
     stream, seq: its stream, and its number there. ordinal: number of its lease among those of the group. number: its
-    number in the epoch. last: it ends the lease.
+    number in the epoch. last: it ends the lease. made: the number of steps of an earlier process with this batch, which
+    count already.
     """
 
     stream: int
@@ -115,6 +116,7 @@ class BatchPosition(NamedTuple):
     ordinal: int
     number: int
     last: bool
+    made: int = 0
 
 
 LoadedBatch = tuple[BatchPosition, int, Any]
@@ -152,6 +154,7 @@ class ResumePoint:
         over: the group has read the pass to its end, so it is empty.
         alone: this process has taken the place of one worker, and the group of that worker went on.
         members: as in DataPlan.
+        unfinished: an earlier process may have died between two steps with its last batch, which is given again.
     """
 
     done: Runs = ()
@@ -164,6 +167,7 @@ class ResumePoint:
     over: bool = False
     alone: bool = False
     members: tuple[int, ...] = ()
+    unfinished: bool = False
 
 
 PLAIN = ResumePoint()
@@ -442,6 +446,20 @@ class LeaseIterator:
 # --- the pass ----------------------------------------------------------------------------------------------------
 
 
+def progress_of(client: DataClient, opening: ResumePoint, stream: int) -> tuple[int, int, int]:
+    """Where a pass goes on in a stream of this worker's group that is no lease.
+
+    Returns:
+        The number of applied batches, the first batch that is given, and the number of steps that are made already with
+        those that are given again.
+    """
+    if not (opening.returned or opening.alone):
+        return 0, 0, 0
+    found = client.progress(stream)
+    again = opening.unfinished and found.made > 0
+    return found.count, found.first if again else found.count, found.made if again else 0
+
+
 class MapEpoch(EpochReader):
     """One pass over a loader with a sampler."""
 
@@ -652,13 +670,15 @@ class MapEpoch(EpochReader):
         """This group's units, numbered from `first` on, without those that are applied."""
         plan = self._plan
         stream = plan.stream(self._epoch)
-        opening = self._opening
-        applied = self._client.applied(stream) if opening.returned or opening.alone else 0
+        applied, made_from, made = progress_of(self._client, self._opening, stream)
         if plan.own_streams:
             # The last round of an epoch may have fewer batches than workers.
             units = (unit for unit in units if plan.index < len(unit))
-        numbered = islice(enumerate(units, first), applied, None)
-        return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
+        numbered = islice(enumerate(units, first), made_from, None)
+        return (
+            (BatchPosition(stream, seq, 0, seq, False, made if seq < first + applied else 0), unit)
+            for seq, unit in numbered
+        )
 
     def _units_done(self) -> int:
         """The number of units that a synchronous group, which reads in order, has read."""

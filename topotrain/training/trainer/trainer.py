@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, Updater
-from topotrain.core.events import Repeatable
 from topotrain.core.optim.updater_block import build, clip, follow_schedule
 from topotrain.training import api
 from topotrain.training import context as process
@@ -91,7 +90,7 @@ class Trainer:
         """
         # Nothing may be read or written: the plan needs only the model.
         if process.planning():
-            api.prepare(self.model, self.optimizer, self._train)
+            self._prepare_all()
         here = process.current()
         job = self._job(here)
         _check(job, self._loaders, here)
@@ -131,8 +130,7 @@ class Trainer:
 
     def _prepare(self, job: Job, here: Context | None) -> tuple[Optimizer, Any]:
         if here is not None:
-            _, self.optimizer, loader = api.prepare(self.model, self.optimizer, self._train)
-            assert self.optimizer is not None
+            _, self.optimizer, loader = self._prepare_all()
             return self.optimizer, loader
         if self.optimizer is None:
             if job.updater is None:
@@ -141,7 +139,14 @@ class Trainer:
                 )
             self.optimizer = build(job.updater, self.model.named_parameters())
             _follow_updater(self.optimizer, job.updater)
-        return api.prepare(self.model, self.optimizer, self._train)[1:]
+        return self._prepare_all()[1:]
+
+    def _prepare_all(self) -> tuple[nn.Module, Optimizer, Any]:
+        if self.optimizer is None:
+            model, optimizer, loader = api.prepare(self.model, None, self._train)
+        else:
+            model, optimizer, loader = api.prepare(self.model, self.optimizer, self._train)
+        return model, optimizer, loader
 
     def _loop(
         self, job: Job, here: Context | None, optimizer: Optimizer, loader: Any, watch: TrainerCallbacks | None
@@ -192,9 +197,9 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
     if job.cluster.backup and here is not None:
         accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
-    if here is not None and job.cluster.nworkers_per_group > 1:
+    if here is not None:
         # A step that is repeated would have two numbers.
-        here.emit(Repeatable(str(here.me), "the steps of a tt.Trainer are numbered"))
+        here.refuse_repeats("the steps of a tt.Trainer are numbered")
     for kind in KINDS:
         freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
         if freq and loaders[kind] is None:
