@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from free_ports import free_port
+
 PASSWORD = "pass word/@"
 MISSING = "" if shutil.which("redis-server") else "redis-server is not installed (Debian package redis-server)"
 
@@ -16,9 +18,7 @@ MISSING = "" if shutil.which("redis-server") else "redis-server is not installed
 @contextmanager
 def redis_server(folder: Path, tls: bool = False, port: int = 0) -> Iterator[str]:
     """Run one, at a free port where none is given; yields the URL of its database 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = port or probe.getsockname()[1]
+    port = port or free_port()
     lines = ["bind 127.0.0.1", f'requirepass "{PASSWORD}"', 'save ""', "appendonly no", f"dir {folder}", "daemonize no"]
     login = f":{quote(PASSWORD, safe='')}@127.0.0.1:{port}/0"
     if tls:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
@@ -149,12 +147,6 @@ class Job:
     def _processes(self) -> Iterator[dict]:  # type: ignore[type-arg]
         for path in self.workspace.glob("processes-*.json"):
             yield from json.loads(path.read_text())
-
-
-def port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------
