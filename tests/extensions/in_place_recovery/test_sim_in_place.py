@@ -8,7 +8,7 @@ from topotrain.extensions.in_place_recovery.group_members import GroupMembers
 from topotrain.tools.simulator.fault_schedule import STORM, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, run_trial, schedule_of
 from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.tools.simulator.trial import Trial
+from topotrain.tools.simulator.trial import Trial, TrialScript
 from topotrain.training.data.map_dataset import LeaseIterator
 
 pytestmark = pytest.mark.simulated
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.simulated
 GROUPS = ("sandblaster", "sandblaster of three", "downpour of pairs")
 
 
-def death(name: str, seed: int, *faults: Fault, mode: str = "static", epochs: int = 2) -> Trial:
+def death(name: str, seed: int, *faults: Fault, mode: str = "static", epochs: int = 2, assigns: bool = False) -> Trial:
     """These deaths, each survived by the rest of its group where there is a rest."""
-    schedule = FaultSchedule("storm", 6, epochs, mode, True, faults, survive=1.0)
+    schedule = FaultSchedule("storm", 6, epochs, mode, True, faults, survive=1.0, assigns=assigns)
     return Trial(LAYOUTS[name], seed, schedule, STORM).run()
 
 
@@ -84,6 +84,37 @@ def test_random_schedules_with_crashes_snapshots_and_groups_that_leave(name):
     for seed in range(1000, 1012):
         verdict = run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
         assert not verdict.wrong, f"{name}, seed {seed}: {verdict.wrong}"
+
+
+# --- scripts that assign parameters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("mode", ["lease", "static"])
+def test_a_step_with_an_assignment_is_not_repeated_and_the_group_restarts(name, mode):
+    """The launcher has not heard of the assignments: the survivors find out by themselves."""
+    wholly = 0
+    for after in range(20, 68, 4):
+        found = death(name, after, Fault(0, 0, 1, after, away=0.02), mode=mode, assigns=True)
+        assert not found.wrong(), f"{name}, after {after}: {found.wrong()[:3]}"
+        ours = incarnations(found)[: found.topology.workers_per_group]
+        if len(found.deaths) > 1:
+            assert len(set(ours)) == 1, "all of the group, once more"
+            wholly += 1
+    assert wholly > 3
+
+
+def test_without_this_rule_an_assignment_is_lost_or_the_group_waits_forever(monkeypatch):
+    monkeypatch.setattr(TrialScript, "_repeat", lambda self, outcome: self._worker.go_on_at(outcome.next))
+    monkeypatch.setattr(TrialScript, "_members", property(lambda self: range(self._workers)))
+    found = []
+    for after in range(40, 60):
+        try:
+            fault = Fault(0, 0, 1, after, away=0.02)
+            found.append(bool(death("sandblaster of three", after, fault, assigns=True).wrong()))
+        except (Exception, Killed):
+            found.append(True)
+    assert any(found)
 
 
 # --- each rule is needed ------------------------------------------------------------------------------------------

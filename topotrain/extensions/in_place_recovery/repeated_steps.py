@@ -4,8 +4,8 @@
 the present members. So the body of the script's loop runs once more for the batch, as with backup workers.
 
 This is right only for a script with one model and one optimizer, with one batch of the loader and one backward for each
-step, and a loop that is not left early, and which changes no parameters itself. The steps that a worker makes are
-checked, and the launcher is told. Where a script does something else, a death restarts its whole group.
+step, and a loop that is not left early, and which neither changes nor thaws parameters itself. The steps that a worker
+makes are checked, and the launcher is told. Where a script does something else, a death restarts its whole group.
 """
 
 import time
@@ -49,6 +49,7 @@ class RepeatedSteps(WorkerExtension):
         self._next = 0  # the number of the group's step that this worker makes next
         self._repeat = False  # the batch that was given last is to be given again
         self._losses = worker.tally.loss_state()  # after the last step
+        self._thaws: int | None = None  # of the path, at the first step
         self._done: float | None = None  # the end of the last step
         self._waits_since: float | None = None
 
@@ -110,7 +111,11 @@ class RepeatedSteps(WorkerExtension):
         self.refuse("the script changes parameters in tt.assign")
         away = self._absent or self._alone or 0 < len(self.members) < self._worker.client.channel.group_size
         if away or self._repeat:
-            raise PeerLost(f"a worker of the group is lost, and the step cannot be repeated: {self._reason}")
+            raise self._lost()
+
+    def _lost(self) -> PeerLost:
+        # The launcher restarts the whole group, as it does for any worker that has lost a peer.
+        return PeerLost(f"a worker of the group is lost, and the step cannot be repeated: {self._reason}")
 
     def rejoin(self, taken: int) -> None:
         """As `WorkerExtension.rejoin`."""
@@ -119,10 +124,20 @@ class RepeatedSteps(WorkerExtension):
         self._absent = not self._client.group_epoch().joined
 
     def before_step(self) -> None:
-        """Note whether the step consists of one batch and one backward."""
+        """Note whether the step consists of one batch and one backward, of the parameters of the steps before.
+
+        Raises:
+            PeerLost: other parameters train, and a worker that is away, or was, may not know of it.
+        """
         batches, backwards = len(self._worker.batches), self._worker.path.backwards
         if batches != 1 or backwards != 1:
             self.refuse(f"a step of the script has {batches} batches of the loader and {backwards} backwards")
+        thaws = self._worker.path.thaws
+        if self._thaws not in (None, thaws):
+            self.refuse("the script freezes or thaws parameters between its steps")
+            if self.members:
+                raise self._lost()
+        self._thaws = thaws
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         """As `WorkerExtension.before_commit`."""
@@ -140,8 +155,7 @@ class RepeatedSteps(WorkerExtension):
         now = time.monotonic()
         if outcome is not None and outcome.repeats:
             if self._reason:
-                # The launcher restarts the whole group, as it does for any worker that has lost a peer.
-                raise PeerLost(f"a worker of the group is lost, and the step cannot be repeated: {self._reason}")
+                raise self._lost()
             self._repeat = True
             self._worker.tally.undo_step(self._worker.batches.last_samples, self._losses)
             self._waits_since = self._done if self._waits_since is None else self._waits_since
