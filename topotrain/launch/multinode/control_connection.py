@@ -294,7 +294,7 @@ class ControlClient(ControlConnection):
         super().__init__(_address(rank, word), receiver)
         self._keys, self._url, self._away_s = access.run, "", away_s
         self._transports.append(access.transport())
-        self._transports[0].attach_dialer(self._me, self)
+        self._transports[0].attach_together({self._me: self}, listens=False)
         self._expect(0, _UNIT_0)
         self._broken = threading.Event()
 
