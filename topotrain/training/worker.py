@@ -280,7 +280,7 @@ class Worker(BatchAccounting):
     # --- a change of values between two steps ----------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the parameters to values of the servers, between two steps, before a change.
+        """Bring the parameters to values of the servers, before a change of them.
 
         Raises:
             PeerLost: the group cannot make a change now.

@@ -124,7 +124,7 @@ class RepeatedSteps(WorkerExtension):
         self._absent = not self._client.group_epoch().joined
 
     def before_step(self) -> None:
-        """Note whether the step consists of one batch and one backward, of the parameters of the steps before.
+        """Note whether the step has one batch, one backward and the same parameters.
 
         Raises:
             PeerLost: other parameters train, and a worker that is away, or was, may not know of it.
@@ -241,7 +241,7 @@ def _loader_refusal(loader: DataLoader[Any], plan: DataPlan) -> str:
 
 
 def _script_refusal(here: Context, request: PrepareRequest) -> str:
-    """Why no step of a script can be repeated, as far as `tt.prepare` shows it. Empty: they can."""
+    """Why no step of a script can be repeated, as `tt.prepare` shows it; "": it can."""
     if len(request.optimizers) > 1:
         return "the script has several optimizers, and a batch may have a step of each"
     if request.several:

@@ -205,7 +205,9 @@ class SimWorker:
     def assign(
         self, number: int, values: torch.Tensor, place: AssignmentPlace, follows_step: bool = False
     ) -> StepOutcome:
-        """Change a parameter as `tt.assign` does, before the step of a batch, or behind one (`follows_step`).
+        """Change a parameter as `tt.assign` does, before the step of a batch.
+
+        follows_step: it is behind one.
 
         Raises:
             PeerLost: the group has lost a worker meanwhile.

@@ -139,7 +139,7 @@ class TrialScript:
         return known or tuple(range(self._workers))
 
     def _repeat(self, outcome: StepOutcome) -> None:
-        """Go on at the step in which the group repeats a batch. Raises PeerLost if this script cannot."""
+        """Go on at the step in which a batch is repeated. Raises PeerLost."""
         if self._trial.schedule.assigns:
             raise PeerLost("a step with an assignment is not repeated")
         self._worker.go_on_at(outcome.next)
@@ -424,9 +424,12 @@ class Trial(SimCluster):
             self.disks.ask()
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
-    def kill(self, group: int, away: float, index: int = 0) -> None:
-        """Kill a group, or one process; they restart after `away` seconds if not over."""
-        together = self._killed_together(group, index)
+    def kill(self, group: int, away: float, index: int | None = 0) -> None:
+        """Kill a group, or one process; they restart after `away` seconds if not over.
+
+        index: of the process that dies. None: all of the group.
+        """
+        together = self.topology.workers(group) if index is None else self._killed_together(group, index)
         if not all(self.worker_processes[me].over for me in together):
             self._kill(together, away)
 
@@ -547,19 +550,13 @@ class Trial(SimCluster):
             except Killed:
                 pass
             except PeerLost:
-                self._on_lost_peer(process)
+                # A worker that has lost a server ends, and so does one that cannot repeat a step. Several workers of a
+                # group may end, and the launcher restarts it once.
+                cut = process in self._aways
+                if cut or not process.over:
+                    self.kill(me.group, self._aways.get(process, 0.05), me.index if cut else None)
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
-
-    def _on_lost_peer(self, process: WorkerProcess) -> None:
-        """A worker has lost a server, or others of its group with which it cannot repeat a step."""
-        group, index = process.me[1:]
-        if process in self._aways:
-            # A worker that has lost a server ends, and the launcher restarts its group.
-            self.kill(group, self._aways[process], index)
-        elif not process.over:
-            # The others of the group may have noticed it, too. The launcher restarts the group once.
-            self._kill(self.topology.workers(group), 0.05)
 
     def run(self) -> "Trial":
         """Run until the end, or until a crash.
