@@ -32,6 +32,8 @@ EXAMPLES: list[Event] = [
     events.Thawed("worker 0/1", 12),
     events.Lost("worker 0/1", 12, "worker 0/1 (pid 12) was killed by SIGKILL", "last words\n"),
     events.Unrepeatable("worker 0/1", "the job has tables", False),
+    events.Repeatable("worker 0/1", "two backwards"),
+    events.Repeated("worker 0/1", 12, 0.07),
     events.Incident(0, "worker 0/1", "was killed by SIGKILL", "group 0 starts again", 1.5),
     events.Recovered(0, 0.5, 0.25),
     events.Covered("server 0/1", 2),

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.journey
 
 EPOCHS = 3
 GOES_ON = "on_failure: kContinue reduce: kSum"
+AS_A_WHOLE = "pull: kLazy"  # the outcome of a step is known only in the next one, so no step is repeated
 PAIR = "nworker_groups: 2 server_worker_separate: true"
 
 
@@ -36,19 +37,51 @@ def test_another_group_trains_on_while_one_starts_again(runner: JobRunner) -> No
 
 
 def test_a_frozen_worker_does_not_stop_the_job(runner: JobRunner) -> None:
-    ended = survive(runner, DOWNPOUR, "worker 1/1", 2, "back", "freeze")
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 2, "back", "freeze", extra=AS_A_WHOLE)
     assert action(ended) == "group 1 starts again (incarnation 1)"
     assert ended.report["incidents"][0]["waited_s"] > 2
 
 
 def test_a_synchronous_group_starts_again_beside_its_servers(runner: JobRunner) -> None:
-    ended = survive(runner, SANDBLASTER, "worker 0/1", 1)
+    ended = survive(runner, SANDBLASTER, "worker 0/1", 1, extra=AS_A_WHOLE)
     assert action(ended) == "group 0 starts again (incarnation 1)"
 
 
 def test_groups_of_two_with_two_servers(runner: JobRunner) -> None:
-    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "back")
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "back", extra=AS_A_WHOLE)
     assert action(ended) == "group 1 starts again (incarnation 1)"
+
+
+def starts(runner: JobRunner) -> list[int]:
+    """How often the script of each worker was started."""
+    return [len(path.read_text()) for path in sorted((runner.folder / "job").glob("starts-*"))]
+
+
+@pytest.mark.parametrize("extra", ["", "grads: kHidden", "per_worker_batch: true"])
+def test_the_survivors_of_a_synchronous_group_are_not_started_again(runner: JobRunner, extra: str) -> None:
+    ended = survive(runner, SANDBLASTER, "worker 0/1", 0, extra=extra)
+    assert action(ended) == "it starts again, and its group continues meanwhile (incarnation 1)"
+    assert starts(runner) == [1, 2, 1]
+    assert 0 < ended.report["incidents"][0]["others_waited_s"] < 20
+
+
+def test_the_first_worker_dies_and_the_others_keep_their_step(runner: JobRunner) -> None:
+    """Worker (0,0) draws the epochs for all."""
+    ended = survive(runner, SANDBLASTER, "worker 0/0", 1)
+    assert action(ended) == "it starts again, and its group continues meanwhile (incarnation 1)"
+    assert starts(runner) == [2, 1, 1]
+
+
+def test_the_survivors_of_groups_of_two_are_not_started_again(runner: JobRunner) -> None:
+    ended = survive(runner, DOWNPOUR, "worker 1/1", 2)
+    assert action(ended) == "it starts again, and its group continues meanwhile (incarnation 1)"
+    assert starts(runner) == [1, 1, 1, 2]
+
+
+def test_a_script_that_makes_two_backwards_in_a_step_restarts_with_its_group(runner: JobRunner) -> None:
+    ended = survive(runner, SANDBLASTER, "worker 0/1", 0, "twice")
+    assert action(ended) == "group 0 starts again (incarnation 1)"
+    assert starts(runner) == [2, 2, 2]
 
 
 def test_workers_that_are_servers_start_again_as_a_whole(runner: JobRunner) -> None:

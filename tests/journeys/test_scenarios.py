@@ -26,6 +26,8 @@ PAIR = "nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true"
 BESIDE = "nworker_groups: 2 nservers_per_group: 2"  # units have a worker and a server each
 FOUR = "nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true"
 OFTEN = "snapshot_s: 0.01"
+# The outcome of a step is known only in the next one, so no step is repeated, and a death restarts the whole group.
+AS_A_WHOLE = "pull: kLazy"
 
 
 def doomed(
@@ -76,7 +78,7 @@ def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
     runner: JobRunner, cluster: str, victim: str
 ) -> None:
     """One death per life, as many as `restarts` allows."""
-    ended = doomed(runner, cluster, [f"{victim}:{moment}" for moment in STEP])
+    ended = doomed(runner, cluster, [f"{victim}:{moment}" for moment in STEP], extra=AS_A_WHOLE)
     group = victim[7]
     assert right(ended) == [
         (victim, f"group {group} starts again (incarnation {number})") for number in range(1, len(STEP) + 1)
@@ -91,7 +93,7 @@ def test_a_worker_dies_in_the_last_step_behind_it_and_as_it_finishes(runner: Job
 
 def test_two_die_at_once_in_one_group_and_in_two_and_then_all_workers(runner: JobRunner) -> None:
     others = ("worker 1/1", "worker 0/0", "worker 0/0+worker 0/1+worker 1/1")
-    ended = doomed(runner, FOUR, [f"worker 1/0:after:2:worker 1/0+{names}" for names in others])
+    ended = doomed(runner, FOUR, [f"worker 1/0:after:2:worker 1/0+{names}" for names in others], extra=AS_A_WHOLE)
     found = right(ended)
     assert {action.split(" (")[0] for _, action in found} <= {"group 0 starts again", "group 1 starts again"}
     assert len(found) == 1 + 2 + 2

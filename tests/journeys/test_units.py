@@ -71,7 +71,7 @@ def test_a_group_of_two_units_and_then_the_whole_job_start_again(begun: Callable
     job.end_well()
     assert right(job, 2)
     first, second = incidents(job)
-    assert first["action"] == "group 0 starts again (incarnation 1)"
+    assert first["action"] == "it starts again, and its group continues meanwhile (incarnation 1)"
     assert second["action"] == "the whole job starts again"
     assert "manifests/" in job.said[0]
 

@@ -66,7 +66,9 @@ def wait_for(condition: Callable[[], object]) -> None:
         select.select([], [], [], 0.01)
 
 
-def train(samples: int, epochs: int, after: Callable[[int], None], make: type[Ledger] = Ledger) -> None:
+def train(
+    samples: int, epochs: int, after: Callable[[int], None], make: type[Ledger] = Ledger, backwards: int = 1
+) -> None:
     """Fill a ledger in batches of four; `after` is told the number of steps so far behind each."""
     torch.manual_seed(3)
     model = make(samples)
@@ -77,7 +79,8 @@ def train(samples: int, epochs: int, after: Callable[[int], None], make: type[Le
     for _ in tt.epochs(epochs):
         for (numbers,) in loader:
             optimizer.zero_grad()
-            model(numbers).backward()
+            for _ in range(backwards):
+                (model(numbers) / backwards).backward()
             optimizer.step()
             steps += 1
             after(steps)

@@ -1,10 +1,11 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
-WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [table]: VICTIM ("server 0/0") is killed when worker
-number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step
-in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
-everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be; `table`: each
-sample has a row of a table, too.
+WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [table] [twice]: VICTIM ("server 0/0") is killed when
+worker number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made
+a step in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills
+only when everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be;
+`table`: each sample has a row of a table, too; `twice`: a step has two backwards. Each start of the script of worker
+number N adds a byte to the file starts-N.
 """
 
 import json
@@ -57,6 +58,8 @@ def after(steps: int) -> None:
         wait_for(back.exists)
 
 
-train(SAMPLES, EPOCHS, after, Tabled if "table" in wishes else Ledger)
+with Path(workspace, f"starts-{tt.rank()}").open("a") as starts:
+    starts.write("x")
+train(SAMPLES, EPOCHS, after, Tabled if "table" in wishes else Ledger, 2 if "twice" in wishes else 1)
 if "late" in wishes:
     tt.report(trained=measured)

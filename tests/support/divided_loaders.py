@@ -23,7 +23,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import AppliedBatchesReply, Message
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
-from topotrain.training.data.sampling import CHUNK
+from topotrain.training.data.sampling import CHUNK, Chunk
 
 
 class LeaseServer:
@@ -77,9 +77,10 @@ class LoaderClient:
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         self.lease_server.tell(self.who, LeaseRelease(epoch, ordinal, first))
 
-    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
+    def put_draw(self, epoch: int, chunk: int, drawn: Chunk, keep: bool = False) -> None:
+        sizes, indices, end = drawn
         assert len(sizes) + len(indices) <= CHUNK
-        self.lease_server.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices))
+        self.lease_server.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices, keep))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         self.lease_server.tell(self.who, DrawRequest(epoch, chunk))

@@ -281,6 +281,29 @@ class Unrepeatable(Event):
 
 
 @event
+class Repeatable(Event):
+    """A worker's script can repeat a step with fewer workers of its group, or cannot.
+
+    text: why it cannot. "": it can, as all its steps so far have shown.
+    """
+
+    who: str
+    text: str
+
+
+@event
+class Repeated(Event):
+    """A worker has made a step that its group had to repeat.
+
+    step: its number, as in StepDone. waited_s: seconds since the end of the step before.
+    """
+
+    who: str
+    step: int
+    waited_s: float
+
+
+@event
 class Incident(Event):
     """A process was lost, and the job continues.
 
@@ -300,7 +323,8 @@ class Recovered(Event):
     """The workers that an incident had stopped train again.
 
     waited_s: seconds from the loss to the first step of the restarted workers.
-    others_s: the longest time in between without a reported step of a worker of another group; 0 without another group.
+    others_s: the longest time in between without a reported step of a worker of another group, or without a step of a
+        worker of the same group that was not restarted; 0 without one.
         Workers report their steps four times a second, so up to a quarter of a second is no delay.
     """
 

@@ -84,7 +84,12 @@ class ActionExecutor:
         """Execute actions, and yield the events among them in their place."""
         for action in actions:
             match action:
-                case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who):
+                case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who, told=told):
+                    # First: the survivors wait for it, and the new processes take longer.
+                    if told:
+                        names = map(str, self._topology.workers(group))
+                        index = next((at for at, name in enumerate(names) if name == who), -1)
+                        self.command_servers(group, "replaced", incarnation, index)
                     # The workers of a group may be in several units, and other units do not know them.
                     ranks = {self._topology.unit_of(worker) for worker in self._topology.workers(group)}
                     self.send("restart", ranks, group=group, incarnation=incarnation, why=why, who=who)
@@ -150,11 +155,14 @@ class ActionExecutor:
             if ranks is None or rank in ranks:
                 self._connection.send(rank, {"life": self._attempt, "command": command, **values})
 
-    def command_servers(self, group: int, command: str, incarnation: int) -> None:
-        """Send a command to the coordinator of a worker group."""
+    def command_servers(self, group: int, command: str, incarnation: int, index: int = -1) -> None:
+        """Send a command to the coordinator of a worker group.
+
+        index: the only worker concerned.
+        """
         server = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         process, rank = self._location_of(server)
-        words = {"command": command, "group": group, "incarnation": incarnation}
+        words = {"command": command, "group": group, "incarnation": incarnation, "index": index}
         self.send("tell", {rank}, who=process, words=words)
 
     def request_snapshot(self, elsewhere: bool = False) -> None:

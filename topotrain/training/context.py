@@ -216,6 +216,7 @@ class Context:
     resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
+    unrepeatable: str = ""  # why the script cannot repeat a step; known before it has prepared
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
     at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
@@ -237,6 +238,10 @@ class Context:
     def owned_by(self, owner: ProcessOwner) -> None:
         """Let `owner` know of the script's loops and of `tt.leave`."""
         self.owner = owner
+
+    def refuse_repeats(self, reason: str) -> None:
+        """The script cannot repeat a step, so that a death restarts its whole group."""
+        self.unrepeatable = reason
 
     def await_calls(self, call: PreparedObjects) -> None:
         """More calls of `tt.prepare` follow; nothing may be used before the last."""

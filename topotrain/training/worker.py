@@ -14,8 +14,7 @@ from topotrain.config.async_momentum import explanation
 from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, NonFinite, Pull
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
-from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
-from topotrain.core.client.client_context import VALUE_CHANGE
+from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd, StepOutcome
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
 from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
@@ -167,7 +166,7 @@ class Worker(BatchAccounting):
         taken: the number of the group's steps that the tally counts already.
         """
         for extension in self._hooks.rejoin:
-            outcome = extension.rejoin()
+            outcome = extension.rejoin(taken)
             if outcome is not None:
                 self.committed = taken
                 self.advance(outcome)
@@ -217,8 +216,9 @@ class Worker(BatchAccounting):
     # --- calls by extensions -------------------------------------------------------------------------------------
 
     def advance(self, outcome: StepOutcome) -> None:
-        """The group has made steps without this worker, and is in step `outcome.next` now."""
-        self.tally.add_steps(outcome.next - self.committed)
+        """The group has made or dropped steps alone, and is in step `outcome.next` now."""
+        if not outcome.repeats:
+            self.tally.add_steps(outcome.next - self.committed)
         self.committed = outcome.next
         self.snapshot = outcome.snapshot or self.snapshot
         self.path.go_to(outcome.next)
@@ -280,7 +280,13 @@ class Worker(BatchAccounting):
     # --- a change of values between two steps ----------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the parameters to values of the servers, between two steps."""
+        """Bring the parameters to values of the servers, before a change of them.
+
+        Raises:
+            PeerLost: the group cannot make a change now.
+        """
+        for extension in self._hooks.before_change:
+            extension.before_change()
         self.client.values.settle()
         if not self._local.is_used:
             return
@@ -295,13 +301,18 @@ class Worker(BatchAccounting):
         """Commit a change of values that extensions have sent; fetch the values.
 
         All workers of the group make this call between the same two steps. It counts as no step.
+
+        Raises:
+            PeerLost: the group has lost a worker meanwhile.
         """
-        outcome = self.client.steps.commit(self.committed, VALUE_CHANGE)
+        outcome = self.client.steps.change(self.committed)
+        if outcome.late:
+            # The launcher restarts the whole group, as it does for any worker that has lost a peer.
+            raise PeerLost("a worker of the group is lost, and a change of parameters (tt.assign) cannot be repeated")
         self.committed += 1
         self.path.go_to(self.committed)
         self.snapshot = outcome.snapshot or self.snapshot
         self.leaves = self.leaves or outcome.leaves
-        self.client.values.fetch()
 
     def _check(self) -> None:
         """Raise RuntimeError if the script has changed a parameter or added a group."""

@@ -24,6 +24,9 @@ class WorkerExtension:
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The step is about to be committed; all of the worker's own gradients are sent."""
 
+    def before_change(self) -> None:
+        """The script is about to change parameters between two steps. Raises PeerLost."""
+
     def after_commit(self, outcome: StepOutcome | None) -> None:
         """A step was applied, skipped, or made without this worker. None: not known yet."""
 
@@ -49,8 +52,11 @@ class WorkerExtension:
     def left_job(self) -> None:
         """The worker leaves while the job goes on."""
 
-    def rejoin(self) -> StepOutcome | None:
-        """This process replaces one that is gone. Returns the group's step, if known."""
+    def rejoin(self, taken: int) -> StepOutcome | None:
+        """This process replaces one that is gone. Returns the group's step, if known.
+
+        taken: the number of the group's steps that the tally counts already.
+        """
         return None
 
 
@@ -65,6 +71,7 @@ class WorkerHooks:
     before_clip: _Extensions = ()
     before_step: _Extensions = ()
     before_commit: _Extensions = ()
+    before_change: _Extensions = ()
     after_commit: _Extensions = ()
     after_step: _Extensions = ()
     step_reported: _Extensions = ()

@@ -228,6 +228,10 @@ class WorkerStats:
     def drop_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:
         """A step was made without this worker: its samples and losses do not count."""
         self.late += 1
+        self.undo_step(samples, losses)
+
+    def undo_step(self, samples: int, losses: tuple[float | torch.Tensor, int]) -> None:
+        """The batch of a step is computed again: its samples and losses do not count yet."""
         self.samples -= samples
         self.loss_sum, self.losses = losses
 

@@ -138,7 +138,7 @@ def everything(worker: ScriptedWorker) -> None:
     worker.open()
     _, start, _ = client.extension(DataClient).lease(0, 0, 8, 5, 0, False)
     if first:
-        client.extension(DataClient).put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
+        client.extension(DataClient).put_draw(0, 0, ((2, 2), (0, 1, 2, 3), True))
     else:
         client.extension(DataClient).get_draw(0, 0)
     state = torch.arange(99, dtype=torch.uint8)

@@ -113,6 +113,12 @@ def test_what_a_counted_loop_cannot_go_by_is_refused(tied):
         tied(1, counted=True)
 
 
+def test_its_steps_cannot_be_repeated(tied):
+    tied(5)
+    here = context.current()
+    assert here is not None and "another library's" in here.unrepeatable
+
+
 def test_outside_a_job_nothing_is_hidden_or_refused(monkeypatch):
     assert context.current() is None
     monkeypatch.setenv("WORLD_SIZE", "2")

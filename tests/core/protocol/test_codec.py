@@ -99,6 +99,7 @@ NUMBERS = {
     26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue RingOffer RingReply",
     34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp",
     40: "ModelBufferValue FinalRequest BufferRequest",
+    44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined",
     50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",
     60: "StateRequest StatePart WorkerStatePart WorkerStateRequest SnapshotRequest SnapshotPart Remainder",
     70: "CollectivePart",

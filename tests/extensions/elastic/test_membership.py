@@ -86,6 +86,8 @@ def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():
 
 
 APART = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
+# With a bound a group restarts as a whole, on the servers' own account.
+BOUNDED = replace(APART, max_staleness=1)
 BESIDE = Cluster(nworkers_per_group=2, nservers_per_group=2)
 
 
@@ -139,7 +141,7 @@ def test_the_first_workers_of_such_a_job_may_be_of_any_incarnation():
 
 def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_model():
     """A worker may die while there is no way yet between two servers."""
-    job = Job(cluster=replace(APART, nservers_per_group=2))
+    job = Job(cluster=replace(BOUNDED, nservers_per_group=2))
     first, second = server_of(job), server_of(job, 1)
     assert [type(said) for to, said in first.lost(A) if to == second.me] == [m.StepDecision]  # which goes nowhere
     ((to, question),) = second.reconnected()
@@ -151,7 +153,7 @@ def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_mod
 
 
 def test_a_job_with_tables_cannot_regroup():
-    server = server_of(Job(cluster=APART))
+    server = server_of(Job(cluster=BOUNDED))
     (tables,) = (each for each in server.hooks.extensions if isinstance(each, TableServer))
     tables._tables["t"] = None  # type: ignore[assignment]
     assert server.lost(A) == []
@@ -160,7 +162,7 @@ def test_a_job_with_tables_cannot_regroup():
 
 
 def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
-    server = server_of(Job(cluster=APART))
+    server = server_of(Job(cluster=BOUNDED))
     server.worker_groups.finish(B, 3)
     server.startup.schema = object()  # type: ignore[assignment]
     server.lost(B)
@@ -173,7 +175,7 @@ def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
 
 
 def test_the_end_of_a_replaced_process_does_not_count():
-    server = server_of(Job(cluster=APART))
+    server = server_of(Job(cluster=BOUNDED))
     server.lost(A)
     server.handle(A, m.WorkerRejoined(1))
     server.lost(B)

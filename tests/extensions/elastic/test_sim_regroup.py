@@ -36,6 +36,9 @@ LAYOUTS = {
     "in step": (2, 2, 2, {"max_staleness": 0}),
     "warming up": (3, 1, 2, {"warmup_steps": 3}),
     "encoded": (2, 2, 2, {"compression": Compression.kFp16}),
+    # With a bound the servers restart a group by themselves, and do not wait for the launcher.
+    "two with a bound": (1, 2, 2, {"max_staleness": 1}),
+    "three with a bound": (1, 3, 3, {"max_staleness": 1}),
 }
 
 
@@ -50,7 +53,7 @@ def place(
     fates: tuple[Fault, ...] = (),
 ) -> Trial:
     groups, workers, shards, settings = LAYOUTS[name]
-    schedule = FaultSchedule("", batches, epochs, mode, tells, fates)
+    schedule = FaultSchedule("", batches, epochs, mode, tells, fates, survive=0.0)
     return Trial(job(groups, workers, shards, **settings), seed, schedule, weather)  # type: ignore[arg-type]
 
 
@@ -320,8 +323,8 @@ MUTANTS = [
     (leases_forgotten, left_alone, "downpour", 0),
     (echo_first, one, "downpour of pairs", 6),
     (coordinator_greets_first, one, "hogwild", 3),
-    (words_of_the_dead, one, "sandblaster of three", 13),
-    (words_before_the_greeting, one, "sandblaster of three", 13),
+    (words_of_the_dead, one, "three with a bound", 13),
+    (words_before_the_greeting, one, "three with a bound", 13),
     (taken_for_mine, one, "downpour on three shards", 7),
     (speaks_at_once, one, "downpour of pairs", 1),
     (streams_forgotten, one, "downpour of pairs", 1),
@@ -330,7 +333,7 @@ MUTANTS = [
     (readers_kept, one, "hogwild of pairs", 35),
     (encoding_kept, one, "encoded", 2),
     (clocks_stay, left_alone, "bounded", 0),
-    (decreed_twice, one, "sandblaster", 10),
+    (decreed_twice, one, "two with a bound", 10),
 ]
 
 

@@ -98,7 +98,7 @@ def test_a_group_of_several_units_starts_again() -> None:
     assert len({unit_of(DOWNPOUR, f"worker 1/{index}") for index in range(2)}) == 2
     incident, again = tell(machine(DOWNPOUR), 105.0, lost("worker 1/1"))
     assert isinstance(incident, Incident)
-    assert again == RestartGroup(1, 1, incident.what)
+    assert again == RestartGroup(1, 1, incident.what, told=True)
 
 
 def test_an_error_waits_until_a_silent_unit_would_have_been_noticed() -> None:

@@ -15,6 +15,8 @@ from topotrain.core.events import (
     Incident,
     Lost,
     Recovered,
+    Repeatable,
+    Repeated,
     Started,
     StepDone,
     Thawed,
@@ -71,6 +73,54 @@ def test_a_dead_worker_takes_its_group_along_and_no_other() -> None:
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
         RestartGroup(1, 1, what),
     ]
+
+
+IN_PLACE = replace(ALL, in_place=frozenset({0, 1}))
+
+
+def repeatable(*workers: str) -> list[Event]:
+    return [Repeatable(who, "") for who in workers]
+
+
+def test_a_worker_starts_again_alone_if_the_script_of_the_others_can_repeat_a_step() -> None:
+    made = machine(IN_PLACE)
+    assert tell(made, 101.0, *repeatable("worker 0/0", "worker 0/1")) == []
+    found = made.on_event(lost("worker 0/1"), 105.0)
+    assert found[1] == RestartGroup(0, 1, "worker 0/1 (pid 7) was killed by SIGKILL", "worker 0/1", told=True)
+    # A step of the survivor does not end the incident, and its pause is in the report.
+    assert tell(made, 105.1, Repeated("worker 0/0", 4, 0.07), step("worker 0/0"))[1:] == []
+    tell(made, 105.2, Started("worker 0/1", 8))
+    assert tell(made, 105.5, step("worker 0/1"))[1:] == [Recovered(0, pytest.approx(0.5), 0.07)]
+
+
+@pytest.mark.parametrize("known", [[], [*repeatable("worker 0/0"), Repeatable("worker 0/0", "two backwards")]])
+def test_a_group_restarts_as_a_whole_if_a_script_is_not_known_to_keep_the_rules(known: list[Event]) -> None:
+    made = machine(IN_PLACE)
+    tell(made, 101.0, *known, *repeatable("worker 1/0"))
+    found = made.on_event(lost("worker 0/1"), 105.0)
+    assert found[1] == RestartGroup(0, 1, "worker 0/1 (pid 7) was killed by SIGKILL", told=True)
+
+
+def test_a_reason_stays_and_the_last_survivor_takes_its_group_along() -> None:
+    made = machine(IN_PLACE)
+    tell(
+        made, 101.0, *repeatable("worker 0/0", "worker 0/1"), Repeatable("worker 1/0", "why"), *repeatable("worker 1/0")
+    )
+    assert made.on_event(lost("worker 1/1"), 102.0)[1].worker == ""  # type: ignore[union-attr]
+    assert made.on_event(lost("worker 0/1"), 105.0)[1].worker == "worker 0/1"  # type: ignore[union-attr]
+    assert made.on_event(lost("worker 0/0"), 105.1)[1] == RestartGroup(
+        0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", told=True
+    )
+
+
+def test_a_survivor_that_cannot_repeat_its_step_takes_its_group_along_and_not_the_job() -> None:
+    made = machine(IN_PLACE)
+    tell(made, 101.0, *repeatable("worker 0/0", "worker 0/1"))
+    made.on_event(lost("worker 0/1"), 105.0)
+    failed = Failed("worker 0/0", "peer", "a worker of the group is lost, and the step cannot be repeated", "")
+    assert tell(made, 105.1, Repeatable("worker 0/0", "two backwards"), failed) == []
+    found = made.poll(105.1 + CAUSE_S)
+    assert [type(action) for action in found] == [Incident, RestartGroup] and found[1].worker == ""  # type: ignore[union-attr]
 
 
 def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:

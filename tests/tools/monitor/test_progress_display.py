@@ -403,7 +403,7 @@ def test_what_the_job_survives_is_a_line_each() -> None:
         window(Recovered(1, 0.75, 0.0))
     assert text.getvalue().splitlines() == [
         "topotrain: worker 1/0 was killed by SIGKILL; group 1 starts again",
-        "topotrain: training again 0.8 s after that loss, other groups were without a step for at most 0.5 s",
+        "topotrain: training again 0.8 s after that loss, the others were without a step for at most 0.5 s",
         "topotrain: training again 0.8 s after that loss",
     ]
 

@@ -315,7 +315,7 @@ MUTANTS = [
     (late_left_out, "hogwild of pairs", 0),
     (complete_too_soon, "hogwild of pairs", 15),
     (assigned_twice, "sandblaster", 0),
-    (assigned_too_soon, "sandblaster", 0),
+    (assigned_too_soon, "sandblaster", 87),
 ]
 
 

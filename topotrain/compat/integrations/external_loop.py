@@ -149,6 +149,7 @@ def tie(
     if unrepeatable:
         # After a death the launcher ends the job with this text instead of a restart.
         here.emit(Unrepeatable(str(here.me), unrepeatable, job=True))
+    here.refuse_repeats("the loop is another library's, which counts its batches and steps")
     here.count_by_length(counted)
     if state is not None:
         # The name cannot be one of `tt.keep`, which are Python names without a space.

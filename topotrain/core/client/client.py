@@ -70,8 +70,8 @@ class Client:
         self.model = ClientModel(self.channel, topology, shared)
         self.values = ValuePull(self.channel, self.model)
         self.gradients = gradients or ServerReduction()
-        self.gradients.bind(self.channel, self.model, self.values)
         self._hooks = ClientHooks()
+        self.gradients.bind(self.channel, self.model, self.values, self._hooks)
         self.steps = StepCommit(self.channel, self.model, self.values, self.gradients, self._hooks)
         self._returned = incarnation > 0
         self.rejoin = Rejoin(self.channel, incarnation)

@@ -53,6 +53,7 @@ class StepOutcome:
 
     late: the group made the step without this worker's gradient and is in step `next` now. The values are those of that
     step.
+    repeats: with `late`: the group has not made the step, and repeats its batch in step `next`.
     """
 
     version: int
@@ -64,6 +65,7 @@ class StepOutcome:
     leaves: bool = False
     late: bool = False
     next: int = -1
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

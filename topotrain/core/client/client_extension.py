@@ -39,7 +39,10 @@ class ClientExtension:
         """A step of this worker was applied or skipped, and its new values are here."""
 
     def missed(self, step: int) -> bool:
-        """Whether the group made this step without the worker; called under the waiter."""
+        """Whether no reply to this step comes; called under the waiter.
+
+        The group has made the step without the worker, or drops it.
+        """
         return False
 
     def catch_up(self) -> StepOutcome:
@@ -77,6 +80,10 @@ class ClientHooks:
         self.after_commit: tuple[ClientExtension, ...] = ()
         self.missed: tuple[ClientExtension, ...] = ()
         self.on_lost: tuple[ClientExtension, ...] = ()
+
+    def overtaken(self, step: int) -> ClientExtension | None:
+        """The extension that knows that no reply to this step of the worker will come."""
+        return next((extension for extension in self.missed if extension.missed(step)), None)
 
     def add(self, extension: ClientExtension) -> None:
         """Call this extension from now on."""

@@ -11,8 +11,8 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd, StepOutcome
-from topotrain.core.client.client_extension import ClientExtension, ClientHooks
+from topotrain.core.client.client_context import VALUE_CHANGE, ClientModel, ServerChannel, StepEnd, StepOutcome
+from topotrain.core.client.client_extension import ClientHooks
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
@@ -28,9 +28,9 @@ class GradientExchange:
     A subclass has `push`, `end_backward` and `wait_means`. The other methods do nothing, or the same in all.
     """
 
-    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
+    def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull, hooks: ClientHooks) -> None:
         """The client of this worker is made of these."""
-        self.channel, self.model, self.values = channel, model, values
+        self.channel, self.model, self.values, self.hooks = channel, model, values, hooks
 
     def start(self, device: torch.device) -> None:
         """All workers of the group have the first values of a model on this device."""
@@ -133,10 +133,15 @@ class ServerReduction(GradientExchange):
 
     def wait_means(self) -> tuple[Means, int]:
         """As `GradientExchange.wait_means`."""
+        step = -1 if self._backward is None else self._backward[0]
         with self.channel.spans.span("wait for means"):
-            self.channel.wait_until(self._all_reduced)
+            self.channel.wait_until(lambda: self._all_reduced() or self.hooks.overtaken(step) is not None)
         # Under the waiter: a reader thread may handle a repeated mean in this moment.
         with self.channel.waiter.update():
+            if not self._all_reduced():
+                # The step is dropped. Some of its means may be here, and the script gets none of them.
+                self._means.clear()
+                self._reduced.clear()
             # From here on a mean that is delivered twice is dropped.
             self._backward = None
             written = self._written()
@@ -214,6 +219,18 @@ class StepCommit:
         self.begin(step, end)
         return self.finish(step, end)
 
+    def change(self, step: int) -> StepOutcome:
+        """Commit a change of values that extensions have sent; fetch the values.
+
+        The outcome is `late` if the group drops the change, or the step after it: others may not fetch then.
+        """
+        outcome = self.commit(step, VALUE_CHANGE)
+        if outcome.late or self._values.fetch(lambda: self._hooks.overtaken(step + 1) is not None):
+            return outcome
+        late = self._hooks.overtaken(step + 1)
+        assert late is not None
+        return late.catch_up()
+
     def begin(self, step: int, end: StepEnd) -> None:
         """Commit a step everywhere. `finish` or `finish_later` must follow."""
         # A lazily committed step ends first: its replies and its values are kept in the same places.
@@ -239,9 +256,9 @@ class StepCommit:
         With `fetch` it also waits for the new values.
         """
         with self._channel.spans.span("wait for apply"):
-            self._channel.wait_until(lambda: self._overtaken(step) is not None or self._is_applied(step))
+            self._channel.wait_until(lambda: self._hooks.overtaken(step) is not None or self._is_applied(step))
         # The servers drop a commit that comes too late, so no reply to it will come.
-        late = self._overtaken(step)
+        late = self._hooks.overtaken(step)
         if late is not None:
             return late.catch_up()
         self._values.end_step(end.fetch)
@@ -256,10 +273,6 @@ class StepCommit:
         # A reply that is delivered twice must not replace that of a later step.
         if known is None or known.step < message.step:
             self._applied[sender] = message
-
-    def _overtaken(self, step: int) -> ClientExtension | None:
-        """The extension that knows that the group has made this step without this worker."""
-        return next((extension for extension in self._hooks.missed if extension.missed(step)), None)
 
     def _is_applied(self, step: int) -> bool:
         # All shards, since a step is applied on all of them or on none.

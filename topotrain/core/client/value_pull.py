@@ -57,14 +57,21 @@ class ValuePull:
 
     # --- rounds --------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> None:
-        """Wait for current values of all slices that this worker holds, in "params"."""
+    def fetch(self, dropped: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for current values of all slices that this worker holds, in "params".
+
+        dropped: whether the others of the group will not fetch, so that values may not come.
+
+        Returns:
+            Whether the values are here.
+        """
         self.settle()
         # Negative, so that no round is one of a step.
         self._fetches += 1
-        with self.receive_round(-1 - self._fetches):
+        with self.receive_round(-1 - self._fetches, dropped):
             for server in self._channel.servers:
                 self._channel.send(server, m.Fetch(self._fetches))
+        return len(self._here) == self._awaited
 
     def fetch_final(self) -> None:
         """Worker (0,0): wait for the job's whole result, in the flat buffer "params"."""
@@ -77,15 +84,17 @@ class ValuePull:
         self._awaited = len(self._model.held)
 
     @contextmanager
-    def receive_round(self, number: int) -> Iterator[None]:
+    def receive_round(self, number: int, dropped: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """The block asks for values; at its end the round of this number is in "params".
+
+        dropped: as in `fetch`.
 
         Raises JobError, PeerLost.
         """
         self._observer.before_values()
         self._expect(number)
         yield
-        self._wait()
+        self._wait(dropped)
         self._observer.after_values()
 
     def expect_early(self, step: int) -> None:
@@ -119,9 +128,9 @@ class ValuePull:
                 self._here.clear()
                 self._round = number
 
-    def _wait(self) -> None:
+    def _wait(self, dropped: Callable[[], bool] = lambda: False) -> None:
         with self._channel.spans.span("wait for values"):
-            self._channel.wait_until(lambda: len(self._here) == self._awaited)
+            self._channel.wait_until(lambda: len(self._here) == self._awaited or dropped())
         # From here on a value that is delivered twice cannot overwrite the parameters.
         self._round = None
 

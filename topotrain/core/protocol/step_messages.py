@@ -320,6 +320,15 @@ class Fetch(Message):
         return 0 <= self.round < MOST
 
 
+# Fetches count their rounds down from -1, and steps count up from 0. Neither reaches this range.
+_FIRST_EXTRA_ROUND = 1 << 40
+
+
+def extra_round(number: int) -> int:
+    """`Values.round` of the reply to a worker's question of another kind than Fetch."""
+    return -_FIRST_EXTRA_ROUND - number
+
+
 @message(4, FROM_SERVER, sent="pull")
 @dataclass(frozen=True, slots=True)
 class Values(Message):
@@ -396,6 +405,8 @@ class StepDecision(Message):
             - 6: some workers of the group get the present values. `members` has flat pairs (worker, round of its
               StepCatchUp).
             - 7: the worker in `members` has a new process, incarnation `step`.
+            - 8: a worker joins its group again, after its new process. `members` has its number and the round of its
+              request. The group's step is dropped, and repeated with this worker.
         refused: as in StepVote, of all shards. The gradients of these workers do not count.
         members: with backup workers, the workers with gradients that the step is made of.
     """
@@ -410,7 +421,7 @@ class StepDecision(Message):
     members: tuple[int, ...] = ()
 
     def is_valid(self) -> bool:
-        return 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 7
+        return 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 8
 
 
 @message(22, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR))

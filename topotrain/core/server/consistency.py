@@ -96,7 +96,7 @@ class Clocks:
         self._clock, self._away = dict(state["clock"]), set(state["away"])
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # StepDecision.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED, JOINS = 1, 2, 3, 4, 5, 6, 7, 8  # StepDecision.change
 
 MOST_DECISIONS = 1 << 16  # that some shard has not reported as applied; each group has at most one step under way
 _MOST_EXITS = 1 << 14  # of one worker, that others of its group have not made: a faulty worker must not fill the memory
@@ -228,13 +228,19 @@ class DecisionLog:
 
     def replace(self, group: int, worker: int, incarnation: int) -> StepDecision | None:
         """Record that one worker has another process. None: this is recorded already."""
-        if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
+        if incarnation <= max(self._replaced.get((group, worker), (0, -1))[0], self._incarnations.get(group, 0)):
             return None
         # The number of the decision tells apart votes from before and after it, see `_holds`.
         self._replaced[group, worker] = incarnation, self._next
         for vote in (vote for key, vote in self._votes.items() if key[0] == group):
             vote.remove(worker)
         return self.decree(group, incarnation, REPLACED, (worker,))
+
+    def abort(self, group: int) -> None:
+        """Drop the group's undecided step: its number is that of no decision."""
+        step = self._decided.get(group, 0)
+        self._votes.pop((group, step), None)
+        self._decided[group] = step + 1
 
     def adopt(self, group: int, incarnation: int) -> bool:
         """Accept only votes of this incarnation of a group. False: this is so already."""

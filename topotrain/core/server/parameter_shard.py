@@ -237,7 +237,7 @@ class ParameterShard:
         if members:  # which of these workers make the step is not decided, so nothing can be summed or measured yet
             refused = self._refused(staging) if self.checked else ()
             return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
-        commit = staging.commits[0]
+        commit = staging.first
         # Under a GradScaler an overflow is normal: the step is skipped, and no worker is at fault.
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
         if refused and not self._may_go_on(staging, refused):
@@ -265,7 +265,7 @@ class ParameterShard:
         # Their part must be in no mean yet, and in no norm.
         if self.on_arrival:
             return True
-        return not staging.visible and NO_WORKER not in refused[::2] and staging.commits[0].clip_norm <= 0
+        return not staging.visible and NO_WORKER not in refused[::2] and staging.first.clip_norm <= 0
 
     def refuse(self, group: int, workers: Collection[int]) -> bool:
         """Leave these workers' gradients out of the group's step. False: nothing is left."""
@@ -427,8 +427,12 @@ def open_model(
     slice_map: SliceMap,
     memory: ShardMemory,
     hooks: ExtensionHooks,
+    resumed: bool = False,
 ) -> ParameterShard:
-    """Make the shard of server `me`. Raises whatever the optimizer's class raises."""
+    """Make the shard of server `me`. Raises whatever the optimizer's class raises.
+
+    resumed: the job goes on from a snapshot.
+    """
     job = effective(job, schema.parameters)
     flats = FlatBuffers(slice_map, me.index, memory.buffers)
     # Before the first view: a buffer that is not put here is allocated when it is first used.
@@ -453,6 +457,8 @@ def open_model(
             # Any worker will do: all have the same mean, and make the same edits. Shards use different ones.
             reader=me.index % topology.workers_per_group if seen else None,
             codec=codec,
+            # Before its snapshot the job may have had deaths, after which schedulers differ.
+            hyper_differs=resumed,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
     group_sync = _group_sync(me.group, job, topology, BucketValues(flats, buckets))

@@ -172,7 +172,8 @@ class PullReplies:
             model.codec.show(group, bucket, model.values(bucket.id), anew=False)
             values = self._message(model, group, bucket, step, version, new=True)
         for index in self._owners(model, bucket):
-            self._send(Address(Role.WORKER, group, index), values)
+            if index in model.staging[group].participants:
+                self._send(Address(Role.WORKER, group, index), values)
 
     def _send(self, worker: Address, values: Values) -> None:
         """Send values. An extension may send them another way."""
@@ -192,7 +193,8 @@ class PullReplies:
         # A parameter buffer is the workers' own parameters: it is written only while none of them computes.
         if not held.fetch or group not in self._buffers or self._shown.get(group) == held.round:
             return True
-        return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
+        waits = {h.worker for h in waiting if h.worker.group == group and h.round == held.round}
+        return len(waits) == len(self._state.known.staging[group].participants)
 
     def _send_values(self, model: ParameterShard, held: _Held) -> None:
         group = held.worker.group

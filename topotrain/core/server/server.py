@@ -78,7 +78,7 @@ class Server:
         sender: MessageSender | None = None,
         start: StartPoint | None = None,
     ) -> None:
-        self.me = me
+        self.me, self.shared = me, shared
         self.hooks = ExtensionHooks()
         self.spans: Recorder = SILENT
         self.validator = MessageValidator(me, topology, shared)

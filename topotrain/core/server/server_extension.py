@@ -40,6 +40,9 @@ class StepPolicy:
         """Whether the contributions of these workers, which all shards have, make a step."""
         return True
 
+    def on_replace(self, group: int, worker: int) -> None:
+        """The coordinator has just decreed that one worker of a group has a new process."""
+
     def choose(self, staging: GradientSource, decision: StepDecision) -> None:
         """Keep the contributions of which the decided step is made.
 
@@ -231,6 +234,10 @@ class RegroupExtension(ServerExtension):
         """Why no group can restart, leave or join while others go on; empty: they can."""
         return ""
 
+    def lacks_workers(self) -> bool:
+        """Whether a group goes on without a worker, which is to come back."""
+        return False
+
     def refuses_leave(self) -> str:
         """Why no worker group can leave the job now; empty: they can."""
         return ""
@@ -329,6 +336,7 @@ class ExtensionHooks:
         regroups = tuple(each for each in extensions if isinstance(each, RegroupExtension))
         self.refuses_regroup = overriding(regroups, RegroupExtension.refuses_regroup)
         self.refuses_leave = overriding(regroups, RegroupExtension.refuses_leave)
+        self.lacks_workers = overriding(regroups, RegroupExtension.lacks_workers)
         self.streams = overriding(regroups, RegroupExtension.streams)
         self.group_restarted = overriding(regroups, RegroupExtension.group_restarted)
         self.group_leaves = overriding(regroups, RegroupExtension.group_leaves)

@@ -140,12 +140,15 @@ class Startup:
         where = (self._topology, self._map, self._me.group, self._me.index)
         return not self.buffers or self._windows.keys() >= shared_windows.expected(*where)
 
-    def open(self, hooks: ExtensionHooks) -> ParameterShard:
-        """Make the model; raises whatever an optimizer's constructor may."""
+    def open(self, hooks: ExtensionHooks, resumed: bool = False) -> ParameterShard:
+        """Make the model; raises whatever an optimizer's constructor may.
+
+        resumed: as in `open_model`.
+        """
         assert self.schema is not None
         assert self._map is not None
         memory = ShardMemory(self._memory, self._shared, self._windows)
-        return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks)
+        return open_model(self._me, self._job, self._topology, self.schema, self._map, memory, hooks, resumed)
 
     def open_copy(self, schema: Schema, hooks: ExtensionHooks) -> ParameterShard:
         """The model of another copy of this server. Raises ValueError."""
@@ -239,7 +242,7 @@ class ModelStart:
         if state.model is not None or not self._startup.complete:
             return
         try:
-            model = self._startup.open(self._hooks)
+            model = self._startup.open(self._hooks, state.start.resumed)
         # The optimizer may be a class of the user. Any of these errors is a refusal, and the server goes on.
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self._queue.send(sender, m.Fail(f"{state.me} cannot build the optimizer: {error}", True))

@@ -125,7 +125,9 @@ class StepContributions:
 
     def _send_means(self, group: int, ordinal: int, ready: Iterable[ReducedBucket]) -> None:
         model = self._state.known
-        staging, workers = model.staging[group], self._groups.workers[group]
+        staging = model.staging[group]
+        # A worker that has not joined its group again does not know the model yet.
+        workers = [self._groups.workers[group][index] for index in staging.participants]
         for reduced in ready:
             if model.on_arrival:
                 self.update_on_arrival(group, reduced)
@@ -235,7 +237,7 @@ class StepContributions:
         """Vote for the group's step, if all that it needs has just become complete."""
         staging = self._state.known.staging[group]
         # Extensions are asked last: most messages come before the last commit.
-        if not self._partial and len(staging.commits) < staging.workers:
+        if not self._partial and len(staging.commits) < len(staging.participants):
             return
         if all(each.may_stage(group, staging.step) for each in self._hooks.may_stage) and staging.try_stage():
             self._queue.send(self._coordinator, self._vote(group))

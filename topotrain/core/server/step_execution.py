@@ -112,7 +112,7 @@ class StepExecution:
         for extension in self._hooks.before_apply:
             extension.before_apply(group, staging.first)
         # The last commit of the group may be of a worker that is not in this step.
-        if self._partial:
+        if self._partial or staging.hyper_differs:
             self._hyper.use(group, staging.first.hyper)
         refused = dict(check_refused(decision, self._topology.workers_per_group, len(model.schema.parameters)))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))

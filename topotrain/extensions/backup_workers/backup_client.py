@@ -6,7 +6,6 @@ from topotrain.core.client.client_context import ClientModel, ServerChannel, Ste
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
-from topotrain.extensions.backup_workers.quorum import values_round
 
 
 class BackupWorkersClient(ClientExtension):
@@ -44,7 +43,7 @@ class BackupWorkersClient(ClientExtension):
         with channel.waiter.update():
             self._questions += 1
             self._answers.clear()
-        with self._values.receive_round(values_round(self._questions)):
+        with self._values.receive_round(m.extra_round(self._questions)):
             # Only the coordinator is asked: by its decree all shards send the values of the same moment.
             channel.send(channel.servers[0], StepCatchUp(self._questions, through))
             with channel.spans.span("wait for the others"):

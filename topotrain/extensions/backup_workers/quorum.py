@@ -14,21 +14,13 @@ from collections.abc import Collection
 from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
-from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision
+from topotrain.core.protocol import Commit, Message, ProtocolError, StepDecision, extra_round
 from topotrain.core.server.consistency import SHOWS
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import GradientExtension, Outbox, StepPolicy, StepResult
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp, StepCaughtUp, StepMissed
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
-
-# Fetches count their rounds down from -1, and steps count up from 0. Neither reaches this range.
-_FIRST_ROUND = 1 << 40
-
-
-def values_round(number: int) -> int:
-    """Return `Values.round` of the reply to a worker's StepCatchUp number `number`."""
-    return -_FIRST_ROUND - number
 
 
 class Quorum:
@@ -228,7 +220,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
         server = self._server
         if server.model is None:
             raise ProtocolError(f"{worker} is to be shown values before there are any")
-        for values in server.replies.show(server.model, worker.index, values_round(number), server.state.version):
+        for values in server.replies.show(server.model, worker.index, extra_round(number), server.state.version):
             server.queue.send(worker, values)
         # After the values, because the client reads its buffers once it has StepCaughtUp of all shards.
         step = server.model.staging[worker.group].step

@@ -12,7 +12,7 @@ import torch
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.training.context import Context, PrepareExtension
-from topotrain.training.data.distributed_loader import BatchReplay, BatchSource
+from topotrain.training.data.distributed_loader import BatchReplay, BatchSource, PassReplay
 from topotrain.training.data.map_dataset import LoadedBatch
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
@@ -89,12 +89,12 @@ class LateSteps(WorkerExtension):
         self._client.through(epoch)
         return True
 
-    def rejoin(self) -> StepOutcome:
+    def rejoin(self, taken: int) -> StepOutcome:
         """As `WorkerExtension.rejoin`."""
         return self._client.catch_up()
 
 
-class ReplayBatches:
+class ReplayBatches(PassReplay):
     """The batches that one pass gives a second time.
 
     Args:
@@ -133,7 +133,7 @@ class ReplayBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class LateBatchReplay:
+class LateBatchReplay(BatchReplay):
     """Gives late batches again; as `distributed_loader.BatchReplay` has it."""
 
     steps: LateSteps

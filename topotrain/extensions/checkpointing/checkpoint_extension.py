@@ -106,9 +106,14 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         elif isinstance(message, SnapshotRequest) and message.last:
             self._request_last()
         # A request at an inconvenient moment is dropped: the host repeats it every `snapshot_s` seconds.
-        elif self._schedule is not None and not self.snapshots.obstacle and self._has_start:
+        elif self._schedule is not None and not self.snapshots.obstacle and self._has_start and not self._lacks_workers:
             self._announce(self._schedule.request(self._states()))
         return ()
+
+    @property
+    def _lacks_workers(self) -> bool:
+        # A worker that comes back later has no state of the snapshot's step, by which its epoch could be drawn again.
+        return any(extension.lacks_workers() for extension in self._server.hooks.lacks_workers)
 
     @property
     def _has_start(self) -> bool:
@@ -136,7 +141,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         # The schedule counts the steps of the first worker group.
         # The step that is about to be decided is not in `steps` yet.
         steps = self.snapshots.steps[group] + 1 if group == self._server.groups[0] else 0
-        if not schedule.is_due(steps) or self.snapshots.obstacle:
+        if not schedule.is_due(steps) or self.snapshots.obstacle or self._lacks_workers:
             return
         # A snapshot that waits for a worker alone ends now, so that the next one can begin.
         if schedule.is_late(steps):
@@ -284,6 +289,11 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         # The new processes may not have the state that the snapshot waits for.
         if self._schedule is not None and self.requested_states():
             self._schedule.restart(group, self._states())
+
+    def reset_worker(self, worker: Address) -> None:
+        # With backup workers the new process leaves a state as good as that of the former one.
+        if self._schedule is not None and self.requested_states() and not self._apart:
+            self._schedule.restart(worker.group, self._states(), worker)
 
     def requested_states(self) -> int:
         """The snapshot that is under way."""

@@ -297,13 +297,18 @@ class SnapshotCoordinator:
             # Within a synchronous group all states belong to one step, and an older one would not fit.
             self._drop(now, "the state of " + ", ".join(map(str, sorted(missing))) + " never came")
 
-    def abandon(self, group: int, workers: WorkerStates) -> str:
-        """Drop a snapshot that waits for a restarted worker. Returns its reason, or ""."""
+    def abandon(self, group: int, workers: WorkerStates, worker: Address | None = None) -> str:
+        """Drop a snapshot that waits for a restarted worker. Returns its reason, or "".
+
+        worker: the only one that restarts. Its group goes on.
+        """
         now = self._now
-        # Several groups have older states. Before the shard is frozen, the new workers leave the state themselves.
-        if now is None or self._apart or not now.facts:
+        # Several groups have older states. Before the shard is frozen, the new workers leave the state themselves,
+        # unless their group goes on without them.
+        if now is None or self._apart or not (now.facts or worker):
             return ""
-        missing = sorted(w for w in workers.expected - workers.present.keys() if w.group == group)
+        lost = [w for w in workers.expected - workers.present.keys() if w.group == group]
+        missing = sorted(w for w in lost if worker in (None, w))
         if not missing:
             return ""
         return self.fail(f"{', '.join(map(str, missing))} had to start again")
@@ -411,10 +416,10 @@ class SnapshotSchedule:
         self._begun = self._due = self._count(steps)
         return self._coordinator.begin(why)
 
-    def restart(self, group: int, workers: WorkerStates) -> None:
-        """The workers of a group have restarted."""
+    def restart(self, group: int, workers: WorkerStates, worker: Address | None = None) -> None:
+        """The workers of a group have restarted, or only this one."""
         # The launcher still waits for the last snapshot: it is taken again, behind their first step.
-        self._ends = self._coordinator.abandon(group, workers) == END or self._ends
+        self._ends = self._coordinator.abandon(group, workers, worker) == END or self._ends
 
     def take_again(self, why: str) -> None:
         """The snapshot that is under way is not the moment that it should be."""

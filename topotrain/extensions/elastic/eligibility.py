@@ -4,7 +4,7 @@ The launcher and the simulator ask here before any process runs, and so do the s
 know, such as tables that the script has opened, are added by their extensions.
 """
 
-from topotrain.config.job import Apply, ConfigError, Job, OnFailure, Shard
+from topotrain.config.job import Apply, Compression, ConfigError, Job, OnFailure, Pull, Shard
 from topotrain.config.topology import Topology
 
 TABLES = "the job has tables, and what a group has said of them is not taken back"
@@ -24,6 +24,32 @@ def refusal(job: Job, topology: Topology, group: int) -> str:
     if job.apply is Apply.kOnArrival:
         return "with apply: kOnArrival parts of its last step are applied, which cannot be taken back"
     return ""
+
+
+def in_place_refusal(job: Job, topology: Topology, group: int) -> str:
+    """Why the survivors of a group cannot go on while a dead worker of it is replaced.
+
+    Empty: they can, as far as is known before the script runs. Then its group is restarted only on the launcher's word.
+    """
+    why = refusal(job, topology, group)
+    if why:
+        return why
+    cluster = job.cluster
+    shares = topology.sharing(topology.unit_of(topology.workers(group)[0]))
+    conditions = {
+        "a group of one worker has no survivors": topology.workers_per_group == 1,
+        "with cluster.backup the group goes on by itself": cluster.backup > 0,
+        "with several server groups their coordinators follow the restart": topology.server_groups > 1,
+        "with on_failure: kStop a death ends the job": job.on_failure is not OnFailure.kContinue,
+        "with pull: kLazy the outcome of a step is known only in the next one": job.pull is not Pull.kStep,
+        "compressed gradients carry the error of the steps before": cluster.compression is not Compression.kNone,
+        "with max_staleness the workers of a group ask for values together": cluster.max_staleness is not None,
+        "with warmup_steps the groups do not start together": job.warmup_steps > 0,
+        "with replicas: 2 the state of a step is in two processes": cluster.replicas > 1,
+        "its model is split over the workers": job.splits,
+        "its values are shared with other groups": any(set(topology.workers(group)) & set(each) for each in shares),
+    }
+    return next((text for text, holds in conditions.items() if holds), "")
 
 
 def singly(job: Job) -> bool:

@@ -6,7 +6,9 @@ log of decisions (`consistency`). Every shard carries the change out between the
 workers was applied by all shards or by none. From there on the messages of a worker count once it has sent its
 incarnation. Applied batches count for ever, by data stream. Everything else that the group had sent is forgotten.
 
-Where a step needs only some of its workers (`eligibility.singly`), each worker restarts by itself.
+Where a step needs only some of its workers (`eligibility.singly`), each worker restarts by itself. A group that may
+recover in place (`eligibility.in_place_refusal`) restarts as a whole, or one worker of it does. The launcher decides
+which, because the launcher knows whether the scripts of the survivors can repeat a step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +21,7 @@ from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import REPLACED, RESTARTS, AppliedBatches
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, RegroupExtension, makes_partial_steps
-from topotrain.extensions.elastic.eligibility import refusal, singly
+from topotrain.extensions.elastic.eligibility import in_place_refusal, refusal, singly
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 
 STREAMS = 2000
@@ -62,6 +64,7 @@ class Members:
     def __init__(self, keys: Iterable[Key], singly: bool = False) -> None:
         self._singly = singly
         self._groups = {key: _Group() for key in keys}
+        self._alone: dict[Address, _Group] = {}  # workers that were replaced since the last restart of their group
         self.changed = False
         """Whether a group has been restarted. Until then all messages count."""
 
@@ -71,19 +74,26 @@ class Members:
 
     def is_current(self, worker: Address) -> bool:
         """Whether messages from and to a worker count."""
-        group = self._groups.get(self.key(worker))
+        group = self._alone.get(worker) or self._groups.get(self.key(worker))
         # Unknown: a group of other servers, of which this server keeps no incarnation. Its messages count.
         return group is None or (group.newest == group.incarnation and self.is_newest(worker))
 
     def is_newest(self, worker: Address) -> bool:
         """Whether a worker belongs to the newest incarnation that this server knows."""
-        group = self._groups[self.key(worker)]
+        group = self._entry_of(worker)
         return not group.newest or worker in group.here
+
+    def _entry_of(self, worker: Address) -> _Group:
+        return self._alone.get(worker) or self._groups[self.key(worker)]
 
     def incarnation(self, key: Key) -> int:
         """The incarnation that counts on this server. 0 for a key that it does not know."""
         # A group of workers that restart one by one is no key. Its votes carry no incarnation.
         return self._groups[key].incarnation if key in self._groups else 0
+
+    def incarnation_of(self, worker: Address) -> int:
+        """The incarnation of a worker that counts on this server."""
+        return self._entry_of(worker).incarnation
 
     def newest(self, key: Key) -> int:
         """The newest incarnation that this server knows."""
@@ -91,13 +101,18 @@ class Members:
 
     def join(self, worker: Address, incarnation: int) -> None:
         """Note the incarnation of a worker. Workers of older incarnations are ignored."""
-        group = self._groups[self.key(worker)]
+        group = self._entry_of(worker)
         if incarnation == group.newest:
             group.here.add(worker)
 
     def expect(self, key: Key, incarnation: int) -> bool:
         """Drop messages of earlier incarnations from here on. Returns whether that is new."""
-        new = self._groups[key].expect(incarnation)
+        if isinstance(key, Address) and not self._singly:
+            new = self._alone.setdefault(key, _Group()).expect(incarnation)
+        else:
+            new = self._groups[key].expect(incarnation)
+            if new:  # the whole group restarts, so no worker of it is one that was replaced alone
+                self._alone = {worker: one for worker, one in self._alone.items() if self.key(worker) != key}
         self.changed |= new
         return new
 
@@ -105,7 +120,8 @@ class Members:
         """Make an incarnation count here. Returns the workers that wait for that."""
         # The decree may arrive before any worker of the incarnation, and before the request of another shard.
         self.expect(key, incarnation)
-        return self._groups[key].restart(incarnation)
+        found = self._groups.get(key) or self._alone[key] if isinstance(key, Address) else self._groups[key]
+        return found.restart(incarnation)
 
     def is_empty(self, group: int, incarnation: int) -> bool:
         """Whether no worker of this incarnation, or of a later one, has connected."""
@@ -114,10 +130,12 @@ class Members:
 
     def pending(self) -> list[tuple[Key, int]]:
         """(key, incarnation) of restarts that are known and not carried out."""
-        return [(key, known.newest) for key, known in self._groups.items() if known.newest > known.incarnation]
+        known: list[tuple[Key, _Group]] = [*self._groups.items(), *self._alone.items()]
+        return [(key, each.newest) for key, each in known if each.newest > each.incarnation]
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
+        # A job with a second copy has no worker that is replaced alone (`eligibility.in_place_refusal`).
         return {"groups": {key: field_values(group) for key, group in self._groups.items()}, "changed": self.changed}
 
     def load_state_dict(self, state: State) -> None:
@@ -194,6 +212,8 @@ class GroupRestarts(RegroupExtension):
         self.members = Members(workers, True) if singly(job) else Members(known)
         self._answers = CoordinatorAnswers()
         self._requests: list[tuple[Address, AppliedBatchesOfStreams]] = []
+        self._in_place = {group for group in self._ours if not in_place_refusal(job, topology, group)}
+        self._announced: dict[Address, int] = {}  # workers of these groups -> the incarnation that they have sent
 
     # --- hooks of the server -------------------------------------------------------------------------------------
 
@@ -228,6 +248,7 @@ class GroupRestarts(RegroupExtension):
         group, incarnation = decision.group, decision.step
         if decision.change == RESTARTS:
             self._change(group, incarnation, None, self._server.worker_groups.ended(group))
+            self._admit(group)
             # Other servers have asked for the counts while this restart was not carried out. Now they are final.
             self._reply_counts()
         else:
@@ -239,6 +260,9 @@ class GroupRestarts(RegroupExtension):
         group, server = worker.group, self._server
         # Only the coordinator reacts. The other shards learn of the restart by its decree.
         if server.decisions.log is None or group not in self._ours:
+            return
+        # The launcher decides whether the group, or only this worker, is to restart.
+        if group in self._in_place:
             return
         if server.worker_groups.ended(group) or server.has_finished(worker):
             return
@@ -269,10 +293,24 @@ class GroupRestarts(RegroupExtension):
                 if self._server.decisions.log is not None:
                     self._server.decisions.log.adopt(group, incarnation)
                 self._change(group, incarnation, None, False)
+        if group in self._in_place:
+            # The process is accepted when the launcher's decision about the group is carried out.
+            self._announced[worker] = max(incarnation, self._announced.get(worker, 0))
+            self._admit(group)
+            return
         self._expect(key, incarnation)
         self.members.join(worker, incarnation)
         if self.members.is_current(worker):
             self._accept(worker)
+
+    def _admit(self, group: int) -> None:
+        """Accept the new processes of a group of which the restart is carried out here."""
+        for worker in self._server.worker_groups.workers[group] if group in self._in_place else ():
+            incarnation = self.members.incarnation_of(worker)
+            if self._announced.get(worker) == incarnation > 0:
+                del self._announced[worker]
+                self.members.join(worker, incarnation)
+                self._accept(worker)
 
     def _has_begun(self, group: int) -> bool:
         """Whether workers of the group have used this server."""
@@ -315,6 +353,8 @@ class GroupRestarts(RegroupExtension):
         # Every shard that notices the restart requests it, and requests are repeated: the log records it once.
         if decision is None:
             return
+        if message.index >= 0:
+            self._server.hooks.policy.on_replace(group, message.index)
         self._server.decisions.send(decision)
         if self._me.group:
             self._server.queue.send(Address(Role.SERVER, 0, 0), message)
@@ -343,10 +383,11 @@ class GroupRestarts(RegroupExtension):
         self._server.reset_worker(worker)
         for each in self.members.restart(worker, decision.step):
             self._accept(each)
+        self._admit(worker.group)
 
     def _accept(self, worker: Address) -> None:
         """Reply to a rejoined worker: its messages count from here on."""
-        server, incarnation = self._server, self.members.incarnation(self.members.key(worker))
+        server, incarnation = self._server, self.members.incarnation_of(worker)
         server.queue.send(worker, WorkerRejoined(incarnation, server.state.complete))
         if worker.group in self._ours:
             if server.worker_groups.come_back(worker.group):

@@ -15,10 +15,12 @@ _TO_DATA_SERVICE = Route(Sender.COORDINATORS, Receiver.DATA_SERVICE)
 _OWN_PROCESS = Route(Sender.SELF, Receiver.COORDINATOR)
 
 
-@message(24, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR), _TO_DATA_SERVICE, names_group=True)
+@message(24, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR), _TO_DATA_SERVICE, _OWN_PROCESS, names_group=True)
 @dataclass(frozen=True, slots=True)
 class RestartRequest(Message):
     """Shard -> coordinator: accept the workers of this incarnation of a group.
+
+    The process of the coordinator sends it, too, where the launcher decides what restarts.
 
     Attributes:
         index: the one worker that is meant. -1: the whole group.

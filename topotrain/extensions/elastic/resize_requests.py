@@ -1,4 +1,4 @@
-"""Requests of the launcher to servers: a group is to leave, has left, or may join.
+"""Requests of the launcher to servers: groups leave, restart, or join.
 
 Requests come on the thread of the channel, in their order, some before the servers exist. The coordinator of the
 group's servers replies with an event, since only it knows the state of the job.
@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from topotrain.core.events import Agreed, EventSink
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft, RestartRequest
 
 REQUESTS = ("leave", "lose", "join")
 AWAY = "away"
+REPLACED = "replaced"
 
 
 class LocalServer(Protocol):
@@ -55,7 +56,7 @@ class ResizeRequests:
 
     def on_command(self, command: Mapping[str, Any]) -> None:
         """Execute a request now, or once its server is here. Other commands are ignored."""
-        if command.get("command") not in (*REQUESTS, AWAY):
+        if command.get("command") not in (*REQUESTS, AWAY, REPLACED):
             return
         # Behind the requests that still wait, so that the order stays.
         with self._lock:
@@ -81,6 +82,9 @@ class ResizeRequests:
         # A fact, not a request: the processes have ended already, so nothing is to be agreed upon.
         if request == AWAY:
             coordinator.handle_own(GroupLeft(group, command["incarnation"]))
+            return True
+        if request == REPLACED:
+            coordinator.handle_own(RestartRequest(group, command["incarnation"], command["index"]))
             return True
         why = coordinator.may_change(group, request)
         if request == "leave" and not why:

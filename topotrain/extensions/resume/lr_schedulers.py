@@ -116,6 +116,10 @@ class OptimizerRates:
         self._within |= {name for name, one in self._named.items() if id(one) in stepped}
         return True
 
+    def stepped(self) -> bool:
+        """Whether a scheduler has stepped since the last call of `note_steps`."""
+        return self.mark() != self._noted
+
     def mark(self) -> tuple[object, ...]:
         """Return a value that changes with every step of a scheduler."""
         return tuple((one.last_epoch, getattr(one, "_step_count", 0)) for one in self._all)
@@ -170,6 +174,7 @@ class OptimizerRates:
         self._within = {str(name) for name in state.within}
         if steps == state.steps + 1 and len(self._optimizers) == 1:
             self._catch_up(state.steps)
+        self._noted = self.mark()
 
     def _catch_up(self, steps: int) -> None:
         """The process died after a step, perhaps before the scheduler's. Make up for it.

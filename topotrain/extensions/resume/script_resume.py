@@ -75,6 +75,8 @@ class ScriptResume(ScriptPosition):
         self._read: Stand = {}
         # Generators at the saved position of the earlier process.
         self._moment: Stand = {}
+        # Rates and schedulers when the script was given its last batch.
+        self._given_rates: WorkerState | None = None
         self._latest: WorkerState | None = None
         self._latest_step = -1
         worker.tally.continue_from(self._earlier.steps)
@@ -247,7 +249,8 @@ class ScriptResume(ScriptPosition):
     def _save_rates(self) -> None:
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
         if self._rates.note_steps() and self._saves:
-            self._capture.save(SINCE, self._capture.rates(self._at.passes))
+            self._given_rates = self._capture.rates(self._at.passes)
+            self._capture.save(SINCE, self._given_rates)
 
     def _save_if_due(self) -> None:
         if self._worker.snapshot:
@@ -256,13 +259,19 @@ class ScriptResume(ScriptPosition):
             # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
+    def repeats(self) -> None:
+        # The body of the loop runs once more, and must not make a second step of a scheduler for one batch.
+        if self._given_rates is not None and self._rates.stepped():
+            self._rates.restore(self._given_rates, self._given_rates.steps)
+
     def _begin(self) -> None:
         self._begins = False
         self._rates.begin_pass()
         # For the first batch the generators are those at the begin of the pass.
         self._now, self._read = {}, {}
         if self._saves:
-            self._capture.save(EPOCH, self._whole({}))
+            self._given_rates = self._whole({})
+            self._capture.save(EPOCH, self._given_rates)
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""

@@ -49,9 +49,12 @@ class StepGradients:
 
     def amend_vote(self, vote: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
         """Return the shard's vote with the rows of the step taken into account."""
+        # Only a job without tables makes steps without worker 0.
+        if not self._tables:
+            return vote
         commit, checked = commits[0], self._checks or commits[0].check_finite
         # Without checks and clipping the mean is computed when the step is applied.
-        if not self._tables or not (checked or commit.clip_norm > 0):
+        if not (checked or commit.clip_norm > 0):
             return vote
         grads = [rows for _, rows in self._mean(vote.group, vote.step, commits).values()]
         if checked and not all(all_finite(g.reshape(-1)) for g in grads):

@@ -393,6 +393,8 @@ class Children:
         They start when the last of the former processes has ended. Returns the children that were started at once.
         """
         # A later request replaces one that still waits: the group restarts once, with the newest incarnation.
+        if not who:
+            self._restarts = {key: value for key, value in self._restarts.items() if key[0] != group}
         self._restarts[group, who] = incarnation, why
         self.end(child for child in self._former(group, who) if child.code is None and not child.doomed)
         return self._restart_due(group)

@@ -19,6 +19,8 @@ from topotrain.core.events import (
     Frozen,
     Lost,
     Missed,
+    Repeatable,
+    Repeated,
     Saved,
     Started,
     StepDone,
@@ -108,7 +110,7 @@ class Follower:
                 self._leader.emit(event)
                 self._held.append(Failed(who, "died", text, log))
                 return []
-            case Unrepeatable():
+            case Unrepeatable() | Repeatable() | Repeated():
                 self._leader.emit(event)
                 return []
             case Started(who=who):

@@ -79,6 +79,8 @@ class AttemptState:
         self.incarnations: dict[int, int] = {}
         self.bounds: dict[bool, str] = {}
         """Reasons, found by scripts, why no group can restart alone (False) and why the job cannot restart (True)."""
+        self.repeatable: dict[str, str] = {}
+        """Of the workers that have reported it: why their script cannot repeat a step; "": it can."""
         self.stopped = StoppedProcesses()
         self.lost_units: set[int] = set()
         self.missed: set[str] = set()
@@ -130,6 +132,20 @@ class AttemptState:
             self.stopped.forget(who)
         return gone
 
+    def on_repeatable(self, who: str, reason: str) -> None:
+        """Record whether a worker's script can repeat a step."""
+        # A reason stays: a script that has broken a rule once may do so again.
+        self.repeatable[who] = self.repeatable.get(who) or reason
+
+    def survivors(self, group: int, lost: str) -> set[str]:
+        """Return the workers that can go on without a lost one of their group.
+
+        None of them can if one cannot.
+        """
+        # A worker that is about to restart, or has not made a step again, takes no part in the present step.
+        there = self.members(group) & self.up & self.repeatable.keys() - self.leaving - {lost}
+        return set() if any(self.repeatable[who] for who in there) else there
+
     def move(self, who: str, rank: int) -> None:
         """Record that a process restarts, in this unit."""
         self._unit_of[who] = rank
@@ -146,6 +162,8 @@ class AttemptState:
         self.leaving |= members
         self.up |= members
         self.finished -= members
+        for who in members:
+            self.repeatable.pop(who, None)
         self.incarnations[group] = self.incarnations.get(group, 0) + 1
         return self.incarnations[group]
 

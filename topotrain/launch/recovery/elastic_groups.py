@@ -171,10 +171,13 @@ class GroupChanges:
     Args:
         states: of the job's groups.
         attempt, restarts: of the job.
+        told: the groups with servers that wait to be told what restarts.
     """
 
-    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts) -> None:
-        self._states, self._attempt, self._restarts = states, attempt, restarts
+    def __init__(
+        self, states: GroupStates, attempt: AttemptState, restarts: Restarts, told: frozenset[int] = frozenset()
+    ) -> None:
+        self._states, self._attempt, self._restarts, self._told = states, attempt, restarts, told
 
     def _incarnation(self, group: int) -> int:
         return self._attempt.incarnations.get(group, 0)
@@ -227,7 +230,8 @@ class GroupChanges:
         incarnation = self._restarts.prepare(group, self._attempt.members(group))
         joined = Joined(group, incarnation, self._restarts.at(now))
         text = f"group {group} starts (incarnation {incarnation})"
-        return [joined, RestartGroup(group, incarnation, "it joins the job"), AnswerRequest(JOIN, group, text)]
+        starts = RestartGroup(group, incarnation, "it joins the job", told=group in self._told)
+        return [joined, starts, AnswerRequest(JOIN, group, text)]
 
     def _leave(self, event: Agreed, now: float) -> list[Action]:
         group, part = event.group, self._states[event.group]
@@ -254,7 +258,8 @@ class GroupChanges:
         if not self._restarts.budget.allows(group, now):
             return self.give_up(group, self._restarts.exhausted(lost, group), "is given up", now)
         answers = self.refuse_pending(group)
-        return [*self._restarts.restart_group(group, lost, now, lost.who if singly else ""), *answers]
+        who, told = lost.who if singly else "", group in self._told
+        return [*self._restarts.restart_group(group, lost, now, who, told), *answers]
 
     def give_up(self, group: int, lost: Failed, how: str, now: float) -> list[Action]:
         """Give up a group that cannot restart; the servers are asked to go on without it."""

@@ -38,12 +38,14 @@ class RestartGroup:
 
     incarnation: of the new workers. why: the reason, for their logs.
     worker: the only worker to restart; "": all of them.
+    told: the servers of the group wait to be told which it is.
     """
 
     group: int
     incarnation: int
     why: str
     worker: str = ""
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,21 @@ from topotrain.core.events import (
     Finished,
     Lost,
     Missed,
+    Repeatable,
+    Repeated,
     Saved,
     Started,
     StepDone,
     Unrepeatable,
     Unsaved,
 )
-from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal, refusal, singly
+from topotrain.extensions.elastic.eligibility import (
+    absent_groups,
+    in_place_refusal,
+    leave_refusal,
+    refusal,
+    singly,
+)
 from topotrain.extensions.replication import replica_placement
 from topotrain.launch import choose_cause
 from topotrain.launch.recovery.attempt_state import AttemptState
@@ -69,6 +77,7 @@ class RestartTerms:
     refusals: for each group, the reason why it cannot leave and join; "": it can.
     absent: the groups that are absent at the start.
     singly: a worker restarts without the others of its group.
+    in_place: the groups in which it does, if the scripts of the others can repeat a step.
     cause_s: seconds for which an error waits for a death that may have caused it.
     """
 
@@ -77,6 +86,7 @@ class RestartTerms:
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
     singly: bool = False
+    in_place: frozenset[int] = frozenset()
     cause_s: float = CAUSE_S
 
 
@@ -110,7 +120,7 @@ class RecoveryPolicy:
         attempt, restarts = self._attempt, self._restarts
         self._topology, self._terms, self._resizing = topology, terms, resizing
         self._states = GroupStates(terms.refusals, terms.absent)
-        self._groups = GroupChanges(self._states, attempt, restarts)
+        self._groups = GroupChanges(self._states, attempt, restarts, terms.in_place)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
     @property
@@ -208,6 +218,12 @@ class RecoveryPolicy:
                 return [event, *self._groups.on_exit(attempt.group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
                 attempt.bounds[job] = text
+                return []
+            case Repeatable(who=who, text=text):
+                attempt.on_repeatable(who, text)
+                return []
+            case Repeated(who=who, waited_s=waited_s):
+                self._restarts.times.repeated(who, waited_s)
                 return []
             case Agreed():
                 return [] if attempt.over else self._groups.on_agreed(event, now)
@@ -331,7 +347,8 @@ class RecoveryPolicy:
         served = attempt.finished <= attempt.group_of.keys()  # else some servers have ended with their final values
         # Only a worker: a lost server takes the only copy of its shard along, so the whole job resumes.
         if alone and served and group is not None and group in self._terms.groups and not attempt.bounds:
-            return self._groups.restart(group, lost, now, self._terms.singly)
+            in_place = group in self._terms.in_place and bool(attempt.survivors(group, lost.who))
+            return self._groups.restart(group, lost, now, self._terms.singly or in_place)
         return self._restarts.restart_job_if_possible(lost, now)
 
     def _on_lost_servers(
@@ -422,4 +439,5 @@ def _terms(job: Job, topology: Topology) -> RestartTerms:
     groups = range(topology.worker_groups)
     alone = frozenset(group for group in groups if not refusal(job, topology, group))
     refusals = {group: leave_refusal(job, topology, group) for group in groups}
-    return RestartTerms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))
+    in_place = frozenset(group for group in groups if not in_place_refusal(job, topology, group))
+    return RestartTerms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job), in_place)

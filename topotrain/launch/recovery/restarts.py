@@ -51,12 +51,20 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class _Wait:
-    """An incident that ends with the next step of `group`; None: of any group."""
+    """An incident that ends with the next step of `group`; None: of any group.
+
+    worker: only a step of this worker of the group ends it. The others go on meanwhile.
+    """
 
     number: int
     group: int | None
     since: float
+    worker: str = ""
     gap: float = 0.0
+
+    def ends_with(self, who: str, group: int) -> bool:
+        """Whether a step of this worker ends the incident."""
+        return self.group in (None, group) and self.worker in ("", who)
 
     def delay(self, seconds: float) -> None:
         """Record a pause between two steps of another group."""
@@ -82,11 +90,15 @@ class RecoveryTimes:
 
     def awaits(self, group: int) -> bool:
         """Return whether an open incident ends only with a step of this group."""
-        return any(wait.group == group for wait in self._waits)
+        # The survivors of a worker that restarts alone do not restart.
+        return any(wait.group == group and not wait.worker for wait in self._waits)
 
-    def begin(self, number: int, group: int | None, now: float) -> None:
-        """Open an incident that ends with a step of this group; None: of any group."""
-        self._waits.append(_Wait(number, group, now))
+    def begin(self, number: int, group: int | None, now: float, worker: str = "") -> None:
+        """Open an incident that ends with a step of this group; None: of any group.
+
+        worker: that ends with a step of this worker.
+        """
+        self._waits.append(_Wait(number, group, now, worker))
         for who in self._stepped.keys() - (self._near or self._group_of.keys()):
             del self._stepped[who]  # outdated, since not all steps of these workers are reported
 
@@ -97,7 +109,7 @@ class RecoveryTimes:
     def widen(self) -> None:
         """Let all open incidents end with the first step of the restarted job."""
         # After a restart of the whole job no group is special: the first step of any shows that the job trains.
-        self._waits = [replace(wait, group=None) for wait in self._waits]
+        self._waits = [replace(wait, group=None, worker="") for wait in self._waits]
 
     def reset(self, group_of: Mapping[str, int]) -> None:
         """Forget the times of all steps, because all processes are new."""
@@ -115,12 +127,20 @@ class RecoveryTimes:
         group, last = self._group_of[who], self._stepped.get(who, now)
         self._stepped[who] = now
         # A loss is over when the affected workers train again, not when a new process has started.
-        over = [wait for wait in self._waits if wait.group in (None, group)]
+        over = [wait for wait in self._waits if wait.ends_with(who, group)]
         self._waits = [wait for wait in self._waits if wait not in over]
-        # The other groups went on with this step, so the pause before it is known now.
+        # The other groups went on with this step, so the pause before it is known now. The survivors of the same group
+        # report their pause more exactly (`repeated`).
         for wait in self._waits:
-            wait.delay(now - last)
+            if wait.group != group:
+                wait.delay(now - last)
         return [Recovered(wait.number, now - wait.since, self._gap(wait, finished, now)) for wait in over]
+
+    def repeated(self, who: str, waited_s: float) -> None:
+        """A survivor has repeated the step in which a worker of its group was lost."""
+        for wait in self._waits:
+            if wait.worker and wait.group == self._group_of[who]:
+                wait.delay(waited_s)
 
     def _gap(self, wait: _Wait, finished: Collection[str], now: float) -> float:
         """Return the longest pause between steps of other groups during the incident."""
@@ -161,15 +181,19 @@ class Restarts:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, what(lost), action, self.at(now))
 
-    def restart_group(self, group: int, lost: Failed, now: float, worker: str = "") -> list[Action]:
-        """Restart a group, or only one worker of it, after the loss of a process."""
+    def restart_group(self, group: int, lost: Failed, now: float, worker: str = "", told: bool = False) -> list[Action]:
+        """Restart a group, or only one worker of it, after the loss of a process.
+
+        told: as in `RestartGroup`.
+        """
         self.budget.count(group, what(lost), now)
         incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group))
         # Before `incident`, which takes this number and counts on.
-        self.times.begin(self._incidents, group, now)
+        # With backup workers the first step of the group shows that it trains.
+        self.times.begin(self._incidents, group, now, worker if told else "")
         action = "it starts again, and its group continues meanwhile" if worker else f"group {group} starts again"
         incident = self.incident(lost, f"{action} (incarnation {incarnation})", now)
-        return [incident, RestartGroup(group, incarnation, what(lost), worker)]
+        return [incident, RestartGroup(group, incarnation, what(lost), worker, told)]
 
     def prepare(self, group: int, members: set[str]) -> int:
         """Record that these workers of a group restart; return their incarnation."""

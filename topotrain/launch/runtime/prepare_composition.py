@@ -3,6 +3,7 @@
 # Here, and not inside the function: a forkserver imports them once for all workers that it forks.
 from topotrain.extensions.assignment.parameter_assignment import AssignmentExtension
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
+from topotrain.extensions.in_place_recovery.repeated_steps import InPlaceExtension
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
 from topotrain.parallel.api.prepare_split import SplitExtension
@@ -11,4 +12,11 @@ from topotrain.training.context import PrepareExtension
 
 def prepare_extensions() -> tuple[PrepareExtension, ...]:
     """Return new extensions of `tt.prepare`, in the order in which they are called."""
-    return SplitExtension(), TableExtension(), BackupExtension(), AssignmentExtension(), ResumeExtension()
+    return (
+        SplitExtension(),
+        TableExtension(),
+        BackupExtension(),
+        InPlaceExtension(),
+        AssignmentExtension(),
+        ResumeExtension(),
+    )

@@ -14,7 +14,7 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension, makes_partial_steps
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
-from topotrain.extensions.elastic.eligibility import singly
+from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
 
 
 def make_server(
@@ -45,6 +45,11 @@ def server_extensions(
 ) -> tuple[ServerExtension, ...]:
     """Return the extensions of a server, in order."""
     found = list(_extensions(server, job, topology, memory, resumed))
+    in_place = [group for group in server.groups if not in_place_refusal(job, topology, group)]
+    if in_place and installed("extensions.in_place_recovery.group_members"):
+        from topotrain.extensions.in_place_recovery.group_members import GroupMembers
+
+        found.append(GroupMembers(server, topology, in_place, server.shared))
     if installed("extensions.elastic.membership"):
         from topotrain.extensions.elastic.group_departure import GroupDeparture
         from topotrain.extensions.elastic.membership import GroupRestarts

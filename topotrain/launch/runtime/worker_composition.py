@@ -19,6 +19,11 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
         from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 
         found.append(BackupWorkersClient())
+    # A worker of a group that cannot recover in place is never told to.
+    if cluster.nworkers_per_group > 1 and not cluster.backup:
+        from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
+
+        found.append(InPlaceClient())
     if cluster.compression is not Compression.kNone:
         from topotrain.extensions.compression.compression_client import CompressionClient
 

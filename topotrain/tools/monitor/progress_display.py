@@ -298,7 +298,7 @@ class LiveTable(QuietProgress):
 
 def recovery(event: Recovered, what: str = "loss") -> str:
     """Describe the cost of a recovery."""
-    others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
+    others = f", the others were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
     return f"training again {event.waited_s:.1f} s after that {what}{others}"
 
 

@@ -100,6 +100,7 @@ class FaultSchedule:
     faults: tuple[Fault, ...]
     every: float = 0.0  # seconds between snapshots; 0: only where a clock jumps, without worker states
     opens: float = 0.0  # servers start within so many seconds
+    survive: float = 0.8  # share of the deaths in groups that recover in place after which the launcher lets them
     assigns: bool = False  # the scripts assign the cells of one parameter, before the step of each batch
 
 

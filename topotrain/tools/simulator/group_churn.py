@@ -64,7 +64,8 @@ class ElasticTrial(Trial):
             self.log.append((self.sim.now, fault))
             if joins:
                 self.absent.discard(fault.group)
-                self._restart(self.topology.workers(fault.group))
+                workers = self.topology.workers(fault.group)
+                self._restart(workers, self._next_incarnation(workers))
             else:
                 self._leave(fault)
 
@@ -78,7 +79,7 @@ class ElasticTrial(Trial):
             return
         worker_processes = self._worker_processes(fault.group)
         again = all(process.dead for process in worker_processes)  # the request is for the processes about to start
-        self._send(GroupLeaveRequest(fault.group, worker_processes[0].incarnation + again))
+        self._send(GroupLeaveRequest(fault.group, self._newest(fault.group) + again))
 
         def late() -> None:
             # The group may have left, joined and been asked again meanwhile.
@@ -92,11 +93,18 @@ class ElasticTrial(Trial):
     def _worker_processes(self, group: int) -> list[WorkerProcess]:
         return [self.worker_processes[worker] for worker in self.topology.workers(group)]
 
+    def _newest(self, group: int) -> int:
+        """Return the incarnation of the last start of a process of a group."""
+        started = max(process.incarnation for process in self._worker_processes(group))
+        return max(started, self._numbers.get(group, 0))
+
     def _send(self, message: Message) -> None:
         sim_server = self.sim_servers[_COORDINATOR]
         self.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, message), _COORDINATOR)
 
     def _end_all(self, group: int) -> None:
+        # A worker that is about to restart alone does not start any more.
+        self._whole[group] = self._whole.get(group, 0) + 1
         if all(
             process.dead for process in self._worker_processes(group)
         ):  # about to restart: the new processes end before they start
@@ -129,7 +137,7 @@ class ElasticTrial(Trial):
             self.absent.add(group)
             self.left_at = self.sim.now
             # It may arrive before or after the servers notice the ends of connections.
-            self.sim.at(self._notice_time(), partial(self._send, GroupLeft(group, worker_processes[0].incarnation + 1)))
+            self.sim.at(self._notice_time(), partial(self._send, GroupLeft(group, self._newest(group) + 1)))
 
     def leave(self, process: WorkerProcess) -> None:
         """End a worker of a group that was asked to leave."""

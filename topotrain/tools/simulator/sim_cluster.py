@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from topotrain.comm.transport import TransportError
-from topotrain.config.job import Job
+from topotrain.config.job import Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.client.client import Client, StepEnd, StepOutcome
-from topotrain.core.client.client_context import VALUE_CHANGE
+from topotrain.core.client.client import Client, PeerLost, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
@@ -144,7 +143,8 @@ class SimWorker:
     def __post_init__(self) -> None:
         self.client = self.cluster.clients[self.me]
         self.flats = FlatBuffers(self.cluster.map, None, PrivateMemory())
-        self.visible = self.client.channel.group_size > 1 and not self.singly
+        visible = self.cluster.job.grads is Grads.kVisible
+        self.visible = visible and self.client.channel.group_size > 1 and not self.singly
 
     def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job. Worker (0,0) sends the initial values."""
@@ -205,7 +205,13 @@ class SimWorker:
     def assign(
         self, number: int, values: torch.Tensor, place: AssignmentPlace, follows_step: bool = False
     ) -> StepOutcome:
-        """Change a parameter as `tt.assign` does, before the step of a batch, or behind one (`follows_step`)."""
+        """Change a parameter as `tt.assign` does, before the step of a batch.
+
+        follows_step: it is behind one.
+
+        Raises:
+            PeerLost: the group has lost a worker meanwhile.
+        """
         for index, now in enumerate(self.values()):
             self.view("assigned", index).copy_(values if index == number else now)
         apart = self.cluster.topology.worker_groups > 1
@@ -214,9 +220,10 @@ class SimWorker:
             for b in decided_by(self.client)
         )
         send_assignment(self.client, self.steps, place, [each for each in found if each is not None], follows_step)
-        outcome = self.client.steps.commit(self.steps, VALUE_CHANGE)
+        outcome = self.client.steps.change(self.steps)
+        if outcome.late:
+            raise PeerLost("the group has dropped an assignment")
         self.steps += 1
-        self.client.values.fetch()
         return outcome
 
     def finish(self) -> "SimWorker":

@@ -27,6 +27,11 @@ class WorkerProcess:
     admitted: bool = False
     over: bool = False  # dead, or its script has ended
     dead: bool = False
+    stepped: bool = False
+
+    def step(self) -> None:
+        """Record that it has made a step."""
+        self.stepped = True
 
     def on_send(self) -> None:
         """Count a message that it sends."""

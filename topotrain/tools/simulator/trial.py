@@ -7,20 +7,24 @@ twice. In a snapshot the cells of all listed batches must be 1, and all others 0
 Some scripts also assign the cells of their batches in one more parameter (ASSIGNED), before each step.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from topotrain.config.job import Job
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
-from topotrain.extensions.elastic.eligibility import singly
+from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
+from topotrain.extensions.elastic.membership_messages import RestartRequest
+from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
@@ -34,6 +38,7 @@ from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerO
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
+from topotrain.training.data.sampling import cut
 
 LONG = 10.0
 """Virtual seconds after the last fault, several times more than the slowest of these jobs needs."""
@@ -50,6 +55,7 @@ class TrialScript:
     def __init__(self, trial: "Trial", worker: SimWorker, process: WorkerProcess) -> None:
         self._trial, self._worker, self._process = trial, worker, process
         self._workers = trial.topology.workers_per_group
+        self._absent = self._alone = False
         self.final: list[torch.Tensor] = []
         """The final values, as worker (0,0) sees them."""
 
@@ -65,9 +71,13 @@ class TrialScript:
             self._finish()
             return
         snapshot = 0  # the snapshot that needs this worker's state
+        self._look_for_group()
         for epoch in self._epochs:
             begins = True
-            for stream, seq, number in self._batches(epoch):
+            if self._absent and not self._join(epoch):
+                continue
+            for stream, seq, number in self._batches(epoch, self._alone):
+                self._alone = False
                 # A real worker stores its state at the begin of an epoch, and at a step that a snapshot names.
                 if begins and trial.schedule.every:
                     worker.client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
@@ -78,7 +88,7 @@ class TrialScript:
                 cells = range(batch * workers, (batch + 1) * workers)
                 if trial.schedule.assigns:
                     self._assign(cells, AssignmentPlace(stream, seq, 0))
-                outcome = self._step(observer, cells[worker.me.index], (stream, seq, seq))
+                outcome = self._step_together(observer, cells, (stream, seq, seq))
                 snapshot = outcome.snapshot
                 # The step of a process that died in it may count or not.
                 if not process.over:
@@ -90,6 +100,49 @@ class TrialScript:
         if snapshot:
             worker.client.extension(WorkerStateClient).save(snapshot, passes_of(trial.epochs))
         self._finish()
+
+    def _look_for_group(self) -> None:
+        """Note whether the group goes on without this process, which is a new one."""
+        in_place = self._worker.me.group in self._trial.in_place
+        if self._process.incarnation and in_place:
+            self._absent = not self._worker.client.extension(InPlaceClient).group_epoch().joined
+
+    def _join(self, epoch: int) -> bool:
+        """Join the group, unless it has read this epoch to its end."""
+        client = self._worker.client.extension(InPlaceClient)
+        if client.group_epoch().epoch > epoch:
+            return False
+        self._worker.go_on_at(client.join().step)
+        # Until it has found a batch: the group may have gone on to the next epoch since the question.
+        self._absent, self._alone = False, True
+        return True
+
+    def _step_together(self, observer: WorkerObserver, cells: range, marks: tuple[int, int, int]) -> StepOutcome:
+        """Take the step of a batch that is divided among the present workers of the group."""
+        worker, client = self._worker, self._worker.client.extension(InPlaceClient) if self._workers > 1 else None
+        while True:
+            while client is not None and client.dropped(worker.steps):
+                self._repeat(client.catch_up())
+            members = self._members
+            lo, hi = cut(len(cells), len(members))[members.index(worker.me.index)]
+            outcome = self._step(observer, cells[lo:hi], marks)
+            if not outcome.repeats:
+                self._process.step()
+                return outcome
+            self._trial.repeats += 1
+            self._repeat(outcome)
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """The workers among which a batch is divided."""
+        known = self._worker.client.extension(InPlaceClient).members if self._workers > 1 else ()
+        return known or tuple(range(self._workers))
+
+    def _repeat(self, outcome: StepOutcome) -> None:
+        """Go on at the step in which a batch is repeated. Raises PeerLost."""
+        if self._trial.schedule.assigns:
+            raise PeerLost("a step with an assignment is not repeated")
+        self._worker.go_on_at(outcome.next)
 
     def _train_singly(self, observer: WorkerObserver) -> None:
         """Train with backup workers: each worker reads batches of its own."""
@@ -104,7 +157,7 @@ class TrialScript:
             number = worker.client.extension(DataClient).applied(stream)
             while number < len(mine):
                 cell = epoch * trial.batches * workers + mine[number]
-                outcome = self._step(observer, cell, (stream, number, number))
+                outcome = self._step(observer, (cell,), (stream, number, number))
                 # The group committed this step without the worker, which computes the batch again for a later step.
                 if outcome.late:
                     worker.go_on_at(outcome.next)
@@ -118,22 +171,27 @@ class TrialScript:
         """Assign the cells of a batch.
 
         With one group each assignment adds 1, so that a repeated one is found.
+
+        Raises:
+            PeerLost: a worker of the group is away and would miss it, or the group has lost one.
         """
+        if len(self._members) < self._workers:
+            raise PeerLost("an assignment is for the whole group")
         trial, values = self._trial, self._worker.values()[ASSIGNED]
         here = slice(cells.start, cells.stop)
         adds = trial.topology.worker_groups == 1 and trial.schedule.mode == "static"
         values[here] = values[here] + 1 if adds else 1
         self._worker.assign(ASSIGNED, values, place)
 
-    def _step(self, observer: WorkerObserver, cell: int, marks: tuple[int, int, int]) -> StepOutcome:
-        """Take the step of one batch, with a gradient of -1 in this cell."""
+    def _step(self, observer: WorkerObserver, cells: Sequence[int], marks: tuple[int, int, int]) -> StepOutcome:
+        """Take the step of one batch, with a gradient of -1 in these cells."""
         self._worker.sleep(0.0, 0.004)
         # It may have been killed while it computed.
         if self._process.over:
             raise Killed
         # Before the step, which overwrites values that were wrong for a while.
         observer.check(self._worker.values())
-        return self._worker.step(self._gradient(cell), marks=marks, samples=1)
+        return self._worker.step(self._gradient(cells), marks=marks, samples=len(cells))
 
     def _record(self, observer: WorkerObserver, cells: Sequence[int]) -> None:
         """Count a committed step, and check the values after it."""
@@ -160,7 +218,8 @@ class TrialScript:
             worker.client.buffers.final()
             self.final = worker.values()
 
-    def _batches(self, epoch: int) -> Iterator[tuple[int, int, int]]:
+    def _batches(self, epoch: int, alone: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield the rest of an epoch; alone: the group has gone on without this process."""
         trial, group, client = self._trial, self._worker.me.group, self._worker.client
         units = self._unread(epoch, trial.batches)
         if trial.schedule.mode == "static":
@@ -170,16 +229,16 @@ class TrialScript:
             for seq in range(client.extension(DataClient).applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = LeaseIterator(client.extension(DataClient), epoch, len(units), 0)
+        leases = LeaseIterator(client.extension(DataClient), epoch, len(units), 0, alone)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]
             leases.read(place)  # the batch is over once the next one is asked for
 
-    def _gradient(self, cell: int) -> list[torch.Tensor]:
+    def _gradient(self, cells: Sequence[int]) -> list[torch.Tensor]:
         found = [torch.zeros(p.shape) for p in self._trial.map.parameters]
         for part in found:
-            part[cell] = -1.0
+            part[list(cells)] = -1.0
         if self._trial.schedule.assigns:
             found[ASSIGNED].zero_()
         return found
@@ -221,6 +280,12 @@ class Trial(SimCluster):
         self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.epochs = schedule.batches, schedule.epochs
         self.singly = singly(job)
+        self.repeats = 0
+        """Steps that a worker has repeated because its group had lost, or got back, another one."""
+        self._choices = random.Random(f"{seed} in place")
+        self._whole: dict[int, int] = {}  # group -> how often all of it was killed
+        self._told: dict[int, float] = {}  # group -> when its servers are told of the last restart
+        self._numbers: dict[int, int] = {}  # group -> the incarnation of the last restart
         # A fault is its own key, so two equal ones are one.
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
@@ -240,6 +305,9 @@ class Trial(SimCluster):
         # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
         counts = (cells, max(cells, 150), max(cells, 256), *((max(cells, 64),) if schedule.assigns else ()))
         schema = parameters(*counts)
+        topology = layout(job.cluster)
+        groups = range(topology.worker_groups)
+        self.in_place = {group for group in groups if not in_place_refusal(job, topology, group)}
         super().__init__(job, seed, network_faults or NETWORKS[schedule.network], schema, resumed=self.resumed)
         if before is not None:
             self._continue(before)
@@ -274,9 +342,8 @@ class Trial(SimCluster):
     def _make_transport(self, network_faults: NetworkFaults | None) -> CrashableTransport:
         return CrashableTransport(self.sim, self.worker_processes, network_faults)
 
-    def _make_client(self, me: Address) -> Client:
-        known = self.worker_processes.get(me)
-        process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
+    def _make_client(self, me: Address, number: int = 0) -> Client:
+        process = self.worker_processes[me] = WorkerProcess(me, number)
 
         waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
         client = Client(
@@ -305,17 +372,9 @@ class Trial(SimCluster):
                 # A server admits workers when all its peers have started and are connected.
                 self._opens[me] = max(self._opens[me], time)
                 if time > self.sim.now:
-                    self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
+                    self.sim.at(time, lambda me=me, peer=peer: _call(self, me, peer))  # type: ignore[misc]
                 else:
                     self.transport.connect(me, peer, "")
-
-    def _call(self, me: Address, peer: Address) -> None:
-        """Connect a server to another one."""
-        self.transport.connect(me, peer, "")
-        # A shard asks its coordinator for messages that it has missed.
-        if me.group == peer.group:
-            sim_server = self.sim_servers[me]
-            self.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)
 
     def _connect_servers(self) -> None:
         """Do nothing: servers connect to each other when they start."""
@@ -365,14 +424,23 @@ class Trial(SimCluster):
             self.disks.ask()
             self.sim.at(self.sim.now + self.schedule.every, self._tick)
 
-    def kill(self, group: int, away: float, index: int = 0) -> None:
-        """Kill a group, or one process; they restart after `away` seconds if not over."""
-        if not all(self.worker_processes[me].over for me in self._killed_together(group, index)):
-            self._kill(self._killed_together(group, index), away)
+    def kill(self, group: int, away: float, index: int | None = 0) -> None:
+        """Kill a group, or one process; they restart after `away` seconds if not over.
+
+        index: of the process that dies. None: all of the group.
+        """
+        together = self.topology.workers(group) if index is None else self._killed_together(group, index)
+        if not all(self.worker_processes[me].over for me in together):
+            self._kill(together, away)
 
     def _killed_together(self, group: int, index: int) -> tuple[Address, ...]:
         """Return the workers that die together with this one."""
-        return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
+        worker, everyone = Address(Role.WORKER, group, index), self.topology.workers(group)
+        others = [self.worker_processes[me] for me in everyone if me != worker]
+        there = any(process.stepped and not process.over for process in others)
+        # Some scripts break the rules that a repeated step needs.
+        survived = group in self.in_place and there and self._choices.random() < self.schedule.survive
+        return (worker,) if self.singly or survived else everyone
 
     def _kill(self, workers: tuple[Address, ...], away: float) -> None:
         self.kills += 1
@@ -386,13 +454,32 @@ class Trial(SimCluster):
             # Last: only a living process has connections that end.
             process.kill()
         worker_processes = [self.worker_processes[me] for me in workers]
+        group = workers[0].group
+        # The restart of a whole group replaces that of one worker.
+        self._whole[group] = turn = self._whole.get(group, 0) + (len(workers) == self.topology.workers_per_group)
+        number = self._next_incarnation(workers)
 
         def again() -> None:
             # Another fault may have restarted some of them already.
-            if [self.worker_processes[me] for me in workers] == worker_processes:
-                self._restart(workers)
+            if self._whole[group] == turn and [self.worker_processes[me] for me in workers] == worker_processes:
+                self._restart(workers, number)
 
         self.sim.at(self.sim.now + away, again)
+
+    def _next_incarnation(self, workers: tuple[Address, ...]) -> int:
+        """Return the number of a restart, and tell the servers of the group what restarts."""
+        group = workers[0].group
+        known = [self.worker_processes[me].incarnation for me in self.topology.workers(group)]
+        self._numbers[group] = number = max([*known, self._numbers.get(group, 0)]) + 1
+        if group in self.in_place:
+            index = workers[0].index if len(workers) < self.topology.workers_per_group else -1
+            coordinator = Address(Role.SERVER, self.topology.server_group_of(group), 0)
+            told, sim_server = RestartRequest(group, number, index), self.sim_servers[coordinator]
+            # Commands of a launcher arrive in order, and also late.
+            self._told[group] = time = max(self._notice_time(), self._told.get(group, 0.0))
+            tell = partial(self.transport.when_resumed, lambda: sim_server.handle(coordinator, told), coordinator)
+            self.sim.at(time, tell)
+        return number
 
     def _cut(self, fault: Fault) -> None:
         worker = Address(Role.WORKER, fault.group, fault.index)
@@ -409,9 +496,8 @@ class Trial(SimCluster):
                 and not process.dead
                 and worker != self.workers[0]
             ):
-                self._kill(
-                    self._killed_together(*worker[1:]), fault.away
-                )  # its last messages are lost, so it has failed
+                # Its last messages are lost, so it has failed.
+                self._kill(self._killed_together(*worker[1:]), fault.away)
             client.lost(server, "the connection was cut")
 
         self._aways[process] = fault.away
@@ -432,14 +518,15 @@ class Trial(SimCluster):
                 sim_server = self.sim_servers[server]
                 self.transport.when_resumed(lambda: sim_server.send(sim_server.server.lost(process.me)), server)
 
-    def _restart(self, workers: tuple[Address, ...]) -> None:
+    def _restart(self, workers: tuple[Address, ...], number: int) -> None:
+        self._numbers[workers[0].group] = max(number, self._numbers[workers[0].group])
         self.restarts.append((self.sim.now, workers[0].group))
         for me in workers:
             for server in sorted({*self.clients[me].channel.servers, self.clients[me].channel.first_server}):
                 self._end(
                     self.worker_processes[me], server
                 )  # replaces its connection, if the server has not noticed the end
-            self.clients[me] = self._make_client(me)
+            self.clients[me] = self._make_client(me, number)
             self._start(me)
 
     def _start(self, me: Address) -> None:
@@ -463,8 +550,11 @@ class Trial(SimCluster):
             except Killed:
                 pass
             except PeerLost:
-                # A worker that has lost a server ends, and the launcher restarts its group.
-                self.kill(me.group, self._aways[process], me.index)
+                # A worker that has lost a server ends, and so does one that cannot repeat a step. Several workers of a
+                # group may end, and the launcher restarts it once.
+                cut = process in self._aways
+                if cut or not process.over:
+                    self.kill(me.group, self._aways.get(process, 0.05), me.index if cut else None)
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
 
@@ -520,3 +610,12 @@ class Trial(SimCluster):
             for cell in range(cells)
             if float(part[cell]) != 1.0
         ]
+
+
+def _call(trial: Trial, me: Address, peer: Address) -> None:
+    """Connect a server to another one."""
+    trial.transport.connect(me, peer, "")
+    # A shard asks its coordinator for messages that it has missed.
+    if me.group == peer.group:
+        sim_server = trial.sim_servers[me]
+        trial.transport.when_resumed(lambda: sim_server.send(sim_server.server.reconnected()), me)

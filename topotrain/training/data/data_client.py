@@ -3,7 +3,7 @@
 A worker has one request at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from topotrain.config.topology import Address
@@ -13,6 +13,7 @@ from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LEAVES
+from topotrain.training.data.sampling import Chunk
 
 T = TypeVar("T", bound=m.Message)
 
@@ -94,10 +95,14 @@ class DataClient(ClientExtension):
         question = m.AppliedBatchesRequest(stream)
         return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream)
 
-    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
-        """Send the samples of batches to the other workers of the job."""
+    def put_draw(self, epoch: int, chunk: int, drawn: Chunk, keep: bool = False) -> None:
+        """Send the samples of batches to the other workers of the job.
+
+        keep: as in DrawnBatches.
+        """
         self._observer.draw(epoch, chunk)
-        self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices)))
+        sizes, indices, end = drawn
+        self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices), keep))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""

@@ -90,6 +90,7 @@ class DrawnBatches(Message):
         sizes: the size of each batch.
         indices: the indices of all batches, one batch after the other.
         end: these are the last batches of the epoch.
+        keep: the server keeps them for a worker that restarts alone in this epoch.
     """
 
     epoch: int
@@ -97,6 +98,7 @@ class DrawnBatches(Message):
     end: bool
     sizes: tuple[int, ...]
     indices: tuple[int, ...]
+    keep: bool = False
 
     def is_valid(self) -> bool:
         return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.chunk < MOST

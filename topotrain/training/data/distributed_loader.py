@@ -14,8 +14,9 @@ A stream (IterableDataset) cannot be drawn from: every worker reads all of it an
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -43,26 +44,55 @@ from topotrain.training.worker_stats import BatchAccounting
 __all__ = ["STATIC", "DataPlan", "ResumeRecorder", "ShardedLoader", "EpochStart"]
 
 
-class BatchSource(Protocol):
-    """Gives the next batch of a pass. Raises StopIteration at the end."""
+class BatchSource:
+    """Gives the batches of a pass that were not given before.
 
-    def __call__(self) -> LoadedBatch: ...
+    Args:
+        feed: the pass.
+    """
+
+    def __init__(self, feed: EpochReader) -> None:
+        self._feed = feed
+
+    def __call__(self) -> LoadedBatch:
+        """The next batch. Raises StopIteration at the end."""
+        try:
+            return self._feed.next()
+        except StopIteration:
+            # A draw without a batch for this worker has batches for others.
+            self._feed.send_draw()
+            raise
+
+    def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
+        """As `EpochReader.divide_again`."""
+        self._feed.divide_again(members, repeat)
 
 
-class PassReplay(Protocol):
+class PassReplay(ABC):
     """Gives the batches of one pass, some of them again."""
 
+    repeats = False
+    """Whether the last call of `next` has given a batch of which the group has not made a step."""
+
+    @abstractmethod
     def next(self, fresh: BatchSource) -> LoadedBatch:
         """The next batch; `fresh` gives one that was not given before."""
-        ...
 
 
-class BatchReplay(Protocol):
+class BatchReplay(ABC):
     """Decides which batches the script is given again."""
 
+    def plan_for(self, loader: DataLoader[Any], plan: DataPlan) -> DataPlan:
+        """The plan by which a loader is divided that can give batches again."""
+        return plan
+
+    def opening(self, epoch: int, point: ResumePoint) -> ResumePoint:
+        """How the pass of this epoch begins, in place of `point`."""
+        return point
+
+    @abstractmethod
     def begin(self, epoch: int) -> PassReplay:
         """The pass of this epoch begins."""
-        ...
 
 
 class ShardedLoader:
@@ -88,7 +118,7 @@ class ShardedLoader:
         _check(loader, plan)
         self._replay = replay
         self._loader = loader
-        self._plan = plan
+        self._plan = plan if replay is None else replay.plan_for(loader, plan)
         self._client = client
         self._accounting = accounting
         self._epochs = 0
@@ -110,6 +140,8 @@ class ShardedLoader:
         if self._loader.persistent_workers:
             self._kept = inner
         opening = self._opening(inner, epoch)
+        if self._replay is not None:
+            opening = self._replay.opening(epoch, opening)
         feed: EpochReader
         if inner.indices is None:
             feed = IterableEpoch(inner, self._plan, self._client, self._accounting, epoch, opening)
@@ -257,7 +289,7 @@ class _Pass(Iterator[Any]):
         repeats: PassReplay | None = None,
     ) -> None:
         self._feed, self._accounting, self._epoch, self._recorder = feed, accounting, epoch, recorder
-        self._repeats = repeats
+        self._repeats, self._fresh = repeats, BatchSource(feed)
         self._given = 0
         self._open = True
 
@@ -275,6 +307,8 @@ class _Pass(Iterator[Any]):
                 self._recorder.ended()
             raise
         if self._recorder is not None:
+            if self._repeats is not None and self._repeats.repeats:
+                self._recorder.repeats()
             self._recorder.given()
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
@@ -282,14 +316,6 @@ class _Pass(Iterator[Any]):
         self._accounting.drawn(place.stream, place.seq, float(samples), samples, place.made)
         self._given += 1
         return data
-
-    def _fresh(self) -> LoadedBatch:
-        try:
-            return self._feed.next()
-        except StopIteration:
-            # A draw without a batch for this worker has batches for others.
-            self._feed.send_draw()
-            raise
 
     @property
     def is_open(self) -> bool:

@@ -11,6 +11,7 @@ The lengths of leases follow guided self-scheduling (Polychronopoulos and Kuck, 
 batches at the end. So a slow group takes fewer batches, and no group waits long for it.
 """
 
+from array import array
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,6 +138,11 @@ class _Epoch:
         self.gone = {worker for worker in self.gone if worker.group != group}
         self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
 
+    def forget(self, worker: Address) -> None:
+        """Forget one worker of a group that goes on."""
+        self.passed.pop(worker, None)
+        self.held = [(sender, ask) for sender, ask in self.held if sender != worker]
+
     def learn(self, total: int) -> None:
         """Record the number of batches, of streams the longest."""
         if total > self.total:
@@ -188,6 +194,7 @@ class LeaseQueue(RegroupExtension):
         self._floor = 0  # all epochs before it are over
         self._over: set[int] = set()  # of the others
         self._newest: dict[Address, int] = {}  # the last epoch that each worker asked for
+        self._absent: set[Address] = set()  # their groups go on without them
         self._epochs: dict[int, _Epoch] = {}
         self._draws = DrawnChunks(groups * workers - 1, singly)
 
@@ -241,6 +248,7 @@ class LeaseQueue(RegroupExtension):
         applied: the number of batches of each stream that count. ended: all scripts of the group had ended.
         """
         self._parting.discard(group)
+        self._absent = {worker for worker in self._absent if worker.group != group}
         if not ended:
             self._finished.discard(group)
         # Other workers read what group 0 drew only if it is the only group. All of them will request it again.
@@ -249,6 +257,18 @@ class LeaseQueue(RegroupExtension):
         for number, epoch in self._epochs.items():
             epoch.restart(group, number, applied)
         return self._reply_to_all()
+
+    def reset_worker(self, worker: Address) -> None:
+        """Wait for a worker no more, until its new process asks for a lease."""
+        # With backup workers the others wait for it at the end of the epoch.
+        if self._singly:
+            return
+        self._absent.add(worker)
+        self._newest.pop(worker, None)
+        if worker != (Role.WORKER, 0, 0):  # which draws
+            self._draws.forget(worker)
+        for epoch in self._epochs.values():
+            epoch.forget(worker)
 
     def warmed(self) -> Replies:
         """End the warm-up: every group leases."""
@@ -279,6 +299,7 @@ class LeaseQueue(RegroupExtension):
         refusal = _contradiction(epoch, sender, ask)
         if refusal:
             return [(sender, Fail(refusal))]
+        self._absent.discard(sender)
         epoch.learn(ask.total)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
         # After a reconnection a worker sends its request again, and needs one reply.
@@ -296,7 +317,8 @@ class LeaseQueue(RegroupExtension):
     def _close(self) -> Replies:
         """End the epochs that every worker has left behind, also with unread batches."""
         reading = [Address(Role.WORKER, g, i) for g in range(self._groups) for i in range(self._workers)]
-        newest = [self._newest.get(worker, 0) for worker in reading if worker.group not in self._finished]
+        there = [worker for worker in reading if worker.group not in self._finished and worker not in self._absent]
+        newest = [self._newest.get(worker, 0) for worker in there]
         # The epoch before a worker's newest stays open: a fresh process in its place may begin there.
         self._floor = max(self._floor, min(newest, default=0) - 1)
         replies: Replies = []
@@ -388,7 +410,7 @@ class LeaseQueue(RegroupExtension):
             return True
         # Every worker counts, not only the fastest: a slow one still has to get the leases of its group.
         return all(
-            worker in epoch.gone or epoch.passed.get(worker, 0) >= leases
+            worker in epoch.gone or worker in self._absent or epoch.passed.get(worker, 0) >= leases
             for worker in (Address(Role.WORKER, group, i) for i in range(self._workers))
         )
 
@@ -401,6 +423,7 @@ class LeaseQueue(RegroupExtension):
             "floor": self._floor,
             "over": self._over,
             "newest": self._newest,
+            "absent": self._absent,
             "epochs": {number: epoch.state_dict() for number, epoch in self._epochs.items()},
             "draws": self._draws.state_dict(),
         }
@@ -409,7 +432,7 @@ class LeaseQueue(RegroupExtension):
         """Restore the result of `state_dict`."""
         self._warming, self._floor, self._over = state["warming"], state["floor"], set(state["over"])
         self._finished, self._parting = set(state["finished"]), set(state["parting"])
-        self._newest = dict(state["newest"])
+        self._newest, self._absent = dict(state["newest"]), set(state["absent"])
         self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}
         self._draws.load_state_dict(state["draws"])
 
@@ -476,10 +499,24 @@ class _Chunk:
     put: DrawnBatches | None = None
     fetched: set[Address] = field(default_factory=set)
     held: list[Address] = field(default_factory=list)
+    packed: tuple["array[int]", "array[int]"] | None = None  # sizes and indices that no worker waits for
 
     def fill(self, put: DrawnBatches) -> None:
         """Store the chunk."""
-        self.put = put
+        self.put, self.packed = put, None
+
+    def pack(self) -> None:
+        """Store the numbers in a fifth of the memory, for a worker that may ask once more."""
+        if self.put is not None and self.packed is None:
+            self.packed = array("q", self.put.sizes), array("q", self.put.indices)
+            self.put = replace(self.put, sizes=(), indices=())
+
+    @property
+    def content(self) -> DrawnBatches | None:
+        """The chunk as it was put. None: it is not here yet."""
+        if self.put is None or self.packed is None:
+            return self.put
+        return replace(self.put, sizes=tuple(self.packed[0]), indices=tuple(self.packed[1]))
 
 
 class DrawnChunks:
@@ -487,15 +524,18 @@ class DrawnChunks:
 
     They are for `askers` other workers. A chunk is kept until all of them have it.
 
-    keeps: a worker may restart alone, in the epoch in which it last had a batch, and request that epoch again.
+    keeps: a worker may restart alone, in the epoch in which it last had a batch, and request that epoch again. The
+        same holds for chunks that worker (0,0) asks to keep.
     """
 
     def __init__(self, askers: int, keeps: bool = False) -> None:
         self._askers, self._keeps = askers, keeps
         self._newest: dict[Address, int] = {}  # the last epoch that each asked for
+        self._absent: set[Address] = set()  # those with a process that has not asked yet
         self._first: int | None = None  # the epoch that worker (0,0) drew first
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._drawn = 0  # numbers in all chunks that are kept
+        self._kept = False  # worker (0,0) has asked to keep some
 
     def put(self, put: DrawnBatches) -> Replies:
         """Store a chunk, and reply to the workers that wait for it.
@@ -505,14 +545,17 @@ class DrawnChunks:
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
         # The same chunk again is no error: a transport may deliver it twice, or worker (0,0) has restarted.
-        if chunk.put not in (None, put):
+        known = chunk.content
+        if known not in (None, put):
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came again with other batches")
-        if chunk.put is None:
+        if known is None:
             self._drawn += _numbers(put)
-        # With `keeps` there are chunks of up to three epochs.
-        if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):
+        # Then there are chunks of up to three epochs.
+        if self._drawn > _MOST_DRAWN * (1 + 2 * (self._keeps or put.keep)):
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
-        chunk.fill(put)
+        self._kept = self._kept or put.keep
+        if known is None:
+            chunk.fill(put)
         over: Replies = []
         # After a restart of its group, worker (0,0) first draws the epoch that it was in. Earlier ones are over, so a
         # request for them gets an empty chunk.
@@ -528,18 +571,27 @@ class DrawnChunks:
         if self._first is not None and ask.epoch < self._first:
             return [(sender, _nothing_of(key))]
         held = self._chunk(key).held
+        self._absent.discard(sender)
         if sender not in held:
             held.append(sender)
         self._newest[sender] = max(ask.epoch, self._newest.get(sender, 0))
         # An epoch that all workers have passed by more than one is not requested again.
-        if self._keeps and len(self._newest) == self._askers:
+        if (self._keeps or self._kept) and len(self._newest) == self._askers - len(self._absent):
             self._drop_before(min(self._newest.values()) - 1)
         return self._serve(key)
+
+    def forget(self, worker: Address) -> None:
+        """Wait for a worker no more, until its new process asks."""
+        self._newest.pop(worker, None)
+        self._absent.add(worker)
+        for chunk in self._chunks.values():
+            if worker in chunk.held:
+                chunk.held.remove(worker)
 
     def _drop_before(self, epoch: int) -> None:
         """Drop the chunks of all epochs before this one, which no worker requests again."""
         for key in [key for key in self._chunks if key[0] < epoch]:
-            put = self._chunks.pop(key).put
+            put = self._chunks.pop(key).content
             self._drawn -= 0 if put is None else _numbers(put)
 
     def _chunk(self, key: tuple[int, int]) -> _Chunk:
@@ -552,14 +604,18 @@ class DrawnChunks:
 
     def _serve(self, key: tuple[int, int]) -> Replies:
         chunk = self._chunks[key]
-        if chunk.put is None:
+        put = chunk.content
+        if put is None:
             return []
-        replies: Replies = [(worker, chunk.put) for worker in chunk.held]
+        replies: Replies = [(worker, put) for worker in chunk.held]
         chunk.fetched.update(chunk.held)
         chunk.held.clear()
         if len(chunk.fetched) >= self._askers and not self._keeps:
-            self._drawn -= _numbers(chunk.put)
-            del self._chunks[key]
+            if put.keep:
+                chunk.pack()
+            else:
+                self._drawn -= _numbers(put)
+                del self._chunks[key]
         return replies
 
     def state_dict(self) -> State:
@@ -567,9 +623,11 @@ class DrawnChunks:
         return {
             "keeps": self._keeps,
             "newest": self._newest,
+            "absent": self._absent,
             "first": self._first,
-            "chunks": {key: field_values(chunk) for key, chunk in self._chunks.items()},
+            "chunks": {key: (chunk.content, chunk.fetched, chunk.held) for key, chunk in self._chunks.items()},
             "drawn": self._drawn,
+            "kept": self._kept,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -578,4 +636,5 @@ class DrawnChunks:
         self._chunks = {
             key: _Chunk(put, set(fetched), list(held)) for key, (put, fetched, held) in state["chunks"].items()
         }
-        self._drawn = state["drawn"]
+        self._absent = set(state["absent"])
+        self._drawn, self._kept = state["drawn"], state["kept"]

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import count, islice
@@ -28,6 +28,7 @@ from topotrain.training.data.sampling import (
     draw_epoch,
     draw_seed,
     draws_at_once,
+    generators_of,
     in_runs,
     index_sampler,
     is_list,
@@ -38,7 +39,7 @@ from topotrain.training.data.sampling import (
     share_of,
     share_of_loaded,
 )
-from topotrain.training.rng_state import Stand
+from topotrain.training.rng_state import Stand, put_back, stand
 
 # --- the worker's part of the data -------------------------------------------------------------------------------
 
@@ -57,6 +58,8 @@ class DataPlan:
         is_main: worker (0,0).
         own_streams: with backup workers (in rounds only), each worker's batches count by themselves, and a batch that
             came too late is given again.
+        repeats: the group may go on without a dead worker, and divide its last batch once more.
+        members: the workers of the group among which a batch is divided. Empty: all.
     """
 
     group: int
@@ -70,6 +73,8 @@ class DataPlan:
     min_share: int
     is_main: bool
     own_streams: bool = False
+    repeats: bool = False
+    members: tuple[int, ...] = ()
 
     @property
     def alone(self) -> bool:
@@ -86,9 +91,16 @@ class DataPlan:
         """Whether a unit of the epoch is one batch for each worker, and not one to divide."""
         return self.per_worker_batch and self.workers > 1
 
+    def among(self, members: tuple[int, ...]) -> "DataPlan":
+        """The plan with these members."""
+        found = () if len(members) == self.workers else members
+        return self if found == self.members else replace(self, members=found)
+
     def bounds(self, samples: int) -> tuple[int, int]:
         """[lo, hi) of this worker in a batch of `samples`."""
-        return cut(samples, self.workers, self.shares, self.min_share)[self.index]
+        there = self.members or range(self.workers)
+        shares = tuple(self.shares[index] for index in there) if self.shares else ()
+        return cut(samples, len(there), shares, self.min_share)[there.index(self.index)]
 
 
 class BatchPosition(NamedTuple):
@@ -139,6 +151,9 @@ class ResumePoint:
         fresh: the loader's iterator was a new one then.
         again: batches that are left out are loaded all the same, for the generators of the loader's processes.
         restored: the generators of this process are restored once the pass has begun.
+        over: the group has read the pass to its end, so it is empty.
+        alone: this process has taken the place of one worker, and the group of that worker went on.
+        members: as in DataPlan.
         unfinished: an earlier process may have died between two steps with its last batch, which is given again.
     """
 
@@ -149,6 +164,9 @@ class ResumePoint:
     fresh: bool = True
     again: bool = False
     restored: bool = False
+    over: bool = False
+    alone: bool = False
+    members: tuple[int, ...] = ()
     unfinished: bool = False
 
 
@@ -203,6 +221,10 @@ class ResumeRecorder(ABC):
         """The script gets the batch that it asked for."""
 
     @abstractmethod
+    def repeats(self) -> None:
+        """The script gets its last batch again: undo what schedulers have done since."""
+
+    @abstractmethod
     def ended(self) -> None:
         """There is no batch left: the pass is over."""
 
@@ -220,6 +242,10 @@ class EpochReader(ABC):
     @abstractmethod
     def next(self) -> LoadedBatch:
         """The next batch. Raises StopIteration."""
+
+    def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
+        """Divide later batches among these workers, and with `repeat` the last one, too."""
+        raise NotImplementedError
 
     @abstractmethod
     def send_draw(self) -> None:
@@ -359,9 +385,11 @@ class LoaderCopy:
 class LeaseIterator:
     """The leases of this group in one epoch, one after the other."""
 
-    def __init__(self, client: DataClient, epoch: int, total: int, digest: int) -> None:
+    def __init__(self, client: DataClient, epoch: int, total: int, digest: int, skips: bool = False) -> None:
+        """skips: leave out the batches that the group has applied without this process."""
         self._client, self._epoch, self._digest = client, epoch, digest
         self.total = total
+        self._skips = skips
         self.passed = 0  # leases with a last batch that the script has read
         self.asked = 0
         self.stream = self.first = self.at = self.last = 0
@@ -379,6 +407,12 @@ class LeaseIterator:
             return False
         self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
         self.asked += 1
+        if self._skips:
+            self.at = min(last, first + self._client.applied(self.stream))
+            # The group reads its leases in order, so after the first one with a rest none has to be asked for.
+            self._skips = self.at == last
+            self.passed = self.asked - (not self._skips)
+            return self.ask(wait) if self._skips else True
         return True
 
     def take(self) -> BatchPosition:
@@ -419,7 +453,7 @@ def progress_of(client: DataClient, opening: ResumePoint, stream: int) -> tuple[
         The number of applied batches, the first batch that is given, and the number of steps that are made already with
         those that are given again.
     """
-    if not opening.returned:
+    if not (opening.returned or opening.alone):
         return 0, 0, 0
     found = client.progress(stream)
     again = opening.unfinished and found.made > 0
@@ -439,7 +473,7 @@ class MapEpoch(EpochReader):
         opening: ResumePoint = PLAIN,
     ) -> None:
         self._original, self._indices = inner.original, indices
-        self._plan, self._client, self._epoch = plan, client, epoch
+        self._plan, self._client, self._epoch = plan.among(opening.members), client, epoch
         self._opening = opening
         # Otherwise every worker makes the list of the epoch, and leaves out of it what is applied.
         handed_out = plan.mode == "broadcast" and not opening.drawn
@@ -447,25 +481,33 @@ class MapEpoch(EpochReader):
         self._again = (
             handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
         )
-        # With backup workers each worker may have come to another batch.
-        if plan.own_streams:
+        # With backup workers each worker may have come to another batch. A group that has gone on loads nothing again.
+        if plan.own_streams or opening.alone:
             self._again = False
+        self._pending: deque[tuple[BatchPosition, Any]] = deque()  # drawn for the loader, and not read
+        self._returned: deque[tuple[BatchPosition, Any]] = deque()  # to be drawn again
+        self._last: tuple[BatchPosition, Any] | None = None  # read last
+        self._flow: Iterator[tuple[BatchPosition, Any]] | None = None
         self._unsent: list[Chunk] = []  # the draw of the whole epoch, until it is sent
         self._ahead: _Ahead | None = None
         self._recorder: ResumeRecorder | None = None
         self._leases: LeaseIterator | None = None
-        if handed_out:
-            places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = self._broadcast
+        places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = _nothing
+        if opening.over:
+            pass
+        elif handed_out:
+            places = self._broadcast
         else:
             batches = list(left(self._listed(self._drawn()), opening.done))
             # All of it: leases name batches by their number in this list.
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
-                self._leases = LeaseIterator(client, epoch, len(units), digest(batches))
+                self._leases = LeaseIterator(client, epoch, len(units), digest(batches), opening.alone)
                 places = partial(self._leased, self._leases, units)
         # A new iterator of the loader calls this again, and goes on where the leases have come to.
-        indices.open(lambda: map(self._own, places()))
+        self._places = places
+        indices.open(lambda: map(self._own, self._kept() if plan.repeats else places()))
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
 
@@ -474,7 +516,11 @@ class MapEpoch(EpochReader):
             # The processes of the loader draw random numbers for each batch, so these are loaded and dropped.
             for _ in range(self._units_done()):
                 self._load()
-        elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
+        elif (
+            self._opening.restored
+            and self._plan.mode == "broadcast"
+            and not (self._opening.drawn or self._opening.over)
+        ):
             # A subclass of DataLoader may make its iterator at the first batch only. Then `_broadcast` passes the
             # recorder.
             self._recorder = recorder
@@ -494,6 +540,35 @@ class MapEpoch(EpochReader):
             samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
         return mark.place, samples, data
 
+    def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
+        self._plan = self._plan.among(members)
+        self._returned.extendleft(reversed(self._pending))
+        self._pending.clear()
+        if repeat and self._last is not None:
+            self._returned.appendleft(self._last)
+        # Batches that processes of the loader have loaded ahead are divided among the former members. A new iterator
+        # draws a seed, which the script's generators must not notice.
+        generators = generators_of(self._original)
+        before = stand(generators)
+        self._batches = self._reopen()
+        put_back(before, generators)
+
+    def _kept(self) -> Iterator[tuple[BatchPosition, Any]]:
+        """The items to be drawn, which are kept until they are read."""
+        # Now, and not with the first batch: plain samplers may draw when they are opened. A lease iterator ends where
+        # the queue is empty, and is opened again.
+        if self._flow is None or self._leases is not None:
+            self._flow = self._places()
+        return self._keep(self._flow)
+
+    def _keep(self, flow: Iterator[tuple[BatchPosition, Any]]) -> Iterator[tuple[BatchPosition, Any]]:
+        while True:
+            item = self._returned.popleft() if self._returned else next(flow, None)
+            if item is None:
+                return
+            self._pending.append(item)
+            yield item
+
     def _load(self) -> tuple[Any, _Mark]:
         while True:
             try:
@@ -508,16 +583,21 @@ class MapEpoch(EpochReader):
             except Exception:
                 # The loader skips the batch that failed.
                 if self._indices.marks:
-                    self._indices.marks.popleft()
+                    self._take_mark()
                 raise
         if not self._indices.marks:
             raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
-        return data, self._indices.marks.popleft()
+        return data, self._take_mark()
+
+    def _take_mark(self) -> _Mark:
+        if self._pending:
+            self._last = self._pending.popleft()
+        return self._indices.marks.popleft()
 
     def send_draw(self) -> None:
         unsent, self._unsent = self._unsent, []
-        for number, (sizes, indices, end) in enumerate(unsent):
-            self._client.put_draw(self._epoch, number, end, sizes, indices)
+        for number, chunk in enumerate(unsent):
+            self._client.put_draw(self._epoch, number, chunk, self._plan.repeats)
 
     def leave(self) -> None:
         self.send_draw()
@@ -573,9 +653,14 @@ class MapEpoch(EpochReader):
         """The batches of worker (0,0), each sent to the others before it is used."""
         number = 0
         for run, chunks in runs:
-            for sizes, indices, end in chunks:
-                self._client.put_draw(self._epoch, number, end, sizes, indices)
-                number += 1
+            # A new process of this worker must be able to draw the same again, so its state is saved before the first
+            # chunk is sent.
+            if self._plan.repeats and not number:
+                self._unsent = chunks
+            else:
+                for at, chunk in enumerate(chunks, number):
+                    self._client.put_draw(self._epoch, at, chunk, self._plan.repeats)
+            number += len(chunks)
             yield from run
 
     def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
@@ -617,6 +702,11 @@ class MapEpoch(EpochReader):
     def _own(self, drawn: tuple[BatchPosition, Any]) -> tuple[_Mark, Any]:
         place, unit = drawn
         plan, auto = self._plan, self._original.batch_sampler is not None
+        if plan.in_rounds and plan.members:
+            # The batches of the workers that are gone are divided, too.
+            whole = [index for batch in unit for index in batch]
+            share, samples = share_of(whole, plan.bounds(len(whole)), plan.min_share)
+            return _Mark(place, samples, _After.NOTHING), share
         if plan.in_rounds and plan.index >= len(unit):
             # A batch at weight 0: the worker's collectives and its BatchNorm must take part in the step.
             spare = unit[0]

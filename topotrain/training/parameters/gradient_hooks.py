@@ -78,6 +78,8 @@ class GradientPath(ABC):
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
         self._trains: list[bool] = []  # by parameter, at the last backward
+        self.thaws = 0
+        """How often other parameters trained in a backward than in the one before."""
         self._expected: list[int] = []  # bit per piece of a bucket that gets a gradient
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)  # bit per piece with a gradient of this backward
@@ -141,6 +143,7 @@ class GradientPath(ABC):
         if trains == self._trains:
             return
         self._trains = trains
+        self.thaws += 1
         # Without frozen pieces: no hook fires for them, and their bucket would never be full.
         self._expected = [
             sum(1 << i for i, piece in enumerate(bucket.pieces) if trains[self._map.segments[piece.segment].parameter])

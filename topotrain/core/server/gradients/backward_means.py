@@ -215,7 +215,7 @@ class BackwardMeans(GradientSource):
         """The parts of a bucket in worker order, or None while a worker's is missing."""
         pushes = backward.pushes.get(bucket, {})
         parts: dict[int, Part] = {}
-        for worker in range(self.workers):
+        for worker in self.participants:
             if worker in pushes:
                 parts[worker] = (pushes[worker][0].weight, pushes[worker][1])
             # The worker has no gradient in this bucket. Its weight still counts in the mean.
@@ -239,7 +239,7 @@ class BackwardMeans(GradientSource):
         """As `GradientSource.closed`."""
         backward = self._backwards.get(ordinal)
         # A shard without buckets waits for all workers, too: a worker that still computes expects no answer.
-        if backward is None or backward.closed or len(backward.ends) < self.workers:
+        if backward is None or backward.closed or len(backward.ends) < len(self.participants):
             return None
         if backward.done != (1 << len(self._buckets)) - 1:
             return None
@@ -260,7 +260,7 @@ class BackwardMeans(GradientSource):
 
     def _complete(self) -> bool:
         # Any commit will do: workers that disagree in these fields have failed by now.
-        commit = self.commits[0]
+        commit = self.first
         # `done` has a bit also for buckets without a gradient, so a backward is complete when all are set.
         full = (1 << len(self._buckets)) - 1
         for ordinal in range(commit.backwards):
@@ -382,11 +382,14 @@ class SharedMemoryMeans(BackwardMeans):
     """
 
     def __init__(self, settings: SourceSettings) -> None:
+        self._reader = settings.reader
         super().__init__(settings)
-        self._buffer = f"grad {settings.reader}"
 
     def _reset(self) -> None:
         super()._reset()
+        # All participants have the same mean in their memory. That of a worker without a process does not change.
+        reader = self._reader if self._reader in self.participants else next(iter(self.participants), self._reader)
+        self._buffer = f"grad {reader}"
         self._last: dict[int, Mapping[int, Part]] = {}  # by place of a bucket: the parts of its last mean
 
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
@@ -394,7 +397,7 @@ class SharedMemoryMeans(BackwardMeans):
         self._last[at] = parts
         self._present[at] |= present
         # A worker that already has gradients of the step in its memory adds the mean to them by itself.
-        if len(pushes) == self.workers and all(push.fresh for push in pushes):
+        if len(pushes) == len(self.participants) and all(push.fresh for push in pushes):
             self._write(at, parts)
             return ReducedBucket(bucket, present, None)
         mean = self._buffers.view("mean", self._buckets[at])
@@ -404,7 +407,7 @@ class SharedMemoryMeans(BackwardMeans):
 
     def _write(self, at: int, parts: Mapping[int, Part]) -> None:
         """Write a mean right into the "grad" of every worker."""
-        first, *others = (self._buffers.view(f"grad {worker}", self._buckets[at]) for worker in range(self.workers))
+        first, *others = (self._buffers.view(f"grad {worker}", self._buckets[at]) for worker in self.participants)
         # Block by block: the sum is still in the cache when it is copied.
         for lo in range(0, first.numel(), IN_CACHE):
             here = slice(lo, lo + IN_CACHE)

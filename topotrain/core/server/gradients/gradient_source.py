@@ -75,6 +75,7 @@ class SourceSettings:
         checked: a gradient that is not finite is looked for.
         reader: the server reads this worker's gradients in the worker's own memory. None: all gradients are sent.
         codec: how means travel.
+        hyper_differs: the hyper-parameters of the workers may differ.
     """
 
     workers: int
@@ -86,6 +87,7 @@ class SourceSettings:
     checked: bool = False
     reader: int | None = None
     codec: ServerBodyCodec = field(default_factory=ServerBodyCodec)
+    hyper_differs: bool = False
 
     @property
     def group(self) -> int:
@@ -116,6 +118,10 @@ class GradientSource(ABC):
 
     def __init__(self, settings: SourceSettings) -> None:
         self.workers = settings.workers
+        self.participants = tuple(range(settings.workers))
+        """The workers that a step needs. The others have no process, or have not joined the group again."""
+        self.hyper_differs = settings.hyper_differs
+        """Whether hyper-parameters may differ: new processes may have called their schedulers less often."""
         self.visible = settings.visible
         self._settings = settings
         self._buckets = settings.buckets
@@ -133,14 +139,21 @@ class GradientSource(ABC):
         self.members: tuple[int, ...] = ()
         """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
 
-    def next_step(self) -> None:
-        """Begin the step after one that was applied or skipped."""
+    def next_step(self, participants: Sequence[int] | None = None) -> None:
+        """Begin the step after one that was applied, skipped or dropped.
+
+        participants: the workers that it needs, if others than before. The hyper-parameters of the first one count.
+        """
+        # A dropped step keeps its number, so that what is still sent for it counts for no other one.
         self.step += 1
+        if participants is not None:
+            self.participants, self.hyper_differs = tuple(participants), True
         self._reset()
 
     def restart(self) -> None:
         """Forget all that is not applied: the group is started again at step 0."""
         self.step = 0
+        self.participants = tuple(range(self.workers))
         self._reset()
 
     def forget(self, worker: int) -> None:
@@ -174,6 +187,8 @@ class GradientSource(ABC):
         self.commits[worker] = message
         first, theirs = next(iter(self.commits.items()))  # all others agree with it
         for name, words in (_MUST_AGREE | dict(self.words)).items():
+            if name == "hyper" and self.hyper_differs:
+                continue
             if name not in self.may_differ and getattr(theirs, name) != getattr(message, name):
                 raise StepError(
                     f"workers {first} and {worker} of a group disagree about {words} in step {message.step}: "
@@ -196,7 +211,7 @@ class GradientSource(ABC):
 
     def try_stage(self) -> bool:
         """True once, when every contribution to the step is here."""
-        if self.staged or len(self.commits) < self.workers:
+        if self.staged or len(self.commits) < len(self.participants):
             return False
         self.staged = self._complete()
         return self.staged
@@ -213,7 +228,7 @@ class GradientSource(ABC):
     @property
     def first(self) -> Commit:
         """The commit of the first worker that counts. In most of its fields all agree."""
-        return self.commits[min(self.commits)]
+        return next(self.commits[worker] for worker in self.participants if worker in self.commits)
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -262,12 +277,15 @@ class GradientSource(ABC):
             "staged": self.staged,
             "members": self.members,
             "step": self.step,
+            "participants": self.participants,
+            "hyper_differs": self.hyper_differs,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
         self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
+        self.participants, self.hyper_differs = state["participants"], state["hyper_differs"]
 
 
 def check_revisions(sender: Address, message: Commit, buckets: int) -> None:
