@@ -22,8 +22,9 @@ from topotrain.launch.agent.supervisor import GRACE_S
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcesses
 from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.grace_period import hint
-from topotrain.launch.multinode.control_connection import ControlConnection
+from topotrain.launch.multinode.control_connection import ControlChannel
 from topotrain.launch.multinode.follower import Follower
+from topotrain.launch.multinode.succession import Succession
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
 
 END_S = GRACE_S + 1.0
@@ -99,6 +100,7 @@ class LauncherContext(Notifier):
     mark: the run's mark, see RUN_VARIABLE.
     others: the units on other hosts, if there are any.
     connection: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
+    succession: what this unit needs in order to be that unit.
     outlet: where the program's output goes.
     promises: answers to clients that are due when the job trains again, possibly in another attempt.
     """
@@ -109,7 +111,8 @@ class LauncherContext(Notifier):
     forkserver: ForkserverHandle
     mark: str
     others: OtherUnits | None = None
-    connection: ControlConnection | None = None
+    connection: ControlChannel | None = None
+    succession: Succession | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
     promises: list[PendingAnswer] = field(default_factory=list)
 
@@ -144,6 +147,10 @@ class JobShutdown:
         """Whether the whole job is to restart."""
         self.saved: Saved | None = None
         """The last reported snapshot, of this unit or another one."""
+
+    def lead(self, policy: RecoveryPolicy) -> None:
+        """Note that this unit decides about restarts from now on."""
+        self._recovery = policy
 
     @property
     def missing(self) -> set[str]:

@@ -403,10 +403,17 @@ class RecoveryPolicy:
         return [] if self._resizing is None else [*self._resizing.give_up("the job is ending")]
 
 
-def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
+def recovery(
+    job: Job,
+    topology: Topology,
+    began: float,
+    near: frozenset[str] | None = None,
+    kind: type[RecoveryPolicy] = RecoveryPolicy,
+) -> RecoveryPolicy | None:
     """Return the policy of a job; None where a death ends the job.
 
     near: the workers of this unit, where another tool starts the units. None: all units have one launcher.
+    kind: the class of the policy.
     Raises ConfigError.
     """
     replica_placement.check(job, topology)
@@ -418,7 +425,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
         # Another tool starts the units, so there is no control socket for `topotrain join`.
         terms = replace(terms, cause_s=cause_s, returnable=False)
-    return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
+    return kind(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
 
 
 def _terms(job: Job, topology: Topology) -> RestartTerms:

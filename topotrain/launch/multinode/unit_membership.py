@@ -1,0 +1,316 @@
+"""The membership of one unit over all terms: it follows the leader, or leads.
+
+What the leader of a job of several units has besides its processes, and where it is when that unit is lost:
+
+* its decisions about restarts, with their reasons: every unit has them, too (`decision_log.py`);
+* the address at which the other units reach it, and its right to lead: in the store (`leader_election.py`);
+* the end of the job: in every unit, and in the store for units that are not connected;
+* the reports of the units that are done: each unit sends its report again to the next leader;
+* the choice of the snapshot to resume from: in the workspace;
+* the job, its hosts, the entry in the list of jobs, and what else is maintained in the store: every unit can write it.
+
+Any unit that trains may be elected when the leader is lost. The first leader is unit 0. Where unit 0 also serves the
+store, or a death ends the job, no other unit takes over.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from topotrain.comm.store import StoreError
+from topotrain.comm.transport import TransportError
+from topotrain.core.events import Event, Failed
+from topotrain.launch.multinode import node_membership
+from topotrain.launch.multinode.control_connection import (
+    ControlChannel,
+    ControlServer,
+    LeaderChanged,
+    LeaderElected,
+)
+from topotrain.launch.multinode.job_ending import JobEnding
+from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, LeaderElection
+from topotrain.launch.multinode.node_info import HostMap, JobEnd
+from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, UnitContext
+from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
+
+_END_S = 5.0
+"""Seconds for which the decided end of the job may take to reach the store. Then the units are told without it."""
+
+
+class UnitMembership:
+    """The other units of the job, as one unit sees them. It implements `job_shutdown.OtherUnits`.
+
+    None of its calls waits for the network, except `close`.
+
+    Args:
+        context: of this unit.
+        hosts: the hosts of all units.
+        leads: this unit has opened the job, and leads in the first term.
+
+    Raises:
+        TransportError: the unit that opens the job cannot listen at its address.
+    """
+
+    def __init__(self, context: UnitContext, hosts: HostMap, leads: bool) -> None:
+        self._context, self._hosts = context, hosts
+        self._ending, self.control = JobEnding(), ControlChannel(node_membership.AWAY_S)
+        self._election = LeaderElection(context.rank, context.word, ALIVE_S, leads, time.monotonic())
+        # Not held during an operation of the store or of the network.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._replaceable = context.recovers and not hosts.served and len(hosts.names) > 1
+        self._begun = leads  # a unit that waits to be included in the job cannot lead it
+        self._candidate: ControlServer | None = None
+        self._told: Failed | None = None
+        self._report: list[Event] | None = None
+        self._role: LeaderMembership | FollowerMembership
+        try:
+            self._role = self._lead(self._listening(FIRST_TERM)) if leads else self._follow()
+        except TransportError:
+            self._ending.close()
+            self.control.close()
+            raise
+        if len(hosts.names) > 1:
+            threading.Thread(target=self._watch_record, name="leader", daemon=True).start()
+            threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `over` or `saves` has become true."""
+        return self._ending.fileno()
+
+    @property
+    def over(self) -> bool:
+        """Whether the end of the job is decided."""
+        return self._ending.over
+
+    @property
+    def end(self) -> JobEnd | None:
+        """How the job ends, if that is decided."""
+        return self._ending.end
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job is to end after a last snapshot that this unit requests."""
+        return self._ending.asked is not None and self._role.takes_snapshot
+
+    @property
+    def reports(self) -> dict[int, list[Event]]:
+        """The reports of the units that have ended well."""
+        return self._role.reports
+
+    @property
+    def leader(self) -> LeaderMembership | None:
+        """The membership as the leader; None in a unit that follows."""
+        role = self._role
+        return role if isinstance(role, LeaderMembership) else None
+
+    @property
+    def term(self) -> int:
+        """The present term."""
+        return self._election.term
+
+    def clear_wakeup(self) -> None:
+        """Clear the event for which `fileno` became readable."""
+        self._ending.clear_wakeup()
+
+    def tell(self, cause: Failed) -> None:
+        """Report why the job cannot go on here."""
+        with self._lock:
+            self._told = cause
+            self._role.tell(cause)
+
+    def save(self, number: int) -> None:
+        """Report that a signal asks the job to end after a last snapshot."""
+        with self._lock:
+            self._role.announce_save(self._role.by_signal(number))
+
+    def signalled(self, number: int, more: str = "") -> None:
+        """Report that a signal asks the job to end; `more` is added to the report."""
+        # The first signal counts, which may have come to another unit.
+        end = self._ending.asked or self._role.by_signal(number)
+        with self._lock:
+            self._role.request_end(replace(end, text=f"{end.text}; {more}") if more else end)
+
+    def exclude(self) -> None:
+        """End this unit: the others continue without it after its long silence."""
+        rank, name = self._context.rank, self._hosts.names[self._context.rank]
+        text = f"the job goes on without unit {rank} on {name}, which was silent for too long"
+        self._ending.deliver(JobEnd(1, rank, name, text=text))
+
+    def give_up_waiting(self, seconds: float) -> None:
+        """End this unit: it was out of reach of the leader, and of the store, for so long."""
+        rank, name = self._context.rank, self._hosts.names[self._context.rank]
+        text = f"unit {rank} on {name} has found no leader of the job for {seconds:g} s"
+        self._ending.deliver(JobEnd(1, rank, name, text=text))
+
+    def finish(self, events: Sequence[Event]) -> None:
+        """Report that this unit ended well. When all have, the leader ends the job."""
+        with self._lock:
+            self._report = list(events)
+            self._role.finish(self._report)
+
+    def wait(self, seconds: float) -> JobEnd | None:
+        """Return the end of the job if it is decided in time, else None."""
+        return self._ending.wait(seconds)
+
+    def begin(self, hosts: HostMap) -> None:
+        """Note that this unit takes part in an attempt of the job on these hosts."""
+        with self._lock:
+            self._hosts, self._begun = hosts, True
+
+    def close(self) -> None:
+        """Stop watching, and end the connections."""
+        with self._lock:
+            self._closed.set()
+        self._ending.close()
+        self._role.close()
+        self.control.close()
+
+    def _watch_record(self) -> None:
+        """Renew the lease of this unit, or find out who leads, until `close`."""
+        while not self._closed.is_set():
+            # Before the look: a proposal that comes meanwhile must not be missed.
+            self._ending.hurry.clear()
+            former, changed = self._role, False
+            try:
+                changed = self._look()
+            except StoreError:
+                with self._lock:
+                    self._election.on_failure()
+            with self._lock:
+                if changed and not self._closed.is_set():
+                    self._change_role()
+            self._announce()
+            # Without the lock, which the readers of a connection may be waiting for.
+            if former is not self._role:
+                former.close()
+            self._ending.hurry.wait(BEAT_S)
+
+    def _announce(self) -> None:
+        """Tell the end of the job that is in the record, or that could not be written there."""
+        with self._lock:
+            role, end, away = self._role, self._election.end, self._election.store_is_away
+        if end and not isinstance(role, LeaderMembership):
+            self._ending.deliver(JobEnd.loaded(end))
+        elif isinstance(role, LeaderMembership) and (end or away):
+            role.announce_end()
+
+    def _look(self) -> bool:
+        """Read and write the record once; return whether the leader has changed. Raises StoreError."""
+        election, run = self._election, self._context.stores.run
+        raw = run.get(KEY)
+        with self._lock:
+            if election.on_read(raw, time.monotonic()):
+                return True
+        url, silent = self._own_url()
+        with self._lock:
+            end = self._ending.proposed
+            text = "" if end is None else end.to_text()
+            proposal = election.proposal(url, silent, time.monotonic(), text)
+        if proposal is None:
+            return False
+        written = run.compare_and_set(KEY, proposal.expected, proposal.record.dumped())
+        with self._lock:
+            if written:
+                return election.on_written(proposal, time.monotonic())
+            election.on_refused()
+            return False
+
+    def _own_url(self) -> tuple[str, bool]:
+        """Return where units connect if this one leads, and whether it is a candidate."""
+        with self._lock:
+            role, term = self._role, self._election.term
+            wants = self._election.may_campaign(time.monotonic()) and self._replaceable and self._begun
+        if isinstance(role, LeaderMembership):
+            return role.control.url, False
+        if not wants or self._ending.over or not role.leader_is_silent:
+            return "", False
+        if self._candidate is None or self._candidate.term != term + 1:
+            self._drop_candidate()
+            with suppress(TransportError):  # this host has lost its address, so no other unit could reach it
+                self._candidate = self._listening(term + 1)
+        return (self._candidate.url, True) if self._candidate is not None else ("", False)
+
+    def _listening(self, term: int) -> ControlServer:
+        """Return the leader's end of the connections of a term. Raises TransportError."""
+        lease = self._election if self._replaceable else None
+        server = ControlServer(self._context.access, self.control.queue, term, lease)
+        if len(self._hosts.names) > 1:
+            server.listen(self._hosts.addresses[self._context.rank] or "127.0.0.1")
+        return server
+
+    def _drop_candidate(self) -> None:
+        if self._candidate is not None:
+            self._candidate.close()
+            self._candidate = None
+
+    def _watch_lease(self) -> None:
+        """Step down where the lease cannot be renewed, and no other unit can be reached."""
+        proposed_at: float | None = None
+        while not self._closed.wait(BEAT_S):
+            former, now = self._role, time.monotonic()
+            if not isinstance(former, LeaderMembership):
+                continue
+            # The store may take long to fail, which must not delay the end.
+            proposed_at = None if self._ending.proposed is None else proposed_at or now
+            if proposed_at is not None and now - proposed_at > _END_S:
+                former.announce_end()
+            with self._lock:
+                lost = former is self._role and self._replaceable and self._has_lost_lease(former, now)
+                if lost and not self._closed.is_set():
+                    self._election.step_down()
+                    self._change_role()
+            if former is not self._role:
+                former.close()
+
+    def _has_lost_lease(self, role: LeaderMembership, now: float) -> bool:
+        # Where other units hear from this one, no other unit takes over, however long the store is away.
+        out_of_reach = role.watched and role.silent(ALIVE_S) == role.watched
+        return bool(out_of_reach) and self._report is None and not self._election.holds_lease(now)
+
+    def _change_role(self) -> None:
+        """Lead, or follow the unit that leads. The lock is held."""
+        former, term, queue = self._role, self._election.term, self.control.queue
+        if self._election.leads:
+            if self._candidate is None or self._candidate.term != term:  # elected by a reply that came too late
+                self._election.step_down()
+                return
+            lost = former.control.leader if isinstance(former, FollowerMembership) else -1
+            role = self._lead(self._candidate)
+            self._role, self._candidate = role, None
+            if lost >= 0:
+                role.give_up(lost)
+            queue.put(LeaderElected(term, lost, former.vanished(max(lost, 0))))
+        else:
+            self._drop_candidate()
+            self._ending.retract()
+            self._role = self._follow()
+            queue.put(LeaderChanged(term, self._election.leader, isinstance(former, LeaderMembership)))
+        self._repeat()
+
+    def _lead(self, server: ControlServer) -> LeaderMembership:
+        self.control.use(server)
+        queue = self.control.queue
+        return LeaderMembership(self._context, self._hosts, self._ending, server, queue, self._replaceable)
+
+    def _follow(self) -> FollowerMembership:
+        queue, election = self.control.queue, self._election
+        role = FollowerMembership(self._context, self._hosts, self._ending, queue, election, self._replaceable)
+        self.control.use(role.control)
+        return role
+
+    def _repeat(self) -> None:
+        """Tell the present leader what a former one may have forgotten."""
+        if self._ending.end is not None:
+            # The former leader has decided it, perhaps without telling all units.
+            self._role.request_end(self._ending.end)
+        elif self._ending.asked is not None:
+            self._role.announce_save(self._ending.asked)
+            if self._role.takes_snapshot:
+                self._ending.wake()
+        if self._told is not None:
+            self._role.tell(self._told)
+        if self._report is not None:
+            self._role.finish(self._report)
