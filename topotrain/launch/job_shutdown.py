@@ -148,9 +148,9 @@ class JobShutdown:
         self.saved: Saved | None = None
         """The last reported snapshot, of this unit or another one."""
 
-    def lead(self, policy: RecoveryPolicy) -> None:
-        """Note that this unit decides about restarts from now on."""
-        self._recovery = policy
+    def lead(self, policy: RecoveryPolicy, saved: Saved | None) -> None:
+        """Note that this unit decides about restarts from now on. saved: the last snapshot that any unit knows."""
+        self._recovery, self.saved = policy, saved or self.saved
 
     @property
     def missing(self) -> set[str]:

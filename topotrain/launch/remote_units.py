@@ -146,7 +146,7 @@ class RemoteUnits:
             yield self._carry_out(decision["commands"])
         self.recovery = policy
         self._executor.lead(policy)
-        self._shutdown.lead(policy)
+        self._shutdown.lead(policy, takeover.saved)
         self._send_decisions(takeover)
         # They are in no report of a unit that is still there.
         yield [action for action in past if isinstance(action, OF_A_REPORT)]

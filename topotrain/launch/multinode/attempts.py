@@ -150,6 +150,7 @@ class Attempts(Notifier):
         if not await_joins(takeover, self.membership, self.stop):
             return (), number
         self.on_event(lead_notice(takeover, rank))
+        self.saved = takeover.saved or self.saved
         past = self.succession.take_over(takeover, time.monotonic())
         policy = self.succession.policy
         assert policy is not None

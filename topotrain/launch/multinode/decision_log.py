@@ -46,7 +46,7 @@ Decision = Mapping[str, Any]
 """Inputs and commands of one decision, as JSON."""
 _LOGGED = (
     *(Agreed, Bounded, Covered, Differs, Exited, Failed, Finished, Frozen),
-    *(Lost, Missed, Saved, Started, Thawed, Unrepeatable, Unsaved),
+    *(Lost, Missed, Started, Thawed, Unrepeatable, Unsaved),
 )
 _TEXT = 2000  # the last characters of a log or a traceback
 
@@ -128,14 +128,25 @@ class LoggedPolicy(RecoveryPolicy):
         """As in the base class."""
         found = super().on_event(event, now)
         # Of steps the first one after a start counts, and those that complete a recovery.
-        logged = len(found) > 1 or event.who not in self._stepped if isinstance(event, StepDone) else False
-        if isinstance(event, StepDone):
-            self._stepped.add(event.who)
-        elif isinstance(event, Started):
-            self._stepped.discard(event.who)
-        if logged or isinstance(event, _LOGGED):
+        if self._matters(event, len(found) > 1):
             self._note(now, event=_short(event), **self._origin)
         return found
+
+    def _matters(self, event: Event, acts: bool) -> bool:
+        """Return whether the state of the policy depends on an event. acts: actions follow from it."""
+        match event:
+            # Of steps the first one after a start matters, and those that complete a recovery.
+            case StepDone(who=who):
+                first = who not in self._stepped
+                self._stepped.add(who)
+                return first or acts
+            case Started(who=who):
+                self._stepped.discard(who)
+            case Saved():
+                return acts
+            case _:
+                pass
+        return isinstance(event, _LOGGED)
 
     def poll(self, now: float) -> list[Action]:
         """As in the base class."""

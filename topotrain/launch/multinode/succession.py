@@ -23,6 +23,7 @@ from topotrain.core.events import (
     Left,
     Notice,
     Recovered,
+    Saved,
     StepDone,
     from_json,
     to_json,
@@ -70,13 +71,17 @@ class EventReporter:
         self._number = 0
         self.told: list[tuple[int, dict[str, Any]]] = []
         """The events that no known decision follows from, with their numbers."""
+        self.saved: dict[str, Any] = {}
+        """The last snapshot of a server here."""
 
     def emit(self, event: Event) -> None:
         """As `EventSink.emit`."""
         data = shortened(json.loads(to_json(event)))
         self._number += 1
         # A step that is not known costs a new leader nothing but the time of a recovery.
-        if not isinstance(event, StepDone):
+        if isinstance(event, Saved):
+            self.saved = data
+        elif not isinstance(event, StepDone):
             self.told.append((self._number, data))
         self._control.report({"life": self._attempt, "number": self._number, "event": data})
 
@@ -148,6 +153,14 @@ class Takeover:
         for number in range(len(self.joined[rank]["log"]), len(decisions)):
             yield number, decisions[number]
 
+    @property
+    def saved(self) -> Saved | None:
+        """The last snapshot that a unit knows."""
+        found = [words["saved"] for words in self.joined.values() if words["saved"]]
+        last = max(found, key=lambda data: int(data["number"]), default=None)
+        event = None if last is None else from_json(json.dumps(last))
+        return event if isinstance(event, Saved) else None
+
     def events(self) -> Iterator[tuple[dict[str, Any], Event]]:
         """Yield the events that no decision follows from, each with its origin, unit by unit."""
         attempt = self.attempt
@@ -187,7 +200,7 @@ class Succession:
         """Return what this unit reports to a new leader."""
         told = [] if self.reporter is None else [list(each) for each in self.reporter.told]
         words = {"joins": True, "life": attempt, "told": told, "log": list(self.log.decisions)}
-        words["hosts"] = asdict(self.hosts)
+        words |= {"hosts": asdict(self.hosts), "saved": {} if self.reporter is None else self.reporter.saved}
         return words if running else {**words, "ready": True}
 
     def take_over(self, takeover: Takeover, now: float) -> list[Action]:

@@ -1,0 +1,170 @@
+"""The unit that leads a job of several units is lost or frozen: another one leads, and each sample counts once."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_runner import JobRunner
+from redis_server import MISSING, redis_server
+from unit_hosts import Job, hastily, wait
+
+from topotrain.comm.store import open_store
+
+pytestmark = pytest.mark.journey
+
+SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
+ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
+DOWNPOUR = "nworker_groups: 3 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
+HASTILY = hastily(0.3, 1.5)
+
+
+@pytest.fixture
+def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
+    """Starts the units of a ledger, and returns when there is a snapshot."""
+    made: list[Job] = []
+
+    def begin(cluster: str, units: int, epochs: int, url: str = "", program: str = "ledger.py") -> Job:
+        url = url or (runner.folder / "store").as_uri() + "?job=ledger"
+        job = Job(runner, cluster, program, ["--epochs", str(epochs), "--step-s", "0.03"], [None] * units, url)
+        job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
+        made.append(job)
+        for rank in range(units):
+            job.start(rank, command=HASTILY)
+        wait(lambda: newest(job))
+        return job
+
+    yield begin
+    for job in made:
+        for unit in job.units.values():
+            unit.process.send_signal(signal.SIGCONT)
+            unit.kill()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[str]:
+    if MISSING:
+        pytest.skip(MISSING)
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with redis_server(folder) as url:
+        yield url
+
+
+def newest(job: Job) -> int:
+    """The number of the newest snapshot."""
+    return max((int(path.parent.name) for path in job.workspace.glob("manifests/*/manifest.json")), default=0)
+
+
+def kill_host(job: Job, rank: int) -> None:
+    """All processes of a unit at once, as if its host had lost its power."""
+    unit = job.units.pop(rank)
+    os.killpg(unit.process.pid, signal.SIGKILL)
+    for pid in pids_of(job, rank):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    unit.kill()
+
+
+def leader(job: Job) -> int:
+    """Who leads, according to the store."""
+    with closing(open_store(job.url.partition("?")[0])) as store:
+        (key,) = (key for key in store.keys("jobs/") if key.endswith("/leader"))
+        return int(json.loads(store.get(key) or b"")["rank"])
+
+
+def pids_of(job: Job, rank: int) -> list[int]:
+    path = job.workspace / f"processes-{rank}.json"
+    return [entry["pid"] for entry in json.loads(path.read_text())] if path.exists() else []
+
+
+def replace_unit_0(job: Job) -> int:
+    """Unit 0 is lost and started again; return who leads when the whole job trains again."""
+    former = pids_of(job, 0)
+    kill_host(job, 0)
+    job.start(0, command=HASTILY)
+    wait(lambda: set(pids_of(job, 0)) - set(former))
+    number = newest(job)
+    wait(lambda: newest(job) > number + 1)
+    return leader(job)
+
+
+def reporter(job: Job) -> int:
+    """The only unit with a report."""
+    (rank,) = (rank for rank in job.units if text_of(job, rank))
+    return rank
+
+
+def text_of(job: Job, rank: int) -> str:
+    path = job.folder / f"report-{rank}.json"
+    return path.read_text() if path.exists() else ""
+
+
+def report(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text_of(job, reporter(job)))
+    return found
+
+
+def right(job: Job, epochs: int) -> bool:
+    return all(bool((cells == epochs).all()) for cells in job.final.values())
+
+
+@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE, DOWNPOUR], ids=["sandblaster", "allreduce", "downpour"])
+def test_unit_0_is_lost_and_started_again(begun: Callable[..., Job], cluster: str) -> None:
+    units = 4 if cluster == DOWNPOUR else 3
+    job = begun(cluster, units, 4)
+    kill_host(job, 0)
+    job.start(0, command=HASTILY)
+    job.end_well()
+    assert right(job, 4)
+    told = "".join(job.said.values())
+    assert "leads the job from now on (term 2): unit 0 is gone" in told
+    assert "the whole job starts again from" in told
+    assert reporter(job) != 0, "who leads at the end writes the report"
+    (incident,) = report(job)["incidents"]
+    assert (incident["who"], incident["action"]) == ("unit 0", "the whole job starts again")
+
+
+def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
+    job = begun(SANDBLASTER, 3, 40)
+    kill_host(job, 0)
+    ended = job.end()
+    assert [code for code, _, _ in ended.values()] == [1, 1]
+    for _, _, err in ended.values():
+        assert "unit 0 on" in err
+        assert "vanished without a word, and within 4 s no replacement was started" in err
+        assert "with `resume: true` the same job goes on from there" in err
+
+
+def test_a_frozen_unit_0_follows_the_unit_that_was_elected(begun: Callable[..., Job]) -> None:
+    """It is stopped for longer than its lease, and its processes with it. Nothing that it decides then counts."""
+    job = begun(SANDBLASTER, 3, 4)
+    frozen = [job.units[0].process.pid, *pids_of(job, 0)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    wait(lambda: leader(job))
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    job.end_well()
+    assert right(job, 4)
+    assert "unit 0 leads the job no longer" in job.said[0]
+    assert reporter(job) != 0
+
+
+def test_the_next_leader_is_lost_and_the_other_groups_train_on(begun: Callable[..., Job], redis: str) -> None:
+    """Unit 0 has worker 0/0, which no job can do without; the leader after it has a group that this one can."""
+    job = begun(DOWNPOUR, 4, 12, f"{redis}?job=ledger")
+    second = replace_unit_0(job)
+    assert second != 0
+    kill_host(job, second)
+    job.end_well()
+    assert right(job, 12)
+    actions = [incident["action"] for incident in report(job)["incidents"]]
+    assert actions[0] == "the whole job starts again"
+    if second < 3:
+        assert actions[1] == f"the job goes on without group {second}"
