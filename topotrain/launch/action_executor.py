@@ -164,7 +164,7 @@ class ActionExecutor:
     def _share(self) -> None:
         """Send the decision that was executed to all units. Each of them may have to decide next."""
         commands, self._commands = self._commands, []
-        decided = None if self._succession is None else self._succession.decide(commands)
+        decided = None if self._succession is None else self._succession.decide(commands, time.monotonic())
         if decided is not None and self._connection is not None:
             number, decision = decided
             # The attempt's number lets a unit ignore a command of an earlier attempt.

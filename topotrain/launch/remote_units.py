@@ -95,7 +95,7 @@ class RemoteUnits:
             case UnitMessage(rank=rank, words=words) if words.get("life") == self._attempt and "ready" not in words:
                 # Known even if it changes nothing here: this unit may lead the next attempt.
                 if "decision" in words and self._succession is not None:
-                    self._succession.on_decision(words)
+                    self._succession.on_decision(words, time.monotonic())
                 # The processes of a lost unit may have been restarted elsewhere, so its messages are ignored.
                 lost = isinstance(self.recovery, RecoveryPolicy) and rank in self.recovery.lost_units
                 if not self._shutdown.stopping and not lost:

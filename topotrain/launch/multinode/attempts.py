@@ -182,7 +182,7 @@ class Attempts(Notifier):
 
     def _end_processes(self, takeover: Takeover) -> None:
         """Let the units that run end their processes, so that the whole job restarts."""
-        decided = self.succession.decide([{"command": "renew", "ranks": None, "values": {}}])
+        decided = self.succession.decide([{"command": "renew", "ranks": None, "values": {}}], time.monotonic())
         assert decided is not None
         for rank in takeover.running:
             words = {"life": takeover.joined[rank]["life"], "number": decided[0], "decision": decided[1]}
@@ -208,7 +208,7 @@ class Attempts(Notifier):
         # Replacements may run on hosts where a server and its backup would share a failure domain.
         check(self.agreement.job, topology)
         policy.begin_attempt(topology)
-        self.succession.decide(())
+        self.succession.decide((), time.monotonic())
         resume = self.origin.newest(self)
         check_found(resume, self.saved, self.agreement.job)
         attempt = AttemptInfo(number + 1, resume, policy.absent_groups)

@@ -8,7 +8,6 @@
 """
 
 import json
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
@@ -218,11 +217,11 @@ class Succession:
             self._has_led = False
             self.log.replace((), 0.0)
 
-    def decide(self, commands: Sequence[Mapping[str, Any]]) -> tuple[int, Decision] | None:
+    def decide(self, commands: Sequence[Mapping[str, Any]], now: float) -> tuple[int, Decision] | None:
         """Record what the policy has received and these commands; return the number and the decision, if any."""
         if self.policy is None:
             return None
-        inputs, now = self.policy.take(), time.monotonic()
+        inputs = self.policy.take()
         if not inputs and not commands:
             return None
         decision = {"at": self.policy.since_start(now), "inputs": inputs, "commands": list(commands)}
@@ -230,8 +229,8 @@ class Succession:
         self.log.add(number, decision, now)
         return number, decision
 
-    def on_decision(self, words: Words) -> None:
+    def on_decision(self, words: Words, now: float) -> None:
         """Record a decision of the leader."""
-        self.log.add(words["number"], words["decision"], time.monotonic())
+        self.log.add(words["number"], words["decision"], now)
         if self.reporter is not None:
             self.reporter.settle(words["decision"])
