@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from job_runner import JobRunner
 from redis_server import MISSING, redis_server
-from unit_hosts import Job, hastily, wait
+from shells import alive
+from unit_hosts import HostNetwork, Job, covered, hastily, newest, wait
 
 from topotrain.comm.store import open_store
 
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.journey
 
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
 ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
+PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 DOWNPOUR = "nworker_groups: 3 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
 HASTILY = hastily(0.3, 1.5)
 
@@ -28,10 +31,19 @@ def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
     """Starts the units of a ledger, and returns when there is a snapshot."""
     made: list[Job] = []
 
-    def begin(cluster: str, units: int, epochs: int, url: str = "", program: str = "ledger.py") -> Job:
+    def begin(
+        cluster: str,
+        units: int,
+        epochs: int,
+        url: str = "",
+        program: str = "ledger.py",
+        network: HostNetwork | None = None,
+    ) -> Job:
         url = url or (runner.folder / "store").as_uri() + "?job=ledger"
-        job = Job(runner, cluster, program, ["--epochs", str(epochs), "--step-s", "0.03"], [None] * units, url)
-        job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
+        hosts = [None] * units if network is None else [1 if rank == 0 else 0 for rank in range(units)]
+        job = Job(runner, cluster, program, ["--epochs", str(epochs), "--step-s", "0.03"], hosts, url, network)
+        reduce = "reduce: kSum" if program == "ledger.py" else ""
+        job.conf.write_text(f"{reduce} snapshot_s: 0.3\n{job.conf.read_text()}")
         made.append(job)
         for rank in range(units):
             job.start(rank, command=HASTILY)
@@ -55,9 +67,14 @@ def redis(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def newest(job: Job) -> int:
-    """The number of the newest snapshot."""
-    return max((int(path.parent.name) for path in job.workspace.glob("manifests/*/manifest.json")), default=0)
+@pytest.fixture
+def redis_at_host_0(tmp_path: Path, network: HostNetwork) -> Iterator[str]:
+    if MISSING:
+        pytest.skip(MISSING)
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with redis_server(folder, network=network) as url:
+        yield url
 
 
 def kill_host(job: Job, rank: int) -> None:
@@ -78,8 +95,10 @@ def leader(job: Job) -> int:
 
 
 def pids_of(job: Job, rank: int) -> list[int]:
+    """Of the workers and servers of a unit."""
     path = job.workspace / f"processes-{rank}.json"
-    return [entry["pid"] for entry in json.loads(path.read_text())] if path.exists() else []
+    entries = json.loads(path.read_text()) if path.exists() else []
+    return [entry["pid"] for entry in entries if entry["pid"] and (entry["workers"] or entry["servers"])]
 
 
 def replace_unit_0(job: Job) -> int:
@@ -168,3 +187,50 @@ def test_the_next_leader_is_lost_and_the_other_groups_train_on(begun: Callable[.
     assert actions[0] == "the whole job starts again"
     if second < 3:
         assert actions[1] == f"the job goes on without group {second}"
+
+
+def test_a_synchronous_job_that_has_lost_unit_0_has_the_bits_of_an_undisturbed_one(
+    begun: Callable[..., Job], runner: JobRunner
+) -> None:
+    calm = runner.run(ALLREDUCE, "steady.py", "--epochs", "4", name="calm").final
+    job = begun(ALLREDUCE, 3, 4, program="steady.py")
+    kill_host(job, 0)
+    job.start(0, command=HASTILY)
+    job.end_well()
+    assert calm.keys() == job.final.keys()
+    for name, values in calm.items():
+        assert torch.equal(values, job.final[name]), name
+    (incident,) = report(job)["incidents"]
+    assert incident["who"] == "unit 0"
+
+
+def test_a_leader_with_a_copy_of_each_server_is_lost_and_nothing_restarts(begun: Callable[..., Job]) -> None:
+    job = begun(f"{PAIRS} replicas: 2", 3, 8)
+    second = replace_unit_0(job)
+    assert second in (1, 2)
+    covered(job, 2)
+    kill_host(job, second)
+    job.end_well()
+    assert right(job, 8)
+    first, other = report(job)["incidents"]
+    assert (first["who"], first["action"]) == ("unit 0", "the whole job starts again")
+    assert (other["who"], other["action"][:45]) == (f"unit {second}", "the second copies of its servers go on; fresh")
+
+
+def test_the_host_of_unit_0_is_cut_off_for_a_while(
+    begun: Callable[..., Job], network: HostNetwork, redis_at_host_0: str
+) -> None:
+    """The store is on the host of the others. Unit 0 finds neither them nor the store, and ends its processes."""
+    job = begun(ALLREDUCE, 3, 6, f"{redis_at_host_0}?job=ledger", network=network)
+    before = pids_of(job, 0)
+    assert alive(before)
+    network.set_link(1, "down")
+    try:
+        wait(lambda: network.run_on(0, lambda: leader(job)))
+        wait(lambda: not alive(before))  # its processes have ended, although nothing could tell it to end them
+    finally:
+        network.set_link(1, "up")
+    job.end_well()
+    assert right(job, 6)
+    assert reporter(job) != 0
+    assert "unit 0 leads the job no longer" in job.said[0]
