@@ -162,7 +162,7 @@ class ActionExecutor:
             self._share()
 
     def _share(self) -> None:
-        """Send the decision that was executed to all units. Each of them may have to decide next."""
+        """Send the decision that was executed to all units, which may decide next."""
         commands, self._commands = self._commands, []
         decided = None if self._succession is None else self._succession.decide(commands, time.monotonic())
         if decided is not None and self._connection is not None:

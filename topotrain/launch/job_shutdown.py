@@ -149,7 +149,10 @@ class JobShutdown:
         """The last reported snapshot, of this unit or another one."""
 
     def lead(self, policy: RecoveryPolicy, saved: Saved | None) -> None:
-        """Note that this unit decides about restarts from now on. saved: the last snapshot that any unit knows."""
+        """Note that this unit decides about restarts from now on.
+
+        saved: the last snapshot that any unit knows.
+        """
         self._recovery, self.saved = policy, saved or self.saved
 
     @property

@@ -1,4 +1,4 @@
-"""What the event loop of a launcher does about the other units of its job.
+"""The other units of a job, for the event loop of a launcher.
 
 In the leader the events of other units go to the recovery policy, and its decisions to the units. In a unit that
 follows, the commands of the leader are carried out. A unit may change from one to the other at any time.
@@ -213,7 +213,7 @@ class RemoteUnits:
         return ()
 
     def _shown(self, actions: Sequence[Action], event: Event) -> Sequence[Action]:
-        """Return the actions without the event, which its unit has shown already, and has in its own report."""
+        """Return the actions without the event, which its unit has shown already."""
         return [action for action in actions if action is not event or isinstance(event, Failed)]
 
     def _carry_out(self, commands: Sequence[Mapping[str, Any]]) -> Sequence[Action]:

@@ -89,15 +89,16 @@ class Attempts(Notifier):
         return begun
 
     def policy(self, here: Topology, begun: RestartInfo) -> RecoveryPolicy | Follower | None:
-        """Return the policy of this unit in an attempt; None if nothing restarts in this job."""
+        """Return the policy of this unit in an attempt; None if nothing restarts."""
         self.membership.begin(begun.hosts)
-        self.succession.hosts = begun.hosts
+        self.succession.begin(begun.hosts)
         if self.agreement.job.on_failure is not OnFailure.kContinue or self.succession.policy is not None:
             return self.succession.policy
         residents = [str(who) for unit in here.units for who in (*unit.workers, *unit.servers)]
         rank, control = self.rendezvous.rank, self.membership.control
-        self.succession.reporter = EventReporter(control, rank, begun.attempt.number)
-        return Follower(residents, self.succession.reporter)
+        reporter = EventReporter(control, rank, begun.attempt.number)
+        self.succession.begin(begun.hosts, reporter)
+        return Follower(residents, reporter)
 
     def next(self, run: RunLoop, begun: RestartInfo) -> RestartInfo | None:
         """Return the next attempt; None if the job ends instead. Raises ConfigError."""
@@ -141,9 +142,10 @@ class Attempts(Notifier):
             self.membership.control.report(self.succession.join_words(number, running=False))
 
     def _take_over(self, elected: LeaderElected, number: int) -> tuple[Sequence[News], int]:
-        """Lead, with no process running here; return the news for the barrier and the last attempt of the job.
+        """Lead, with no process running here.
 
-        If the job ends instead, or another unit leads, this unit does not lead.
+        Returns the news for the barrier, and the number of the last attempt of the job. If the job ends instead, or
+        another unit leads, this unit does not lead.
         """
         rank, control = self.succession.rank, self.membership.control
         takeover = Takeover(elected, self.succession.join_words(number, running=False), rank, {rank, *control.ranks})
@@ -169,9 +171,9 @@ class Attempts(Notifier):
         return [*joined, *lost_units, *takeover.later], takeover.attempt
 
     def answer(self) -> None:
-        """Send units that join this one the decisions that they do not know, when the work of this unit is done.
+        """Send units that join this one the decisions that they do not know.
 
-        Nothing restarts any more, and the decision that says so is among them.
+        The work of this unit is done. Nothing restarts any more, and the decision that says so is among them.
         """
         for news in self.membership.control.news():
             if isinstance(news, UnitMessage) and "joins" in news.words:
@@ -189,7 +191,7 @@ class Attempts(Notifier):
             self.membership.control.send(rank, words)
 
     def _lead(self, news: Sequence[News], number: int) -> RestartInfo | LeaderElected | LeaderChanged | None:
-        """Begin the attempt after this one when all units are ready; None if the job ends instead."""
+        """Begin the next attempt when all units are ready; None if the job ends."""
         policy, leader, hosts = self.succession.policy, self.membership.leader, self.succession.hosts
         if policy is None or leader is None:
             # The news that another unit leads is on its way.

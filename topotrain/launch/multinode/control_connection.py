@@ -65,7 +65,7 @@ class UnitReturned:
 
 @dataclass(frozen=True, slots=True)
 class LeaderChanged:
-    """This unit follows the unit `rank` from now on, and has led itself until now if `deposed`."""
+    """This unit follows unit `rank` from now on. deposed: it has led until now."""
 
     term: int
     rank: int
@@ -156,12 +156,18 @@ class ControlAccess:
     lease_s: float = LEASE_S
 
     def transport(self, term: int, host: str = "127.0.0.1") -> TcpTransport:
-        """Return a transport of a term; `host` matters only if it listens. Raises TransportError."""
+        """Return a transport of a term; `host` matters only if it listens.
+
+        Raises TransportError.
+        """
         identity = Identity(self.run_id, job_key(self.secret, "control", self.run_id, str(term)), 0, 0, "")
         return TcpTransport(identity, self.start_port, host, patience=0.0, lease_s=self.lease_s)
 
     def leader_url(self, term: int) -> str:
-        """Return where the leader of a term listens; "" if the store has no such record. Raises StoreError."""
+        """Return the URL of the leader of a term; "" if it is not in the store.
+
+        Raises StoreError.
+        """
         record = LeaderRecord.loaded(self.run.get(KEY))
         return record.url if record is not None and record.term == term else ""
 
@@ -300,9 +306,9 @@ class ControlServer(ControlConnection):
         """Where other units connect."""
 
     def start(self, receiver: MessageReceiver, words: Mapping[int, str]) -> None:
-        """Accept the processes with these words, by the ranks of their units, and send heartbeats.
+        """Accept the processes with these words, and send heartbeats.
 
-        receiver: receives messages first.
+        words: by the ranks of their units. receiver: receives messages first.
         """
         with self._lock:
             self._receiver = receiver
@@ -311,7 +317,10 @@ class ControlServer(ControlConnection):
         threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def listen(self, host: str) -> None:
-        """Listen at this address, too, where units connect from now on. Raises TransportError."""
+        """Listen at this address, too, and let units connect there.
+
+        Raises TransportError.
+        """
         transport = self._access.transport(self.term, host)
         url = transport.attach(self._me, self)
         with self._lock:
@@ -431,7 +440,7 @@ class ControlClient(ControlConnection):
 
 
 class ControlChannel:
-    """What the run loop of a unit knows of the connections, over all terms.
+    """The connections of one unit over all terms, as its run loop sees them.
 
     Args:
         away_s: seconds of the leader's silence after which this unit goes on alone.

@@ -62,7 +62,7 @@ class DecisionLog:
         return len(self.decisions)
 
     def add(self, number: int, decision: Decision, now: float) -> None:
-        """Record a decision, unless it is known. number: the number of the decisions before it."""
+        """Record a decision, unless it is known. number: of the decisions before it."""
         if number == len(self.decisions):
             self.decisions.append(decision)
             # Messages take time, so the earliest start that fits is the best one.
@@ -117,7 +117,10 @@ class LoggedPolicy(RecoveryPolicy):
         return self._attempt.over
 
     def on_remote_event(self, origin: Mapping[str, Any], event: Event, now: float) -> list[Action]:
-        """As `on_event`, for an event of another unit. origin: its rank, its attempt, and the event's number there."""
+        """As `on_event`, for an event of another unit.
+
+        origin: the rank of the unit, its attempt, and the number of the event there.
+        """
         self._origin = origin
         try:
             return self.on_event(event, now)
@@ -133,7 +136,10 @@ class LoggedPolicy(RecoveryPolicy):
         return found
 
     def _matters(self, event: Event, acts: bool) -> bool:
-        """Return whether the state of the policy depends on an event. acts: actions follow from it."""
+        """Return whether the state of the policy depends on an event.
+
+        acts: actions follow from it.
+        """
         match event:
             # Of steps the first one after a start matters, and those that complete a recovery.
             case StepDone(who=who):
@@ -177,7 +183,7 @@ class LoggedPolicy(RecoveryPolicy):
         self._inputs.append({"at": self.since_start(now), **values})
 
     def receive_again(self, decisions: Iterable[Decision]) -> Iterator[Action]:
-        """Receive what a former leader's policy has received; yield the actions that followed."""
+        """Receive the inputs of a former leader's policy; yield its actions."""
         for decision in decisions:
             for given in decision["inputs"]:
                 yield from self._receive_again(given)
@@ -212,7 +218,7 @@ def lost_units(decisions: Iterable[Decision]) -> set[int]:
 
 
 def heard(decisions: Iterable[Decision], attempt: int) -> dict[int, int]:
-    """Return, for each unit, the number of its last event of an attempt that was decided about."""
+    """Return, for each unit, the number of its last event that was decided about."""
     found: dict[int, int] = {}
     for decision in decisions:
         for given in decision["inputs"]:

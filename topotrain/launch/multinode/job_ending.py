@@ -7,7 +7,7 @@ from topotrain.launch.multinode.node_info import JobEnd
 
 
 class JobEnding:
-    """How the job ends, once that is decided, and whether a last snapshot comes before.
+    """How the job ends, and whether a last snapshot comes before.
 
     Several threads may use it. None of its methods waits, except `wait`.
     """
@@ -77,7 +77,7 @@ class JobEnding:
         self._decided.set()
 
     def pause(self, seconds: float) -> bool:
-        """Wait until the end is decided, or so long; return whether there is no more to wait for."""
+        """Wait until the end is decided, or so long; return whether it is decided."""
         return self._decided.wait(seconds)
 
     def wait(self, seconds: float) -> JobEnd | None:

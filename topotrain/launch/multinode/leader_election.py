@@ -1,4 +1,4 @@
-"""Which unit leads a job over several units: a record in the store, with a term and a lease.
+"""The election of the unit that leads a job: a record with a term and a lease.
 
 The record changes by compare-and-set only. The leader renews it; a record that stays the same for a whole lease, by
 the clock of the reader alone, belongs to a leader that is gone. Then any unit may write itself into the record, with
@@ -67,7 +67,7 @@ class Proposal:
 
 
 class LeaderElection:
-    """What one unit knows about the leader.
+    """The leader, as one unit knows it.
 
     Args:
         rank, word: of this unit, and of its process.
@@ -133,7 +133,7 @@ class LeaderElection:
         return not (self.leads or self.end or self._since is None) and now - self._since >= self._lease_s
 
     def on_written(self, proposal: Proposal, now: float) -> bool:
-        """Record that a proposal was carried out; return whether this unit leads since then."""
+        """Record that a proposal was carried out; return whether this unit now leads."""
         self._raw, self._since, self._tried = proposal.record.dumped(), now, None
         return self._accept(proposal)
 
@@ -154,9 +154,10 @@ class LeaderElection:
         return self.leads and now - self._renewed_at < _SHARE * self._lease_s
 
     def may_decide(self, now: float) -> bool:
-        """Return whether this unit may send a decision: it holds its lease, or the store is away for it.
+        """Return whether this unit may send a decision.
 
-        While the store is away, units that hear from this one elect no other leader.
+        It holds its lease, or the store is away for it. While the store is away, units that hear from this one elect no
+        other leader.
         """
         return self.leads and (self.holds_lease(now) or self.store_is_away)
 

@@ -322,7 +322,7 @@ class Node:
                 run.destroy()
 
     def _leave(self, rendezvous: NodeRendezvous, root: Store, membership: UnitMembership, end: JobEnd) -> None:
-        """Leave the job. The leader also cleans up when all other units have left the store."""
+        """Leave the job. The leader also cleans up when all other units have left."""
         leader = membership.leader
         if leader is None:
             return

@@ -24,7 +24,7 @@ class JobEnd:
 
     code: the exit code of every unit. unit, host: where it ended; -1 and "" for no particular unit.
     failed: the first cause of a failure. text: the reason of an early end without a failure.
-    term: the term of the leader that has decided it; 0: it was no leader.
+    term: the term of the leader that has decided it, 0 for another unit.
     """
 
     code: int

@@ -1,4 +1,4 @@
-"""Membership of a job's units, as one unit sees them in one term: liveness and the job's end.
+"""Membership of a job's units in one term, as one unit sees them.
 
 * The leader decides once how the job ends, with the first cause. The other units report their causes to it.
 * After a connection error it first waits for a better cause. Without one it looks for a unit without heartbeats.
@@ -59,6 +59,7 @@ _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": AL
 """Seconds for which a failure waits for its cause, by kinds of failure that may have one elsewhere."""
 _REGISTER_EVERY_S = 5.0  # between two updates of the registry
 _LOOK_S = 0.1
+_ADVICE = "; with a store at redis:// or file:// another unit would lead the job, and it would go on"
 _ALONE = "{} was out of reach for {:g} s at the end, so the end of the other units is unknown"
 
 
@@ -77,7 +78,7 @@ class StoreKeys:
 
 @dataclass(frozen=True, slots=True)
 class UnitContext:
-    """What a unit knows of itself and the job in all terms.
+    """The settings of a unit and its job, for all terms.
 
     stores: the store's keys. rank, word: of this unit, and of its process. access: the settings of the connections.
     verifier: checks the description of a unit that rejoins.
@@ -167,7 +168,7 @@ class FollowerMembership(NodeMembership):
     Args:
         context, hosts, ending: as for `NodeMembership`.
         queue: receives messages for the run loop.
-        election: who leads.
+        election: of the leader.
         replaceable: another unit takes over when the leader is lost.
     """
 
@@ -256,7 +257,7 @@ class FollowerMembership(NodeMembership):
                 self._ending.deliver(JobEnd(0, text=_ALONE.format(f"unit {self.control.leader}", AWAY_S)))
 
     def _look_for_leader(self) -> None:
-        """Deliver the end that the leader has left in the store, or the loss of the leader."""
+        """Deliver the end that the leader has left in the store, or its loss."""
         rank, raw = self.control.leader, None
         with suppress(StoreError):
             raw = self._stores.run.get("end")
@@ -269,7 +270,8 @@ class FollowerMembership(NodeMembership):
             # A store that is away is no loss, unless unit 0 serves it.
             beats = self._has_heartbeat(rank)
             if beats is False or (beats is None and self._hosts.served):
-                self._ending.deliver(self._end_of(self.vanished(rank), rank))
+                more = _ADVICE if self._hosts.served and self._context.recovers else ""
+                self._ending.deliver(self._end_of(self.vanished(rank, more), rank))
 
 
 class LeaderMembership(NodeMembership):
@@ -295,7 +297,11 @@ class LeaderMembership(NodeMembership):
         self.control, self._queue, self._replaceable = control, queue, replaceable
         self._local = is_local(hosts.addresses[self._rank])
         self._kept, self._kept_of_job = MaintainedValues(context.stores.run), MaintainedValues(context.stores.shared)
-        self._maintain()
+        # The unit that has opened the job maintains these by itself.
+        if control.term > FIRST_TERM:
+            for key, value in context.maintained.items():
+                self._kept.keep(key, value)
+            self._kept_of_job.keep("run", context.access.run_id.rpartition(".")[2].encode())
         self._gone: set[int] = set()  # units that are not looked after
         self._words = {unit.word for unit in hosts.units}  # of units that are members, or were reported
         self._registered = 0.0
@@ -311,13 +317,6 @@ class LeaderMembership(NodeMembership):
         self._kept.close()
         self._kept_of_job.close()
         self.control.close()
-
-    def _maintain(self) -> None:
-        """Maintain what a unit reads that rejoins the job. The unit that has opened the job does so by itself."""
-        if self.control.term > FIRST_TERM:
-            for key, value in self._context.maintained.items():
-                self._kept.keep(key, value)
-            self._kept_of_job.keep("run", self._context.access.run_id.rpartition(".")[2].encode())
 
     @property
     def takes_snapshot(self) -> bool:

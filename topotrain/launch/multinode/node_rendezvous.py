@@ -3,7 +3,7 @@
     jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
     jobs/ID/run      a random word for this start of the job, by unit 0
     jobs/ID/stop     set by `topotrain jobs stop`
-    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, who leads it and where (leader), back/R of a unit that
+    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the unit that leads it (leader), back/R of a unit that
                      rejoins the running job, with welcome/R.WORD as the reply, and the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
@@ -152,7 +152,7 @@ class NodeRendezvous:
     def enter(self, me: NodeInfo) -> None:
         """Open a start of the job as unit 0, or join it as another unit.
 
-        A unit 0 whose job runs on under another leader rejoins it. Raises ConfigError or StoreError.
+        Where the job runs on under another leader, unit 0 rejoins it. Raises ConfigError or StoreError.
         """
         self.me, self.returns = me, False
         self._kept.close()  # of an earlier start
@@ -204,7 +204,7 @@ class NodeRendezvous:
         return True
 
     def _open(self) -> bool:
-        """Open a start of the job; return False if an earlier one runs on without its unit 0."""
+        """Open a start of the job; return False if an earlier one runs on."""
         known = self._patiently(lambda: self.shared.get("run"), "the store")
         old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
         if old is not None and self._await_end(old):
@@ -330,7 +330,9 @@ class NodeRendezvous:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """Return the name and the seal of the snapshot to resume from. Not for the unit that opens the job.
+        """Return the name and the seal of the snapshot to resume from.
+
+        Not for the unit that opens the job.
 
         Call it after `learn`. Raises StoreError.
         """
@@ -399,7 +401,7 @@ class JobRestarted(Exception):
 
 
 def _survives(run: Store) -> bool:
-    """Return whether a start of a job goes on when its unit 0 is lost. Raises StoreError."""
+    """Return whether a start goes on when its unit 0 is lost. Raises StoreError."""
     hosts, text = run.get("hosts"), run.get("job")
     if hosts is None or text is None:
         return False
@@ -415,7 +417,10 @@ def _is_final(error: StoreError) -> bool:
 
 
 def outlast(run: Store, rank: int) -> None:
-    """Wait in the leader until the other units have left, or their heartbeats expired. rank: of this unit."""
+    """Wait in the leader until the other units have left, or are silent.
+
+    rank: of this unit.
+    """
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
         while time.monotonic() < until and set(run.keys("alive/")) - {f"alive/{rank}"}:

@@ -45,7 +45,7 @@ class RestartInfo:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The leader's message that an attempt begins. decisions: all decisions of the job."""
+    """The leader's message that an attempt begins. decisions: all of the job."""
 
     info: RestartInfo
     decisions: Sequence[Decision]
@@ -117,7 +117,10 @@ def await_ready(
     notifier: Notifier,
     hint: str,
 ) -> LeaderElected | LeaderChanged | bool | None:
-    """Wait in the leader until all units are ready; None if the job ends, or that another unit leads instead."""
+    """Wait in the leader until all units are ready.
+
+    Returns None if the job ends instead, or the news that another unit leads.
+    """
     reported: set[int] = set()
     news = list(unread)
     while True:
@@ -165,7 +168,7 @@ def await_joins(takeover: Takeover, membership: UnitMembership, stop: StopSignal
 def await_leader(
     unread: Sequence[News], membership: UnitMembership, stop: StopSignals
 ) -> LeaderElected | LeaderChanged | None:
-    """Wait for the news of who leads; None if the job ends instead."""
+    """Wait for the news about the leader; None if the job ends instead."""
     news = list(unread)
     while not (membership.over or stop.came):
         for number, each in enumerate(news):

@@ -57,7 +57,7 @@ def lead_notice(takeover: "Takeover", rank: int) -> Notice:
 
 
 class EventReporter:
-    """Sends the events of one attempt to the leader, and keeps those that the next leader may need.
+    """Sends the events of one attempt to the leader, and keeps some for the next one.
 
     Args:
         control: the connections of this unit.
@@ -161,7 +161,7 @@ class Takeover:
         return event if isinstance(event, Saved) else None
 
     def events(self) -> Iterator[tuple[dict[str, Any], Event]]:
-        """Yield the events that no decision follows from, each with its origin, unit by unit."""
+        """Yield the events that no decision follows from, each with its origin."""
         attempt = self.attempt
         last = heard(self.decisions, attempt)
         for rank, words in sorted(self.joined.items()):
@@ -172,7 +172,7 @@ class Takeover:
 
 @dataclass(slots=True)
 class Succession:
-    """What a unit needs in order to lead, over all attempts.
+    """The knowledge of a unit that it needs in order to lead, over all attempts.
 
     job: the job. rank: of this unit. first: the host numbers of the first attempt. hosts: those of the present one.
     """
@@ -203,11 +203,15 @@ class Succession:
         return words if running else {**words, "ready": True}
 
     def take_over(self, takeover: Takeover, now: float) -> list[Action]:
-        """Lead from now on, with the decisions of former leaders; return their actions. Raises ConfigError."""
+        """Lead from now on; return the actions of former leaders. Raises ConfigError."""
         decisions, self.hosts = takeover.decisions, takeover.hosts
         self.log.extend(decisions, now)
         self.open(layout(self.job.cluster, self.first), self.log.began(now))
         return [] if self.policy is None else list(self.policy.receive_again(decisions))
+
+    def begin(self, hosts: HostMap, reporter: EventReporter | None = None) -> None:
+        """Begin an attempt on these hosts. reporter: sends its events to the leader."""
+        self.hosts, self.reporter = hosts, reporter
 
     def follow(self, leader: int) -> None:
         """Lead no longer. leader: the unit that leads; -1: none."""
@@ -218,7 +222,10 @@ class Succession:
             self.log.replace((), 0.0)
 
     def decide(self, commands: Sequence[Mapping[str, Any]], now: float) -> tuple[int, Decision] | None:
-        """Record what the policy has received and these commands; return the number and the decision, if any."""
+        """Record the inputs of the policy, with these commands, as a decision.
+
+        Returns it with its number; None where nothing was decided.
+        """
         if self.policy is None:
             return None
         inputs = self.policy.take()

@@ -1,13 +1,14 @@
 """The membership of one unit over all terms: it follows the leader, or leads.
 
-What the leader of a job of several units has besides its processes, and where it is when that unit is lost:
+The leader of a job of several units has more than its processes. This is where each part is when that unit is lost:
 
-* its decisions about restarts, with their reasons: every unit has them, too (`decision_log.py`);
-* the address at which the other units reach it, and its right to lead: in the store (`leader_election.py`);
-* the end of the job: in every unit, and in the store for units that are not connected;
-* the reports of the units that are done: each unit sends its report again to the next leader;
-* the choice of the snapshot to resume from: in the workspace;
-* the job, its hosts, the entry in the list of jobs, and what else is maintained in the store: every unit can write it.
+* Its decisions about restarts, with their reasons: every unit has them, too (`decision_log.py`).
+* Its address, and its right to lead: in the store (`leader_election.py`).
+* The end of the job: in the record of the leader in the store, and in the units that were told.
+* The reports of the units that are done: each unit sends its report again to the next leader.
+* The snapshot to resume from: in the workspace.
+* The job, its hosts, and its entry in the list of jobs, which it maintains in the store: every unit knows them.
+* Worker 0/0, which writes the result, and the tcp:// store, if the first leader serves it: nowhere else.
 
 Any unit that trains may be elected when the leader is lost. The first leader is unit 0. Where unit 0 also serves the
 store, or a death ends the job, no other unit takes over.
@@ -28,6 +29,7 @@ from topotrain.launch.multinode.control_connection import (
     ControlServer,
     LeaderChanged,
     LeaderElected,
+    NewsQueue,
 )
 from topotrain.launch.multinode.job_ending import JobEnding
 from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, LeaderElection
@@ -39,10 +41,96 @@ _END_S = 5.0
 """Seconds for which the decided end of the job may take to reach the store. Then the units are told without it."""
 
 
-class UnitMembership:
-    """The other units of the job, as one unit sees them. It implements `job_shutdown.OtherUnits`.
+class LeaderLease:
+    """One unit's reads and writes of the record of the leader, on one thread.
 
-    None of its calls waits for the network, except `close`.
+    Args:
+        context: of the unit.
+        election: the state of the election.
+        ending: how the job ends.
+        queue: for the messages to a unit that is elected.
+        replaceable: another unit takes over when the leader is lost.
+    """
+
+    def __init__(
+        self, context: UnitContext, election: LeaderElection, ending: JobEnding, queue: NewsQueue, replaceable: bool
+    ) -> None:
+        self._context, self._election, self._ending, self._queue = context, election, ending, queue
+        self._replaceable, self._host, self._alone = replaceable, "", True
+        self.lock = threading.RLock()
+        """Of the election. It is not held during an operation of the store or of the network."""
+        self._candidate: ControlServer | None = None
+
+    def place(self, hosts: HostMap) -> None:
+        """Note where this unit would listen for the other units."""
+        self._host, self._alone = hosts.addresses[self._context.rank] or "127.0.0.1", len(hosts.names) == 1
+
+    def look(self, role: LeaderMembership | FollowerMembership, begun: bool) -> bool:
+        """Read and write the record once; return whether the leader has changed.
+
+        begun: this unit takes part in an attempt of the job, and may be elected. Raises StoreError.
+        """
+        election, run = self._election, self._context.stores.run
+        raw = run.get(KEY)
+        with self.lock:
+            if election.on_read(raw, time.monotonic()):
+                return True
+        url, silent = self._own_url(role, begun)
+        with self.lock:
+            end = self._ending.proposed
+            text = "" if end is None else end.to_text()
+            proposal = election.proposal(url, silent, time.monotonic(), text)
+        if proposal is None:
+            return False
+        written = run.compare_and_set(KEY, proposal.expected, proposal.record.dumped())
+        with self.lock:
+            if written:
+                return election.on_written(proposal, time.monotonic())
+            election.on_refused()
+            return False
+
+    def _own_url(self, role: LeaderMembership | FollowerMembership, begun: bool) -> tuple[str, bool]:
+        """Return the URL of this unit if it leads, and whether it is a candidate."""
+        if isinstance(role, LeaderMembership):
+            return role.control.url, False
+        with self.lock:
+            term = self._election.term
+            wants = self._election.may_campaign(time.monotonic()) and self._replaceable and begun
+        if not wants or self._ending.over or not role.leader_is_silent:
+            return "", False
+        if self._candidate is None or self._candidate.term != term + 1:
+            self.drop_candidate()
+            with suppress(TransportError):  # this host has lost its address, so no other unit could reach it
+                self._candidate = self.listening(term + 1)
+        return (self._candidate.url, True) if self._candidate is not None else ("", False)
+
+    def listening(self, term: int) -> ControlServer:
+        """Return the leader's end of the connections of a term. Raises TransportError."""
+        lease = self._election if self._replaceable else None
+        server = ControlServer(self._context.access, self._queue, term, lease)
+        if not self._alone:
+            server.listen(self._host)
+        return server
+
+    def take_candidate(self) -> ControlServer | None:
+        """Return the end that listens for the present term, if there is one."""
+        found = self._candidate
+        if found is None or found.term != self._election.term:
+            return None
+        self._candidate = None
+        return found
+
+    def drop_candidate(self) -> None:
+        """Stop listening for a term in which another unit leads."""
+        if self._candidate is not None:
+            self._candidate.close()
+            self._candidate = None
+
+
+class UnitMembership:
+    """The other units of the job, as one unit sees them over all terms.
+
+    It implements `job_shutdown.OtherUnits`. None of its calls waits for the network, except `close`.
 
     Args:
         context: of this unit.
@@ -57,17 +145,17 @@ class UnitMembership:
         self._context, self._hosts = context, hosts
         self._ending, self.control = JobEnding(), ControlChannel(node_membership.AWAY_S)
         self._election = LeaderElection(context.rank, context.word, ALIVE_S, leads, time.monotonic())
-        # Not held during an operation of the store or of the network.
-        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._replaceable = context.recovers and not hosts.served and len(hosts.names) > 1
+        self._lease = LeaderLease(context, self._election, self._ending, self.control.queue, self._replaceable)
+        self._lease.place(hosts)
+        self._lock = self._lease.lock
         self._begun = leads  # a unit that waits to be included in the job cannot lead it
-        self._candidate: ControlServer | None = None
         self._told: Failed | None = None
         self._report: list[Event] | None = None
         self._role: LeaderMembership | FollowerMembership
         try:
-            self._role = self._lead(self._listening(FIRST_TERM)) if leads else self._follow()
+            self._role = self._lead(self._lease.listening(FIRST_TERM)) if leads else self._follow()
         except TransportError:
             self._ending.close()
             self.control.close()
@@ -105,11 +193,6 @@ class UnitMembership:
         """The membership as the leader; None in a unit that follows."""
         role = self._role
         return role if isinstance(role, LeaderMembership) else None
-
-    @property
-    def term(self) -> int:
-        """The present term."""
-        return self._election.term
 
     def clear_wakeup(self) -> None:
         """Clear the event for which `fileno` became readable."""
@@ -159,6 +242,7 @@ class UnitMembership:
         """Note that this unit takes part in an attempt of the job on these hosts."""
         with self._lock:
             self._hosts, self._begun = hosts, True
+            self._lease.place(hosts)
 
     def close(self) -> None:
         """Stop watching, and end the connections."""
@@ -167,15 +251,16 @@ class UnitMembership:
         self._ending.close()
         self._role.close()
         self.control.close()
+        self._lease.drop_candidate()
 
     def _watch_record(self) -> None:
-        """Renew the lease of this unit, or find out who leads, until `close`."""
+        """Renew the lease of this unit, or find the one that leads, until `close`."""
         while not self._closed.is_set():
             # Before the look: a proposal that comes meanwhile must not be missed.
             self._ending.hurry.clear()
             former, changed = self._role, False
             try:
-                changed = self._look()
+                changed = self._lease.look(former, self._begun)
             except StoreError:
                 with self._lock:
                     self._election.on_failure()
@@ -189,62 +274,13 @@ class UnitMembership:
             self._ending.hurry.wait(BEAT_S)
 
     def _announce(self) -> None:
-        """Tell the end of the job that is in the record, or that could not be written there."""
+        """Tell the end of the job that is in the record, or that cannot be there."""
         with self._lock:
             role, end, away = self._role, self._election.end, self._election.store_is_away
         if end and not isinstance(role, LeaderMembership):
             self._ending.deliver(JobEnd.loaded(end))
         elif isinstance(role, LeaderMembership) and (end or away):
             role.announce_end()
-
-    def _look(self) -> bool:
-        """Read and write the record once; return whether the leader has changed. Raises StoreError."""
-        election, run = self._election, self._context.stores.run
-        raw = run.get(KEY)
-        with self._lock:
-            if election.on_read(raw, time.monotonic()):
-                return True
-        url, silent = self._own_url()
-        with self._lock:
-            end = self._ending.proposed
-            text = "" if end is None else end.to_text()
-            proposal = election.proposal(url, silent, time.monotonic(), text)
-        if proposal is None:
-            return False
-        written = run.compare_and_set(KEY, proposal.expected, proposal.record.dumped())
-        with self._lock:
-            if written:
-                return election.on_written(proposal, time.monotonic())
-            election.on_refused()
-            return False
-
-    def _own_url(self) -> tuple[str, bool]:
-        """Return where units connect if this one leads, and whether it is a candidate."""
-        with self._lock:
-            role, term = self._role, self._election.term
-            wants = self._election.may_campaign(time.monotonic()) and self._replaceable and self._begun
-        if isinstance(role, LeaderMembership):
-            return role.control.url, False
-        if not wants or self._ending.over or not role.leader_is_silent:
-            return "", False
-        if self._candidate is None or self._candidate.term != term + 1:
-            self._drop_candidate()
-            with suppress(TransportError):  # this host has lost its address, so no other unit could reach it
-                self._candidate = self._listening(term + 1)
-        return (self._candidate.url, True) if self._candidate is not None else ("", False)
-
-    def _listening(self, term: int) -> ControlServer:
-        """Return the leader's end of the connections of a term. Raises TransportError."""
-        lease = self._election if self._replaceable else None
-        server = ControlServer(self._context.access, self.control.queue, term, lease)
-        if len(self._hosts.names) > 1:
-            server.listen(self._hosts.addresses[self._context.rank] or "127.0.0.1")
-        return server
-
-    def _drop_candidate(self) -> None:
-        if self._candidate is not None:
-            self._candidate.close()
-            self._candidate = None
 
     def _watch_lease(self) -> None:
         """Step down where the lease cannot be renewed, and no other unit can be reached."""
@@ -258,33 +294,30 @@ class UnitMembership:
             if proposed_at is not None and now - proposed_at > _END_S:
                 former.announce_end()
             with self._lock:
-                lost = former is self._role and self._replaceable and self._has_lost_lease(former, now)
-                if lost and not self._closed.is_set():
+                # Where other units hear from this one, no other unit takes over, however long the store is away.
+                out_of_reach = bool(former.watched) and former.silent(ALIVE_S) == former.watched
+                lost = out_of_reach and self._report is None and not self._election.holds_lease(now)
+                if lost and self._replaceable and former is self._role and not self._closed.is_set():
                     self._election.step_down()
                     self._change_role()
             if former is not self._role:
                 former.close()
 
-    def _has_lost_lease(self, role: LeaderMembership, now: float) -> bool:
-        # Where other units hear from this one, no other unit takes over, however long the store is away.
-        out_of_reach = role.watched and role.silent(ALIVE_S) == role.watched
-        return bool(out_of_reach) and self._report is None and not self._election.holds_lease(now)
-
     def _change_role(self) -> None:
         """Lead, or follow the unit that leads. The lock is held."""
         former, term, queue = self._role, self._election.term, self.control.queue
         if self._election.leads:
-            if self._candidate is None or self._candidate.term != term:  # elected by a reply that came too late
+            server = self._lease.take_candidate()
+            if server is None:  # elected by a reply that came too late
                 self._election.step_down()
                 return
             lost = former.control.leader if isinstance(former, FollowerMembership) else -1
-            role = self._lead(self._candidate)
-            self._role, self._candidate = role, None
+            self._role = role = self._lead(server)
             if lost >= 0:
                 role.give_up(lost)
             queue.put(LeaderElected(term, lost, former.vanished(max(lost, 0))))
         else:
-            self._drop_candidate()
+            self._lease.drop_candidate()
             self._ending.retract()
             self._role = self._follow()
             queue.put(LeaderChanged(term, self._election.leader, isinstance(former, LeaderMembership)))

@@ -73,9 +73,12 @@ def register(app: typer.Typer) -> None:
             str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
         ] = "",
         report: Annotated[
-            Path | None, typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file.")
+            Path | None,
+            typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file."),
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")
+        ] = False,
         quiet: Quiet = False,
         forkserver: Forkserver = "",
     ) -> None:

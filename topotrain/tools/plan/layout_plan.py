@@ -13,6 +13,7 @@ from topotrain.config.job import Algorithm, Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
+from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
 _SIZES = ("values", "gradients", "staging", "state")
@@ -70,7 +71,7 @@ class ProcessEstimate:
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
-    Without a program `slices` is None, and `shares` and `memory` are empty.
+    Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
     """
 
     topology: Topology
@@ -78,6 +79,7 @@ class LayoutPlan:
     shares: tuple[ServerShare, ...] = ()
     memory: tuple[ProcessEstimate, ...] = ()
     warning: str = ""
+    note: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
@@ -95,7 +97,9 @@ class LayoutPlan:
 
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
-        text = self.topology.explain().rstrip("\n") + (f"\n\nwarning: {self.warning}" if self.warning else "")
+        text = self.topology.explain().rstrip("\n")
+        for kind, line in (("warning", self.warning), ("note", self.note)):
+            text += f"\n\n{kind}: {line}" if line else ""
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
@@ -126,7 +130,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     if schema is None:
         # Without a program only the job's updater block can name a momentum.
         momentum = 0.0 if job.updater is None else job.updater.momentum
-        return LayoutPlan(topology, warning=async_momentum.warning(job, topology, momentum))
+        warning = async_momentum.warning(job, topology, momentum)
+        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology))
     warning = async_momentum.warning(job, topology, schema.momentum)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -135,7 +140,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, store_advice(job, topology))
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
