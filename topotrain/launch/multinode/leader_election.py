@@ -20,7 +20,7 @@ KEY = "leader"
 """The store's key of the record, among the keys of a start of the job."""
 FIRST_TERM = 1
 """The term of the unit that has opened the job."""
-_SHARE = 0.75
+SHARE = 0.75
 """The part of the lease that a leader uses. The rest is a margin for clocks of different speed."""
 
 
@@ -151,7 +151,7 @@ class LeaderElection:
 
     def holds_lease(self, now: float) -> bool:
         """Return whether this unit leads, and no other unit can have been elected."""
-        return self.leads and now - self._renewed_at < _SHARE * self._lease_s
+        return self.leads and now - self._renewed_at < SHARE * self._lease_s
 
     def may_decide(self, now: float) -> bool:
         """Return whether this unit may send a decision.

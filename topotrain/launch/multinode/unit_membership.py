@@ -32,7 +32,7 @@ from topotrain.launch.multinode.control_connection import (
     NewsQueue,
 )
 from topotrain.launch.multinode.job_ending import JobEnding
-from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, LeaderElection
+from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, SHARE, LeaderElection
 from topotrain.launch.multinode.node_info import HostMap, JobEnd
 from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, UnitContext
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
@@ -60,6 +60,7 @@ class LeaderLease:
         self.lock = threading.RLock()
         """Of the election. It is not held during an operation of the store or of the network."""
         self._candidate: ControlServer | None = None
+        self._began_at: float | None = None  # the present look
 
     def place(self, hosts: HostMap) -> None:
         """Note where this unit would listen for the other units."""
@@ -70,6 +71,19 @@ class LeaderLease:
 
         begun: this unit takes part in an attempt of the job, and may be elected. Raises StoreError.
         """
+        self._began_at = time.monotonic()
+        try:
+            return self._look(role, begun)
+        finally:
+            self._began_at = None
+
+    def is_out_of_reach(self, now: float) -> bool:
+        """Return whether the store does not answer, or takes too long for a lease."""
+        began_at = self._began_at
+        late = began_at is not None and now - began_at > SHARE * ALIVE_S
+        return late or self._election.store_is_away
+
+    def _look(self, role: LeaderMembership | FollowerMembership, begun: bool) -> bool:
         election, run = self._election, self._context.stores.run
         raw = run.get(KEY)
         with self.lock:
@@ -285,7 +299,8 @@ class UnitMembership:
     def _watch_lease(self) -> None:
         """Step down where the lease cannot be renewed, and no other unit can be reached."""
         proposed_at: float | None = None
-        while not self._closed.wait(BEAT_S):
+        # Often enough to be done before a unit is elected that counts from the same moment on.
+        while not self._closed.wait(BEAT_S / 4):
             former, now = self._role, time.monotonic()
             if not isinstance(former, LeaderMembership):
                 continue
@@ -295,9 +310,11 @@ class UnitMembership:
                 former.announce_end()
             with self._lock:
                 # Where other units hear from this one, no other unit takes over, however long the store is away.
-                out_of_reach = bool(former.watched) and former.silent(ALIVE_S) == former.watched
-                lost = out_of_reach and self._report is None and not self._election.holds_lease(now)
-                if lost and self._replaceable and former is self._role and not self._closed.is_set():
+                alone = bool(former.watched) and former.silent(SHARE * ALIVE_S) == former.watched
+                # A process that was stopped for a while, on a busy machine, renews its lease first.
+                lost = alone and self._lease.is_out_of_reach(now) and not self._election.holds_lease(now)
+                lost = lost and self._replaceable and self._report is None
+                if lost and former is self._role and not self._closed.is_set():
                     self._election.step_down()
                     self._change_role()
             if former is not self._role:

@@ -4,6 +4,7 @@ The plan is pure, and needs no torch. The layout follows from the cluster block 
 from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
 """
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from topotrain.extensions.replication.replica_placement import ReplicaPlacement,
 from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
+_WIDTH = 120
 _SIZES = ("values", "gradients", "staging", "state")
 
 
@@ -98,8 +100,8 @@ class LayoutPlan:
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
         text = self.topology.explain().rstrip("\n")
-        for kind, line in (("warning", self.warning), ("note", self.note)):
-            text += f"\n\n{kind}: {line}" if line else ""
+        text += f"\n\nwarning: {self.warning}" if self.warning else ""
+        text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
