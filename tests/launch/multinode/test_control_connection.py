@@ -34,7 +34,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.leader_election import KEY, LeaderRecord
+from topotrain.launch.multinode.leader_election import KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
 from topotrain.launch.multinode.node_membership import LeaderMembership, StoreKeys, UnitContext
 from topotrain.launch.multinode.reliable_messages import Words
@@ -202,6 +202,28 @@ def test_a_unit_of_another_term_is_refused_and_receives_nothing(pair: Pair) -> N
         later.send(0, {"m": 1})
         wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)
         assert later.received.take() == pair.news.take() == []
+
+
+def test_a_leader_without_its_lease_sends_heartbeats_and_no_decision(pair: Pair, tmp_path: Path) -> None:
+    """As after a long pause of its process: there may be another leader, which only the store knows."""
+    election = LeaderElection(0, "0", 1000.0, True, time.monotonic())
+    election.on_read(None, time.monotonic())
+    with closing(NewsQueue()) as queue, closing(ControlServer(pair.access(), queue, 2, election)) as server:
+        server.listen("127.0.0.1")
+        pair.store.set(f"run/{KEY}", LeaderRecord(2, 0, "0", server.url).dumped())
+        server.start(Unread(), {1: "b"})
+        with closing(pair.client("b", term=2)) as unit:
+            server.send(1, {"n": 0})
+            assert words(news(unit, 1)) == [{"n": 0}]
+            election._renewed_at -= 2000.0
+            server.send(1, {"n": 1})
+            time.sleep(0.5)
+            assert unit.silence_s(0) < 0.4
+            assert unit.received.take() == []
+            proposal = election.proposal(server.url, False, time.monotonic())
+            assert proposal is not None
+            election.on_written(proposal, time.monotonic())
+            assert words(news(unit, 1)) == [{"n": 1}]
 
 
 def test_silence_is_counted_until_something_arrives(pair: Pair) -> None:
