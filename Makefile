@@ -6,10 +6,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(name).conf)
-CODE   := topotrain tests examples benchmarks scripts
+CODE   := topotrain tests examples benchmarks scripts docs/site
+SITE   := build/site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench chaos check proto format clean
+.PHONY: help setup run test bench chaos check docs proto format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
@@ -17,6 +18,7 @@ help:
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
 	@echo "make check   formatting, lint, types, imports; what readers stumble over, counted"
+	@echo "make docs    build the documentation with search and API reference: $(SITE)/index.html"
 	@echo "make format  put the code in the usual form"
 	@echo "make proto   compile job.proto after a change"
 	@echo "make setup   only the environment"
@@ -36,17 +38,20 @@ said_to_pip = $$($(BIN)/python -m pip config list 2>/dev/null | sed -n "s/^\(glo
   | sed 's/\\n/ /g' | xargs)
 
 # What a machine compiles when it imports, and does not keep, is compiled once: dependencies by uv, and our own package.
-$(READY): pyproject.toml constraints.txt Makefile $(BIN)/python
+EXTRA = dev
+$(READY)-docs: private EXTRA = docs
+$(READY)-docs: $(READY)
+$(READY) $(READY)-docs: pyproject.toml constraints.txt Makefile $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	@links=$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$(call said_to_pip,find-links)}}; \
 	links=$$(echo $$links | tr ' ' ','); \
 	index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$(call said_to_pip,index-url)}}; \
 	extra=$${UV_EXTRA_INDEX_URL:-$${PIP_EXTRA_INDEX_URL:-$(call said_to_pip,extra-index-url)}}; \
 	cert=$${SSL_CERT_FILE:-$${PIP_CERT:-$(call said_to_pip,cert)}}; \
-	echo "uv pip install --compile-bytecode -c constraints.txt -e '.[dev]'"; \
+	echo "uv pip install --compile-bytecode -c constraints.txt -e '.[$(EXTRA)]'"; \
 	env $${links:+"UV_FIND_LINKS=$$links"} $${index:+"UV_DEFAULT_INDEX=$$index"} \
 	  $${extra:+"UV_EXTRA_INDEX_URL=$$extra" UV_INDEX_STRATEGY=unsafe-best-match} $${cert:+"SSL_CERT_FILE=$$cert"} \
-	  $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	  $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[$(EXTRA)]'
 	@$(BIN)/python -m compileall -q topotrain
 	@touch $@
 
@@ -70,6 +75,12 @@ check: setup
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q tests/test_imports.py
 	$(BIN)/python scripts/code_metrics.py
+
+# Warnings are errors, a link that leads nowhere is one.
+docs: $(READY)-docs
+	@echo "building $(SITE) from docs/ and the docstrings …"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs/site -d build/doctrees . $(SITE)
+	@echo "$(SITE)/index.html"
 
 # After a change of job.proto.
 proto: setup

@@ -10,14 +10,15 @@ from statistics import mean
 
 import torch
 
-from benchmarks.asynchrony import in_turn
+from benchmarks.asynchrony import GROUPS, in_turn, one_group
 from benchmarks.harness import Figure, Row, row
-from benchmarks.record import run_table
+from benchmarks.record import run_table, say
 from topotrain.config.job import Agreement
 
 NAME, TITLE, GOALS = "agreement", "How server groups agree", ()
 TRIPS = (((0.1, 0.4), 1), ((0.5, 1.0), 1), ((0.1, 0.4), 4))
 """The time of a message in steps, and `sync_freq`."""
+ADAM_RATES, ADAM_FREQS = (0.003, 0.01, 0.03), (1, 10)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,31 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
                 found = [in_turn(seed, momentum, trip, freq, agreement) for seed in range(options.seeds)]
                 figure = Figure(mean(found), min(found), max(found))
                 rows.append(row("", what, figure, "accuracy", mode=agreement.value, note=f"{len(found)} seeds"))
-    return rows
+    return rows + [line for rate in ADAM_RATES for line in _adaptive(rate, options.seeds)]
+
+
+def _adaptive(rate: float, seeds: int) -> list[Row]:
+    """Adam in each group, whose steps are as long as the rate, whatever the gradient is."""
+
+    def line(what: str, found: Sequence[float], mode: str) -> Row:
+        say(f"Adam {rate:g}, {what}, {mode}: {[f'{one:.3f}' for one in found]}")
+        figure = Figure(mean(found), min(found), max(found))
+        return row("", f"Adam, rate {rate:g}, {what}", figure, "accuracy", mode=mode, note=f"{len(found)} seeds")
+
+    lines = [
+        line("one process", [one_group(seed, rate) for seed in range(seeds)], ""),
+        line("one process with a third of the data", [one_group(seed, rate, GROUPS) for seed in range(seeds)], ""),
+    ]
+    master, ring = Agreement.kMaster, Agreement.kRingAverage
+    for freq in ADAM_FREQS:
+        for agreement, used, words in (
+            (master, rate, ""),
+            (master, rate / GROUPS, " at a third of it"),
+            (ring, rate, ""),
+        ):
+            found = [in_turn(seed, 0.0, TRIPS[0][0], freq, agreement, used) for seed in range(seeds)]
+            lines.append(line(f"3 groups{words}, sync_freq {freq}", found, agreement.value))
+    return lines
 
 
 if __name__ == "__main__":

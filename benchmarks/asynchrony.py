@@ -92,19 +92,25 @@ def in_turn(
     trip: tuple[float, float],
     sync_freq: int = 1,
     agreement: Agreement = Agreement.kMaster,
+    adam: float = 0.0,
 ) -> float:
-    """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`."""
+    """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`.
+
+    adam: the rate of torch's Adam in each group, instead of SGD with that momentum.
+    """
     digits, rng, numbers = Digits(seed), random.Random(seed), count()
     size = digits.start.numel()
     velocity = [torch.zeros(size) for _ in range(GROUPS)]
     slice_map = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS)
     buckets = slice_map.buckets
     ring = agreement is Agreement.kRingAverage
-    values, agreements = [], []
+    values, agreements, optimizers = [], [], []
     for group in range(GROUPS):
         flats = FlatBuffers(slice_map, 0, PrivateMemory())
         values.append(flats.flat("values", 0))
         values[group][:size] = digits.start
+        # In place: the parameter is the group's own buffer.
+        optimizers.append(torch.optim.Adam([nn.Parameter(values[group][:size])], lr=adam) if adam else None)
         here = BucketValues(flats, buckets)
         agreements.append(RingSync(group, GROUPS, here, sync_freq) if ring else MasterSync(group, here, sync_freq))
         agreements[-1].begin()
@@ -132,13 +138,29 @@ def in_turn(
             if isinstance(what, int):
                 post(now, group, agreements[group].meet(what, more, more.body.clone()))
                 continue
-            velocity[group] = momentum * velocity[group] + digits.gradient(more, what)
-            values[group][:size] -= RATE * velocity[group]
+            gradient, optimizer = digits.gradient(more, what), optimizers[group]
+            if optimizer is None:
+                velocity[group] = momentum * velocity[group] + gradient
+                values[group][:size] -= RATE * velocity[group]
+            else:
+                optimizer.param_groups[0]["params"][0].grad = gradient
+                optimizer.step()
             post(now, group, agreements[group].updated([bucket.id for bucket in buckets]))
             begin(now, group)
     if ring:
         return digits.accuracy((sum(values, torch.zeros(len(values[0]))) / GROUPS)[:size])
     return digits.accuracy(torch.cat([values[b.master][b.lo : b.hi] for b in buckets])[:size])
+
+
+def one_group(seed: int, adam: float, share: int = 1) -> float:
+    """One process with Adam, on every `share`-th batch."""
+    digits = Digits(seed)
+    values = nn.Parameter(digits.start.clone())
+    optimizer = torch.optim.Adam([values], lr=adam)
+    for batch in list(digits.batches)[::share]:
+        values.grad = digits.gradient(values.detach().clone(), batch)
+        optimizer.step()
+    return digits.accuracy(values.detach())
 
 
 def job(seed: int, momentum: float, conf: str, *settings: str) -> float:

@@ -52,7 +52,7 @@ def measure_model(model: str, rounds: int, steps: int) -> tuple[list[Row], Figur
                 missing[mode] = f"not there yet ({side})" if refusal(conf(mode)) else side
                 say(f"  {model}, {mode}: {side}")
         samples = living["one"].hellos[0]["samples"]
-        turns = {name: lambda side=side: side.run(steps) for name, side in living.items()}
+        turns = {name: lambda side=side: side.turn(steps) for name, side in living.items()}
         found = interleave(turns, rounds, lambda name: living[name].run(1))
     return _rows(model, samples, found, missing)
 
@@ -64,14 +64,16 @@ def _rows(
     there = [mode for mode in MODES if mode in found]
     best = min(there, key=lambda mode: found[mode].median) if there else ""
     rate = Figure(2 * samples / found["two"].median, *_rates(samples, found["two"]))
-    rows = [row("", f"{model.upper()}: two independent processes", rate, "samples/s")]
+    independent = row("", f"{model.upper()}: two independent processes", rate, "samples/s")
+    rows = [independent.costing(found["two"], models.megabytes(model))]
     for mode in MODES:
         if mode in missing:
             rows.append(absent("", what, "× independent", missing[mode], "", mode))
             continue
         ratio = found["two"].over(found[mode])  # as many samples in each turn, so rates are as times upside down
         note = "the fastest legal mode" if mode == best else ""
-        rows.append(row("P6", what, ratio, "× independent", BOUND if mode == best else "", note, mode))
+        line = row("P6", what, ratio, "× independent", BOUND if mode == best else "", note, mode)
+        rows.append(line.costing(found[mode], models.megabytes(model)))
     if not best:
         return [*rows, absent("P6", what, "× independent", "no mode works", BOUND)], NOTHING
     return rows, found["one"].over(found[best]).times(2)

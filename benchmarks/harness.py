@@ -1,13 +1,16 @@
-"""Figures that can be trusted a little: sides in turn, A B A B, medians, and ratios within one run.
+"""Figures that can be trusted a little: sides in turn, medians, and ratios within one run.
 
-Rule: a figure is a ratio of medians of one interleaved run, with the smallest and the largest ratio of a round beside
-it. Times of different runs are never compared: the machine drifts by up to two times within minutes.
+Rule: a figure is a ratio of medians of one run, with the smallest and the largest ratio of a round beside it. Every
+round has its own order of the sides, because a side that always follows the same other one inherits its caches and its
+backlog. Times of different runs are never compared: the machine drifts by up to two times within minutes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
+
+from benchmarks.processor import Turn
 
 ROUNDS = 5
 """The least number of rounds that a median is taken of."""
@@ -34,9 +37,13 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What one side measured, one number per round, in the order of the rounds."""
+    """What one side measured, one number per round, in the order of the rounds.
+
+    `processor` are the processor seconds of the same turns, where they were measured.
+    """
 
     values: tuple[float, ...]
+    processor: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -57,7 +64,8 @@ class Row:
     """One line of a table. `goal` is "P1" to "P12", or empty where a figure is reported without one.
 
     `bound` is like "<= 0.85" (empty: none), `met` whether it holds (None: no bound, or no figure); a `figure` of None
-    could not be measured, and the note says why.
+    could not be measured, and the note says why. `processor_ms` is the processor time of a step in all processes of the
+    side, and `megabytes` are those of its parameters.
     """
 
     goal: str
@@ -70,6 +78,13 @@ class Row:
     high: float | None = None
     note: str = ""
     mode: str = ""
+    processor_ms: float | None = None
+    megabytes: float | None = None
+
+    def costing(self, samples: Samples, megabytes: float | None = None) -> "Row":
+        """The same with the processor time of a side's turns."""
+        spent = median(samples.processor) * 1e3 if samples.processor else None
+        return replace(self, processor_ms=spent, megabytes=megabytes)
 
 
 def row(
@@ -98,35 +113,40 @@ def holds(figure: float, bound: str) -> bool | None:
 
 
 def interleave(
-    sides: Mapping[str, Callable[[], float]],
+    sides: Mapping[str, Callable[[], float | Turn]],
     rounds: int = ROUNDS,
     warm: Callable[[str], object] | None = None,
     spare: int = 1,
-    order: Random | None = None,
+    seed: int = 1,
 ) -> dict[str, Samples]:
     """Measure all sides in turn, `rounds` times over, after `spare` rounds that do not count.
 
     Args:
-        sides: what each side is called, and a call that measures it once (seconds, say).
+        sides: what each side is called, and a call that measures it once (seconds, say, or a turn with both times).
         rounds: at least ROUNDS. Raises ValueError for fewer.
         warm: called with a side's name before each of its turns; for what the turn before has driven from the caches.
         spare: 0 where every turn starts its own processes and times them from their first step on.
-        order: shuffles the sides of each round, so that no side always follows the same other one.
+        seed: of the order of the sides, which is another one in each round.
     """
     if rounds < ROUNDS:
         raise ValueError(f"rounds = {rounds}: must be >= {ROUNDS}, for the median to mean something")
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    order = Random(seed)
+    found: dict[str, list[float | Turn]] = {name: [] for name in sides}
     for number in range(spare + rounds):
         turns = list(sides.items())
-        if order is not None:
-            order.shuffle(turns)
+        order.shuffle(turns)
         for name, measure in turns:
             if warm is not None:
                 warm(name)
             value = measure()
             if number >= spare:
                 found[name].append(value)
-    return {name: Samples(tuple(values)) for name, values in found.items()}
+    return {name: _samples(values) for name, values in found.items()}
+
+
+def _samples(values: Sequence[float | Turn]) -> Samples:
+    walls = tuple(value.wall if isinstance(value, Turn) else value for value in values)
+    return Samples(walls, tuple(value.processor for value in values if isinstance(value, Turn)))
 
 
 def fastest(samples: Mapping[str, Samples], names: Sequence[str]) -> str:

@@ -49,14 +49,33 @@ def section(table: Table) -> str:
     """All rows of one table."""
     lines = [[r.goal or "–", r.what, r.mode or "–", bound(r.bound), figure(r), verdict(r), r.note] for r in table.rows]
     head = ["goal", "work", "mode", "bound", "median (min–max)", "", "remark"]
-    return f"## {table.title}\n\n`{table.command}`\n\n{grid(head, lines)}\n"
+    if any(row.processor_ms is not None for row in table.rows):
+        head[-1:-1] = ["CPU ms per step", "per MB"]
+        for line, measured in zip(lines, table.rows, strict=True):
+            line[-1:-1] = [number(measured.processor_ms), number(_per_megabyte(measured))]
+    warning = f"{disturbance(table)}\n\n" if table.disturbed else ""
+    return f"## {table.title}\n\n`{table.command}`\n\n{warning}{grid(head, lines)}\n"
+
+
+def _per_megabyte(row: Row) -> float | None:
+    """CPU milliseconds of a step for each MiB of the model's parameters."""
+    return None if row.processor_ms is None or not row.megabytes else row.processor_ms / row.megabytes
+
+
+def disturbance(table: Table) -> str:
+    """The warning about a table that was measured on a busy machine."""
+    share = f"{(table.others or 0.0) + (table.stolen or 0.0):.0%}"
+    return f"**The machine was busy: {share} of its processor time went elsewhere. Times and ratios here say nothing.**"
 
 
 _INTRODUCTION = """# Results
 
-Written by `make bench`; do not edit. A figure is a ratio of medians from one run in which all sides took turns
-(A B A B …), with the lowest and highest ratio of a round behind it. One thread per process. Peers use fused kernels,
-too. Times of different tables, or of different days, cannot be compared: look at the ratios.
+Written by `make bench`; do not edit. A figure is a ratio of medians from one run in which all sides took turns, in
+another order in each round, with the lowest and highest ratio of a round behind it. One thread per process. Peers use
+fused kernels, too. Times of different tables, or of different days, cannot be compared: look at the ratios.
+
+"CPU ms per step" is the processor time of all processes of a side, launcher included, and "per MB" divides it by the
+MiB of the model's parameters. "Others" is the share of the machine's processor time that other programs had meanwhile.
 
 Where a goal is not met the page says why, as far as it is known.
 
@@ -102,11 +121,18 @@ def _runs(tables: Sequence[Table]) -> str:
     machines = list(dict.fromkeys(table.machine for table in tables))
     letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
     lines = [
-        [table.name, f"`{table.command}`", f"`{table.commit}`", letters[table.machine], f"{table.seconds:.0f} s"]
+        [
+            table.name,
+            f"`{table.command}`",
+            f"`{table.commit}`",
+            letters[table.machine],
+            f"{table.seconds:.0f} s",
+            "–" if table.others is None else f"{table.others + (table.stolen or 0.0):.0%}",
+        ]
         for table in tables
     ]
     named = "\n".join(f"Machine {letters[machine]}: {machine}.  " for machine in machines)
-    return grid(["table", "command", "commit", "machine", "took"], lines) + f"\n\n{named}"
+    return grid(["table", "command", "commit", "machine", "took", "others"], lines) + f"\n\n{named}"
 
 
 def anchor(title: str) -> str:

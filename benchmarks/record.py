@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row
+from benchmarks.processor import MachineLoad
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -25,7 +26,10 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rows of one table, and where they come from. `seconds` is what measuring took."""
+    """All rows of one table, and where they come from. `seconds` is what measuring took.
+
+    `others` and `stolen` are as in `processor.Shares`. None: measured before they were recorded.
+    """
 
     name: str
     title: str
@@ -34,6 +38,13 @@ class Table:
     machine: str
     seconds: float
     rows: tuple[Row, ...]
+    others: float | None = None
+    stolen: float | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the machine did so much else that times of this table say nothing."""
+        return (self.others or 0.0) + (self.stolen or 0.0) > MOST_DISTURBANCE
 
 
 def machine() -> str:
@@ -58,6 +69,9 @@ def _processor() -> str:
             return value.strip()
     return platform.machine()
 
+
+MOST_DISTURBANCE = 0.1
+"""Share of the machine's processor time. Sides with more processes lose more of it, so that ratios move, too."""
 
 FIGURES = ("benchmarks/results", "benchmarks/RESULTS.md", "docs/fault-tolerance.md")
 """Where figures stand."""
@@ -110,12 +124,18 @@ def run_table(
     add(parser)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and networks are then taken away as usual
-    state, began = commit(), time.monotonic()
+    state, began, load_of_machine = commit(), time.monotonic(), MachineLoad()
     rows = tuple(measure(options))
+    shares = load_of_machine.shares()
     command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
-    table = Table(name, title, command, state, machine(), round(time.monotonic() - began, 1), rows)
+    seconds = round(time.monotonic() - began, 1)
+    table = Table(
+        name, title, command, state, machine(), seconds, rows, round(shares.others, 3), round(shares.stolen, 3)
+    )
     path = save(table)
     from benchmarks.markdown import section
 
     print(section(table))
+    if table.disturbed:
+        say(f"{shares.total:.0%} of the machine's processor time went elsewhere: measure again when it is quiet")
     say(f"written to {path.relative_to(ROOT)}")

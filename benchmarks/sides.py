@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from benchmarks.processor import Turn, processor_seconds
 from benchmarks.record import ROOT
 
 STEPPER = Path(__file__).parent / "programs" / "stepper.py"
@@ -139,6 +140,20 @@ class Side:
         began = time.perf_counter()
         self.ask(steps=steps, **more)
         return (time.perf_counter() - began) / steps
+
+    def turn(self, steps: int, **more: Any) -> Turn:
+        """As `run`, with the processor seconds per step of all processes of the side."""
+        pids = self.pids()
+        before = processor_seconds(pids)
+        wall = self.run(steps, **more)
+        return Turn(wall, (processor_seconds(pids) - before) / steps)
+
+    def pids(self) -> list[int]:
+        """All processes of the side: those that were started here, and those of its job."""
+        listed = [json.loads(path.read_text()) for path in self.folder.glob("work/processes*.json")]
+        # The launcher is in both lists, and a forkserver serves the jobs of all sides.
+        pids = {entry["pid"] for entries in listed for entry in entries if "forkserver" not in entry["roles"]}
+        return sorted(pids | {process.pid for process in self.processes})
 
     def let_go(self) -> None:
         """Tell the processes to end, and do not wait for it; may be said twice."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from benchmarks import models
 from benchmarks.harness import Row, Samples, absent, interleave, row
 from benchmarks.link import Namespaces
+from benchmarks.processor import Turn
 from benchmarks.record import run_table, say
 from benchmarks.sides import Refused, Side, Sides, attempt, cluster, refusal
 
@@ -51,7 +52,7 @@ def _bounds(*limits: str) -> dict[str, str]:
 ARRANGEMENTS = (
     Arrangement("AllReduce", "P4", 2, False, "", _bounds("0.75", "0.85", "0.85"), "<= 0.95"),
     Arrangement("Sandblaster, shared memory", "P5", 1, True, "kShm", _bounds("0.75", "0.85", "0.90"), "<= 0.95"),
-    Arrangement("Sandblaster, TCP", "P5", 1, True, "kTcp", _bounds("0.85", "0.97", "0.92")),
+    Arrangement("Sandblaster, TCP", "P5", 1, True, "kTcp", _bounds("0.90", "0.97", "0.95")),
 )
 
 
@@ -101,7 +102,7 @@ def measure_model(model: str, rounds: int, steps: int) -> list[Row]:
                 absent("P4", f"{model}", "× DDP", missing["DDP"]),
                 absent("P5", f"{model}", "× DDP", missing["DDP"]),
             ]
-        turns: dict[str, Callable[[], float]] = {n: lambda side=side: side.run(steps) for n, side in living.items()}
+        turns: dict[str, Callable[[], Turn]] = {n: lambda side=side: side.turn(steps) for n, side in living.items()}
         found = interleave(turns, rounds, lambda name: living[name].run(1))
         sums = {name: [a["checksum"] for a in side.ask(check=True)] for name, side in living.items()}
     for name, values in sums.items():
@@ -112,12 +113,15 @@ def measure_model(model: str, rounds: int, steps: int) -> list[Row]:
 
 def _peers(model: str, found: Mapping[str, Samples], missing: Mapping[str, str]) -> list[Row]:
     label = model.upper()
-    rows = [row("", f"{label}: alone, one step", found["alone"].figure.times(1e3), "ms")]
+    size = models.megabytes(model)
+    alone = row("", f"{label}: alone, one step", found["alone"].figure.times(1e3), "ms")
+    rows = [alone.costing(found["alone"], size)]
     for name in (*PEERS, RENO):
         if name in missing:
             rows.append(absent("", f"{label}: {name}", "× alone", missing[name]))
         elif name != "alone":
-            rows.append(row("", f"{label}: {name}", found[name].over(found["alone"]), "× alone"))
+            line = row("", f"{label}: {name}", found[name].over(found["alone"]), "× alone")
+            rows.append(line.costing(found[name], size))
     return rows
 
 
@@ -144,7 +148,8 @@ def _ours(model: str, found: Mapping[str, Samples], missing: Mapping[str, str]) 
                 notes += _floor(model, arrangement, found)
             bounds = [arrangement.bounds[model]] * (mode == best) + [arrangement.default] * (mode == DEFAULT)
             for limit in [bound for bound in bounds if bound] or [""]:
-                rows.append(row(arrangement.goal, what, ratio, "× DDP", limit, "; ".join(notes), mode))
+                line = row(arrangement.goal, what, ratio, "× DDP", limit, "; ".join(notes), mode)
+                rows.append(line.costing(samples, models.megabytes(model)))
         if not best:
             rows.append(absent(arrangement.goal, what, "× DDP", "no mode works", arrangement.bounds[model]))
     return rows

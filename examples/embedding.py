@@ -1,7 +1,10 @@
 """Who likes what: a table of users and a table of things, which live on the servers only.
 
-python examples/embedding.py                                          # one process: the tables are here
-topotrain run examples/conf/sandblaster.conf examples/embedding.py    # the tables are spread over two servers
+    python examples/embedding.py                                          # one process: the tables are here
+    topotrain run examples/conf/sandblaster.conf examples/embedding.py    # the tables are spread over two servers
+
+The model learns a row of 16 numbers for each user and each thing from pairs that somebody has judged. In the end it
+judges pairs that nobody has shown it, and recommends things to some users.
 """
 
 import argparse
@@ -27,12 +30,30 @@ class Taste(nn.Module):
         return (self.users(user) * self.things(thing)).sum(dim=-1) + self.bias
 
 
-def tastes(count: int = 4000) -> TensorDataset:
-    """Made up: users with ids far apart like things whose number has the same remainder by 4."""
-    dice = torch.Generator().manual_seed(0)
-    users = torch.randint(300, (count,), generator=dice)
-    things = torch.randint(1000, (count,), generator=dice)
-    return TensorDataset(users * 1_000_003, things, (users % 4 == things % 4).float())
+USERS, THINGS, FAR = 300, 300, 1_000_003
+
+
+def tastes(count: int, seed: int) -> TensorDataset:
+    """Made up: users with ids far apart like things whose number has the same remainder by 4, with some exceptions."""
+    made = torch.Generator().manual_seed(seed)
+    users = torch.randint(USERS, (count,), generator=made)
+    things = torch.randint(THINGS, (count,), generator=made)
+    exceptions = torch.rand(count, generator=made) < 0.05
+    return TensorDataset(users * FAR, things, ((users % 4 == things % 4) ^ exceptions).float())
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    """The share of pairs of which the model knows whether the user likes the thing."""
+    users, things, liked = data.tensors
+    return ((model(users, things) > 0) == liked.bool()).float().mean().item()
+
+
+@torch.no_grad()
+def recommend(model: nn.Module, user: int, count: int = 8) -> list[int]:
+    """The things with the highest scores for a user."""
+    things = torch.arange(THINGS)
+    return model(torch.full_like(things, user * FAR), things).topk(count).indices.tolist()
 
 
 def main() -> None:
@@ -43,19 +64,24 @@ def main() -> None:
     torch.manual_seed(0)
     model = Taste()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # of the bias; the tables have their own
-    loader = DataLoader(tastes(), batch_size=100, shuffle=True)
+    loader = DataLoader(tastes(20_000, seed=1), batch_size=100, shuffle=True)
+    held_out = tastes(2_000, seed=2)
     loss_of = nn.BCEWithLogitsLoss()
 
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
-    loss = torch.tensor(0.0)
     for _ in tt.epochs(options.epochs):
         for user, thing, liked in loader:
             optimizer.zero_grad()
-            loss = loss_of(model(user, thing), liked)
-            loss.backward()
+            loss_of(model(user, thing), liked).backward()
             optimizer.step()
 
-    tt.report(loss=loss.item(), users=lambda: sum(server["rows"] for server in model.users.stats()))
+    def result() -> float:
+        """Called once, with the final tables of the job."""
+        for user in range(4):
+            print(f"user {user} likes things 4 n + {user}; recommended: {recommend(model, user)}", flush=True)
+        return accuracy(model, held_out)
+
+    tt.report(accuracy=result, users=lambda: sum(server["rows"] for server in model.users.stats()))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,14 @@ reveal_type(prepared)
 reveal_type(optimizer)
 reveal_type(batches)
 reveal_type(tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-reveal_type(tt.prepare(model)[1])
+reveal_type(tt.prepare(model, None)[1])
+reveal_type(tt.prepare(model, None, loader))
+reveal_type(tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), None))
+judge = torch.nn.Linear(1, 1)
+opt_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
+reveal_type(tt.prepare(judge, opt_judge))
+reveal_type(tt.prepare(opt_judge))
+reveal_type(tt.prepare(model, judge, optimizer, opt_judge, loader, torch.amp.GradScaler("cpu")))
 reveal_type(len(tt.epochs(3)))
 for epoch in tt.epochs(3):
     reveal_type(epoch)
@@ -35,9 +42,24 @@ for epoch in tt.epochs(3):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(prepared(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+with tt.assign(prepared, list(prepared.parameters())):
+    prepared.requires_grad_(True)
 tt.report(depth=prepared.depth, loss=lambda: 0.5)
 """
-REVEALED = ["Net", "Adam", "DataLoader[tuple[Tensor, ...]]", "tuple[Net, SGD, None]", "Optimizer", "int", "int"]
+REVEALED = [
+    "Net",
+    "Adam",
+    "DataLoader[tuple[Tensor, ...]]",
+    "tuple[Net, SGD]",
+    "Optimizer",
+    "tuple[Net, Optimizer, DataLoader[tuple[Tensor, ...]]]",
+    "tuple[Net, SGD, None]",
+    "tuple[Linear, SGD]",
+    "SGD",
+    "tuple[Net, Linear, Adam, SGD, DataLoader[tuple[Tensor, ...]], GradScaler]",
+    "int",
+    "int",
+]
 WRONG = {
     "tt.prepair(model)": "prepair",
     "tt.prepare(3)": "prepare",

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from topotrain.compat.tensorflow import train_api as train
     from topotrain.compat.tensorflow.session.session_client import Session
     from topotrain.config.job import Cluster, ConfigError, Job, Updater
+    from topotrain.extensions.assignment.parameter_assignment import assign
     from topotrain.extensions.tables.frontend.embedding import Embedding
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
+    from topotrain.tools.notebook import notebook_launch
     from topotrain.training.api import (
         clip_grad_norm_,
         epochs,
@@ -69,8 +71,10 @@ _HOMES = {
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
+    "assign": "topotrain.extensions.assignment.parameter_assignment",
     "init": "topotrain.compat.paddle.init",
     "leave": "topotrain.launch.by_hand.manual_worker",
+    "notebook_launch": "topotrain.tools.notebook",
     "Session": "topotrain.compat.tensorflow.session.session_client",
     "Trainer": "topotrain.training.trainer.trainer",
     "state_dict": "topotrain.training.model_state",
@@ -89,6 +93,7 @@ __all__ = [
     "Session",
     "Trainer",
     "Updater",
+    "assign",
     "clip_grad_norm_",
     "data_parallel",
     "device",
@@ -99,6 +104,7 @@ __all__ = [
     "kvstore",
     "leave",
     "local",
+    "notebook_launch",
     "place",
     "prepare",
     "rank",

@@ -86,7 +86,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        model, optimizer, _ = tt.prepare(model, optimizer)
+        model, optimizer = tt.prepare(model, optimizer)
     draw = torch.Generator().manual_seed(1000 * options.seed + rank)
     steps = options.slow_steps if slow and options.slow_steps else options.steps
     more = 3 * own_seconds(model, train_x[: options.batch], train_y[: options.batch]) if slow else 0.0

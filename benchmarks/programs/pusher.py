@@ -24,11 +24,15 @@ RATE, MOMENTUM, SLOPE = 0.01, 0.9, 1e-3
 
 
 class Flat(nn.Module):
-    """Parameters, and nothing to do with them."""
+    """Parameters of 40 MiB in so many tensors, and nothing to do with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: int = TENSORS) -> None:
         super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
+        whole = torch.zeros(TENSORS * ELEMENTS)
+        # The last one takes the rest where the number does not divide them.
+        size = whole.numel() // tensors
+        sizes = [size] * (tensors - 1) + [whole.numel() - size * (tensors - 1)]
+        self.parts = nn.ParameterList([nn.Parameter(part.clone()) for part in whole.split(sizes)])
 
 
 def _sgd(model: nn.Module) -> SGD:
@@ -87,14 +91,15 @@ class MeasuredClient:
 
     Args:
         reduce: stop at the means (an all-reduce); else go on to the new values.
+        tensors: the number of tensors that the 40 MiB are divided into.
     """
 
-    def __init__(self, reduce: bool) -> None:
+    def __init__(self, reduce: bool, tensors: int = TENSORS) -> None:
         from topotrain.config.job import Apply
         from topotrain.training import context
 
-        self.model = Flat()
-        self.model, _optimizer, _ = tt.prepare(self.model, _sgd(self.model))
+        self.model = Flat(tensors)
+        self.model, _optimizer = tt.prepare(self.model, _sgd(self.model))
         here = context.current()
         assert here is not None
         assert here.worker is not None
@@ -135,7 +140,7 @@ class MeasuredClient:
     def value(self) -> float:
         if self._reduce:
             return float(self._flats.view("grad", self._map.buckets[0]).double().mean())
-        return float(sum(part.detach().double().mean() for part in self.model.parts)) / TENSORS
+        return float(sum(part.detach().double().sum() for part in self.model.parts)) / (TENSORS * ELEMENTS)
 
 
 def make(way: str) -> Any:
@@ -143,13 +148,15 @@ def make(way: str) -> Any:
         return Copies()
     if way.startswith("gloo"):
         return Gloo(update=way == "gloo step")
-    return MeasuredClient(reduce=way == "reduce")
+    name, _, tensors = way.partition(":")
+    return MeasuredClient(name == "reduce", int(tensors or TENSORS))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
-    parser.add_argument("--way", required=True, choices=("copies", "gloo step", "gloo reduce", "step", "reduce"))
+    ways = "copies, gloo step, gloo reduce, step, reduce, or step:N for N tensors"
+    parser.add_argument("--way", required=True, help=ways)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as in servers; momentum of a constant gradient has none anyway

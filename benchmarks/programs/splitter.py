@@ -115,7 +115,7 @@ def main() -> None:
     inputs, labels = batch(SAMPLES)
     try:
         if way == "job":
-            model, optimizer, _ = tt.prepare(model, optimizer)
+            model, optimizer = tt.prepare(model, optimizer)
         if way != "plain":
             inputs, labels = (whole.chunk(WORKERS)[tt.rank()] for whole in (inputs, labels))
         count = counted()

@@ -44,12 +44,12 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def with_job(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     return model, optimizer
 
 
 def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model, optimizer, _ = tt.prepare(model, Adam(model.parameters(), lr=RATE, fused=True))
+    model, optimizer = tt.prepare(model, Adam(model.parameters(), lr=RATE, fused=True))
     return model, optimizer
 
 

@@ -30,7 +30,9 @@ def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
         return lambda: (order.append(name), next(values[name]))[1]
 
     found = interleave({"a": side("a"), "b": side("b")}, 5, lambda name: order.append(f"warm {name}"))
-    assert order == ["warm a", "a", "warm b", "b"] * 6
+    rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
+    assert len(rounds) == 6
+    assert {tuple(turns) for turns in rounds} == {("warm a", "a", "warm b", "b"), ("warm b", "b", "warm a", "a")}
     assert interleave({"a": lambda: 7.0}, 5, spare=0)["a"].values == (7.0,) * 5
     assert found["a"].values == (1, 2, 3, 4, 5)
     assert found["b"].over(found["a"]) == Figure(2.0, 2.0, 8.0)
@@ -74,7 +76,7 @@ def test_the_page_shows_every_goal_once_measured_or_not() -> None:
     assert next(line for line in goals.splitlines() if line.startswith("| P1 ")).endswith(
         "not measured |  | exchange |"
     )
-    assert "| balance | `python -m benchmarks.balance` | `abc+changes` | A | 3 s |" in page
+    assert "| balance | `python -m benchmarks.balance` | `abc+changes` | A | 3 s | – |" in page
     assert "Machine A: 2 cores." in page
 
 
@@ -95,7 +97,7 @@ def test_the_machine_is_described_without_its_name() -> None:
 
 
 def test_every_goal_has_a_table() -> None:
-    assert list(bench.GOALS) == [f"P{number}" for number in range(1, 13)]
+    assert list(bench.GOALS) == [f"P{number}" for number in range(1, 14)]
     assert {goal for goals in bench.TABLES.values() for goal in goals} == set(bench.GOALS)
 
 
@@ -133,8 +135,8 @@ def test_the_multiples_of_two_systems_are_compared_with_their_whole_spread() -> 
 def test_words_choose_tables() -> None:
     assert bench.chosen([]) == list(bench.TABLES)
     assert bench.chosen(["p5", "p6", "startup"]) == ["startup", "training_step", "downpour"]
-    with pytest.raises(ValueError, match="p13"):
-        bench.chosen(["p13"])
+    with pytest.raises(ValueError, match="p99"):
+        bench.chosen(["p99"])
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda arrangement: arrangement.name)

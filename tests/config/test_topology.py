@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -347,3 +348,22 @@ def test_a_collective_sees_no_memory_and_has_server_processes(settings, relayed,
     assert pair.sees_memory(0) == pair.inline == (not settings)
     alone = layout(Cluster(**settings))
     assert not alone.collective and alone.inline
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_units_that_workers_have_left_are_idle_and_all_ranks_stay(apart):
+    cluster = Cluster(nworkers_per_group=4, nservers_per_group=2, server_worker_separate=apart)
+    whole = layout(cluster, (0,) * 6 if apart else (0, 0, 1, 1))
+    smaller = layout(replace(cluster, nworkers_per_group=2), whole.hosts)
+    assert [unit.rank for unit in smaller.units] == list(range(len(whole.units)))
+    assert smaller.idle == 2 and whole.idle == 0
+    assert [unit.rank for unit in smaller.units if not unit.workers and not unit.servers] == [2, 3]
+    for address in (*smaller.workers(0), *smaller.servers(0)):
+        rank = smaller.unit_of(address)
+        assert rank == whole.unit_of(address)
+        assert address in (*smaller.units[rank].workers, *smaller.units[rank].servers)
+        assert smaller.host_of(address) == whole.host_of(address)
+        # a unit has the layout of all, with only itself
+        assert replace(smaller, units=smaller.units[:1]).unit_of(address) == rank
+    with pytest.raises(ValueError, match="3 hosts for"):
+        layout(cluster, (0, 0, 0))

@@ -60,6 +60,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
 @pytest.mark.parametrize(
     ("extension", "simulated"),
     [
+        ("extensions.assignment", "server"),  # the workers of a simulation assign values, too
         ("extensions.tables", "all"),
         ("extensions.backup_workers", "all"),
         ("extensions.collectives", "all"),

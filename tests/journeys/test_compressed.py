@@ -19,3 +19,8 @@ def test_a_job_trains_with_fewer_bytes(runner: JobRunner) -> None:
     assert short.report["metrics"]["loss"] < START
     assert short.report["metrics"]["loss"] == pytest.approx(long.report["metrics"]["loss"], rel=0.1)
     assert bytes_out(short) < 0.75 * bytes_out(long)  # the rest is fields of messages: the model is small
+    # The speed of the link decides the size of slices, but not where a slice has a scale of its own.
+    assert long.report["layout"]["link_mbit"] > 0
+    assert long.report["slice_bytes"] in (1 << 16, 1 << 20, 1 << 22)
+    assert "link_mbit" not in short.report["layout"]
+    assert short.report["slice_bytes"] == 1 << 20

@@ -111,4 +111,6 @@ def test_the_report_says_how_many_threads_each_worker_has(runner: JobRunner, mon
     assert chosen == dict.fromkeys(threads, 3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert "OMP_NUM_THREADS" not in os.environ
-    assert runner.run(SANDBLASTER, "dtypes.py").report["threads"] == dict.fromkeys(threads, 1)
+    divided = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert runner.run(SANDBLASTER, "dtypes.py").report["threads"] == dict.fromkeys(threads, divided)
+    assert runner.run(SANDBLASTER, "dtypes.py", extra="threads: 5").report["threads"] == dict.fromkeys(threads, 5)

@@ -187,6 +187,54 @@ def test_ctrl_c_ends_a_step_of_slurm(jobs: LaunchedJobs) -> None:
     assert jobs.left() == ""
 
 
+REQUEUED = {
+    # what Slurm sends before the time limit: to the script alone, or to all processes of the step
+    "slurm": (("--pass=--time=60",), ("--batch", "--signal=USR1")),
+    "submitit": (("--pass=timeout_min=60",), ("--signal=USR2",)),
+}
+
+
+@pytest.mark.parametrize("name", REQUEUED)
+def test_a_job_that_nears_its_time_limit_is_queued_again_and_goes_on(name: str, jobs: LaunchedJobs) -> None:
+    needed(name)
+    limit, near = REQUEUED[name]
+    options = ("--json", "--requeue", *limit)
+    done = jobs.launch(name, DOWNPOUR, "resuming.py", "ledger", "--epochs", "20", options=options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    scontrol = ["scontrol", "show", "job", told["job"]]
+    jobs.sandbox.wait_for("training", ["cat", told["output"]], "there")
+    jobs.sandbox.run("scancel", *near, told["job"])
+    jobs.sandbox.wait_for("the requeue", scontrol, "Restarts=1")
+    # it waits for `cred_expire` (slurm_cluster.py), by default for two minutes
+    jobs.sandbox.wait_for("the job", scontrol, "JobState=COMPLETED", patience=60)
+    # submitit writes a file for each task
+    output = "".join(path.read_text() for path in sorted(Path(told["output"]).parent.glob("*.out")))
+    assert "one more snapshot is taken" in output
+    cells = jobs.final()["cells"]
+    assert torch.equal(cells, torch.full_like(cells, 20.0)), output
+    found = latest(jobs.folder / "job")
+    assert found is not None and found.steps(0) > 30
+    assert jobs.left() == ""
+
+
+def test_a_job_without_a_snapshot_is_not_queued_again(jobs: LaunchedJobs) -> None:
+    """It would be queued for ever."""
+    needed("slurm")
+    hold = jobs.folder / "hold"
+    hold.touch()
+    options = ("--json", "--requeue", "--pass=--time=60", "--set=grace_s=0.5")
+    done = jobs.launch("slurm", ONE, "resuming.py", "ledger", "--at", "1", "--hold", str(hold), options=options)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    jobs.sandbox.wait_for("the script", ["cat", told["output"]], "holding")
+    jobs.sandbox.run("scancel", "--batch", "--signal=USR1", told["job"])
+    jobs.sandbox.wait_for("the end", ["scontrol", "show", "job", told["job"]], "JobState=FAILED")
+    output = Path(told["output"]).read_text()
+    assert "not queued again: it has taken no snapshot" in output, output
+    assert jobs.left() == ""
+
+
 SCANCEL = """
 import subprocess, sys
 with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE) as process:

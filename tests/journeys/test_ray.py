@@ -111,6 +111,18 @@ def test_more_units_than_nodes_are_refused_at_once(cluster: Sandbox) -> None:
     assert not Path("job/launch").exists()
 
 
+def test_a_cluster_of_one_node_takes_several_server_groups(cluster: Sandbox) -> None:
+    command = words(cluster, "nworker_groups: 2 nserver_groups: 2", "small.py", options=("--pass=cpus=1",))
+    command.remove("--pass=room=30")
+    here = ["--pass=address=local" if word.startswith("--pass=address=") else word for word in command]
+    done = cluster.run(*here, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert "one node, so the copies of each shard share it" in done.stderr
+    assert len({node for _, node in WHERE.findall(done.stderr)}) == 1, done.stderr
+    assert load_file("job/final.safetensors")
+    assert left(cluster) == ""
+
+
 def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")

@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from job_runner import Ended, JobRunner
+from job_runner import JobRunner
+from killed_jobs import killed, resumed
 from process_pool import client
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
@@ -23,34 +23,6 @@ SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 HYBRID = "nworker_groups: 4 nserver_groups: 2"
-EXTRA = "snapshot_s: 0.1"
-
-
-def killed(runner: JobRunner, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
-    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
-    hold = runner.folder / "hold"
-    hold.touch()
-    command = runner.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
-    patience.start()
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "holding":
-            break
-    else:
-        raise AssertionError(f"the job ended early:\n{heard}")
-    patience.cancel()
-    workspace = runner.folder / "job"
-    pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    hold.unlink()
-    return workspace
 
 
 def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
@@ -74,15 +46,6 @@ def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: 
     said, _ = process.communicate(timeout=100)
     assert not [who for who, pid in pids.items() if alive([pid])]
     return process.returncode, heard + said, workspace
-
-
-def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
-    words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
-    command = [*client(runner.warm_at), "-m", "topotrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
-    return Ended(done.returncode, done.stdout, done.stderr, at, {})
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])

@@ -3,17 +3,21 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from job_runner import JobRunner
-from unit_hosts import Job, hastily, port, wait
+from job_runner import ALLREDUCE, JobRunner
+from job_runner import SANDBLASTER as SANDBLASTER_OF_THREE
+from unit_hosts import TOKEN, Job, hastily, port, wait
 
 pytestmark = pytest.mark.journey
 
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
+APART = "server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 2 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
 HASTILY = hastily(0.3, 1.5)
 
@@ -79,6 +83,101 @@ def test_a_unit_whose_workers_others_can_do_without(begun: Callable[..., Job]) -
     (incident,) = incidents(job)
     assert incident["who"] == "unit 1"
     assert incident["action"] == "the job goes on without group 1"
+
+
+ELASTIC = "reduce: kSum on_failure: kContinue"
+
+
+def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    job = Job(runner, f"nworker_groups: 3 {APART}", "coming.py", [str(runner.folder / "units")], [None] * 4, url)
+    job.conf.write_text(f"{ELASTIC} start_groups: 2\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 2)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["group"], change["what"]) for change in report["groups"]]
+    joins = [(1, "joins (incarnation 1)"), (2, "joins (incarnation 1)")]
+    assert changes == [(2, "is not there yet"), (1, "has left"), *joins]
+    assert report["samples"] == 960 * 2 and report["incidents"] == []
+    assert "group 1 has left; the others continue" in job.said[0]
+    assert not list(job.workspace.glob("control-*"))
+
+
+def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}"
+    job = Job(
+        runner, f"nworker_groups: 3 {APART}", "ledger.py", ["--epochs", "30", "--step-s", "0.03"], [None] * 4, url
+    )
+    job.url += "?job=ledger"
+    job.conf.write_text(f"{ELASTIC} snapshot_s: 0.3\n{job.conf.read_text()}")
+    store = ["--rendezvous", url, "--job", "ledger"]
+
+    def ask(*words: str) -> "subprocess.CompletedProcess[str]":
+        environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
+        command = [sys.executable, "-m", "topotrain", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=runner.folder)
+
+    try:
+        for rank in range(4):
+            job.start(rank)
+        wait(lambda: any((job.workspace / "manifests").glob("*/manifest.json")))
+        left = ask("leave", *store, "--group", "2", "--json")
+        assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
+        # on another machine there is only the unit of that machine
+        elsewhere = runner.folder / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "control-1").symlink_to((job.workspace / "control-1").readlink())
+        (elsewhere / "control-0").symlink_to(runner.folder / "nowhere")
+        joined = ask("join", str(elsewhere), "--group", "2")
+        assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
+        refused = ask("leave", str(elsewhere), "--group", "0")
+        assert refused.returncode == 2 and "so it stays to the end" in refused.stderr
+        refused = ask("join", *store, "--group", "1")
+        assert refused.returncode == 2 and "group 1 trains" in refused.stderr
+        refused = ask("join", "--rendezvous", url, "--job", "legder", "--group", "1")
+        assert refused.returncode == 2 and "known jobs: ledger" in refused.stderr
+        # what a lost unit had cannot come back without it
+        job.units.pop(1).kill()
+        wait(lambda: "unit 1, which had its workers, is gone" in ask("join", *store, "--group", "1").stderr)
+    finally:
+        for unit in job.units.values():
+            unit.process.terminate()
+        said = job.end()
+    assert [code for code, _, _ in said.values()] == [143] * 3, said
+
+
+@pytest.mark.parametrize(("cluster", "units"), [(SANDBLASTER_OF_THREE, 5), (ALLREDUCE, 3)])
+def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
+    cluster: str, units: int, runner: JobRunner
+) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    args = [str(runner.folder / "units"), "-2,1,2"]
+    job = Job(runner, cluster, "resized.py", args, [None] * units, url)
+    job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 3)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["what"], change["workers"]) for change in report["changes"]]
+    assert changes == [("2 workers leave", 1), ("1 worker joins", 2)]
+    assert report["samples"] == 120 * 3 and report["incidents"] == []
+    refused = (job.workspace / "refused").read_text()
+    assert "they need" in refused and f"and {units} were started: start all again with more of them" in refused
+    log = (job.workspace / "logs" / "worker-0-1.log").read_text()
+    assert "the job goes on with nworkers_per_group: 2" in log
+    assert "after that change" in job.said[0]
+
+
+def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner) -> None:
+    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    cluster = "nworkers_per_group: 2 nworkers_per_procs: 2 server_worker_separate: true"
+    job = Job(runner, cluster, "resized.py", [str(runner.folder / "units"), "1,-1"], [None] * 2, url)
+    job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")
+    job.run()
+    assert right(job, 3)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    changes = [(change["what"], change["workers"]) for change in report["changes"]]
+    assert changes == [("1 worker joins", 3), ("1 worker leaves", 2)]
+    assert report["samples"] == 120 * 3 and report["incidents"] == []
 
 
 def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:

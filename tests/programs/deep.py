@@ -46,7 +46,7 @@ def main() -> None:
     torch.manual_seed(0)
     model: nn.Module = Deep(options.workers, options.each, options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    model, optimizer, _ = tt.prepare(model, optimizer)
+    model, optimizer = tt.prepare(model, optimizer)
     x = torch.randn(SAMPLES, options.width)
     losses = []
     for _ in range(STEPS):

@@ -33,7 +33,7 @@ def main() -> None:
             raise AssertionError("the table fits into one process")
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer, _ = tt.prepare(model, optimizer)
+    model, optimizer = tt.prepare(model, optimizer)
     for at in range(0, options.rows, CHUNK):
         optimizer.zero_grad()
         ids = torch.arange(at, min(at + CHUNK, options.rows)) * 1_000_003

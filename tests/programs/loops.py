@@ -107,7 +107,7 @@ def scaler() -> nn.Module:
 def scheduler_before() -> nn.Module:
     model, optimizer, loader = start()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    model, optimizer, loader = tt.prepare(model, optimizer, loader, schedule)
+    model, optimizer, loader, schedule = tt.prepare(model, optimizer, loader, schedule)
     return scheduled(model, optimizer, loader, schedule)
 
 

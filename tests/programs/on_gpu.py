@@ -14,7 +14,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 4)).to(device)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
-model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(data, batch_size=12, shuffle=True), scaler)
+model, optimizer, loader, scaler = tt.prepare(model, optimizer, DataLoader(data, batch_size=12, shuffle=True), scaler)
 
 
 def accuracy() -> float:

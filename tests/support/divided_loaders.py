@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Message
+from topotrain.core.protocol import AppliedBatchesReply, Message
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK
@@ -71,6 +71,9 @@ class LoaderClient:
     def applied(self, stream: int) -> int:
         return self.lease_server.applied.get(stream, 0)
 
+    def progress(self, stream: int) -> AppliedBatchesReply:
+        return AppliedBatchesReply(stream, self.applied(stream))
+
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         self.lease_server.tell(self.who, LeaseRelease(epoch, ordinal, first))
 
@@ -84,7 +87,7 @@ class LoaderClient:
         assert isinstance(reply, DrawnBatches)
         return reply.sizes, reply.indices, reply.end
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         self.drawn_.append((stream, seq, weight, samples))
 
     def left_early(self, epoch: int, batches: int) -> None:

@@ -34,7 +34,7 @@ from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client
 from topotrain.core.model.schema import BufferMemory, PrivateMemory
-from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.optim.adapter import SliceUpdate, describe_all, hyper
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.transport_contract import MessageSender
@@ -125,10 +125,11 @@ class Reference:
         self._weights: list[float] = []
         self._parameters = list(self.model.parameters())
         self._update = SliceUpdate(
-            describe(self.optimizer, self._parameters),
+            describe_all(_optimizers(self.optimizer), self._parameters),
             [(i, i, p.detach().view(-1)) for i, p in enumerate(self._parameters)],
         )
-        self._take_over_step()
+        for each in _optimizers(self.optimizer):
+            self._take_over_step(each)
 
     def _replica(self, number: int) -> nn.Module:
         replica = copy.deepcopy(self.model)
@@ -139,21 +140,26 @@ class Reference:
                 own.data = shared.data
         return replica
 
-    def _take_over_step(self) -> None:
+    def _take_over_step(self, mine: torch.optim.Optimizer) -> None:
+        own = {id(p) for group in mine.param_groups for p in group["params"]}
+
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            grads = {i: None if p.grad is None else p.grad.reshape(-1) for i, p in enumerate(self._parameters)}
-            self._update.apply(hyper(optimizer), grads)
+            grads = {
+                i: p.grad.reshape(-1) if p.grad is not None and id(p) in own else None
+                for i, p in enumerate(self._parameters)
+            }
+            self._update.apply(hyper(*_optimizers(self.optimizer)), grads)
             return loss
 
-        cls = type(self.optimizer)
-        had = self.optimizer.__dict__.pop("step", None)
+        cls = type(mine)
+        had = mine.__dict__.pop("step", None)
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         hooked.hooked = True
-        self.optimizer.__class__ = type(cls.__name__, (cls,), {"step": hooked})
+        mine.__class__ = type(cls.__name__, (cls,), {"step": hooked})
         if had is not None:
-            self.optimizer.step = _tracked(self.optimizer)
+            mine.step = _tracked(mine)
 
     def losses(
         self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
@@ -352,7 +358,12 @@ Describe = Callable[[Address, nn.Module, torch.optim.Optimizer], ModelParts]
 
 def whole(me: Address, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelParts:
     """Every worker has the whole model."""
-    return describe_model(model)
+    return describe_model(model, (), _optimizers(optimizer))
+
+
+def _optimizers(made: Any) -> Sequence[torch.optim.Optimizer]:
+    """A script's optimizer, or its several."""
+    return (made,) if isinstance(made, torch.optim.Optimizer) else tuple(made)
 
 
 def run_local(job: Job, build: Build, script: Script, shared: bool = False, describing: Describe = whole) -> Result:
@@ -464,7 +475,7 @@ def _enlist(
         job,
         topology,
         describing(me, model, optimizer),
-        optimizer,
+        tuple(_optimizers(optimizer)),
         exchange,
         WorkerMemory(memory),
     )
@@ -482,8 +493,9 @@ def _train(
             handle.worker.start()
             if handle.worker.lazy:
                 wait_by_layer(handle.model, handle.worker)
-            adopt(handle.optimizer, handle.worker)
-            handle.worker.server_state.scatter()
+            for number, optimizer in enumerate(_optimizers(handle.optimizer)):
+                adopt(optimizer, handle.worker, number)
+                handle.worker.server_state.scatter(number)
             script(handle)
             handle.worker.finish()
             if handle.me == Address(Role.WORKER, 0, 0):

@@ -106,7 +106,7 @@ class ScriptedCluster(sim_cluster.SimCluster):
         """What `tt.prepare` makes of a model and an optimizer. `flats`: memory for the parameters, by space."""
 
         memory = GivenValues(flats or {})
-        worker = Worker(me, self.job, self.topology, describe_model(model), optimizer, self.clients[me], memory)
+        worker = Worker(me, self.job, self.topology, describe_model(model), (optimizer,), self.clients[me], memory)
         worker.start()
         adopt(optimizer, worker)
         return worker

@@ -24,7 +24,7 @@ CONF = """
 ClusterName=sandbox
 SlurmctldHost=localhost
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state

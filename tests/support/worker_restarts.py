@@ -198,7 +198,7 @@ class JobRun:
         scheduler = script.schedule(optimizer) if script.schedule else None
         buffer = torch.zeros(2)
         described = SimpleNamespace(name="count")
-        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
+        parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,), parameters=(), tensors=())
         worker: Any = SimpleNamespace(
             leaves=False,
             me=who,
@@ -208,6 +208,7 @@ class JobRun:
             snapshot=0,
             lazy=False,
             parts=parts,
+            optimizers=(optimizer,),
             rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
@@ -223,7 +224,7 @@ class JobRun:
         named = (who.group, shape.groups, who.index, shape.workers)
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
         loader = here.loader = ShardedLoader(script.make(), plan, client, client)
-        continuing = ScriptResume(here, worker, optimizer)
+        continuing = ScriptResume(here, worker)
         loader.resume_with(continuing)
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing

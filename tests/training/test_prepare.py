@@ -45,35 +45,29 @@ def test_in_an_ordinary_process_prepare_returns_the_very_same_objects_and_bits()
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_anything_may_be_the_loader_in_an_ordinary_process():
-    model = mlp()
-    for given in (None, [1, 2], iter(())):
-        assert tt.prepare(model, sgd(model), given)[2] is given
-        tt.leave()
+def test_as_many_things_come_back_as_were_given_in_any_order():
+    first, second, batches, scaler = mlp(), nn.Linear(2, 2), loader(), torch.amp.GradScaler("cpu")
+    one, two = sgd(first), adam(second)
+    for given in ((first, one), (first, second, one, two, batches), (batches, two, second, scaler), (first, one, None)):
+        found = tt.prepare(*given)
+        assert isinstance(found, tuple) and all(a is b for a, b in zip(found, given, strict=True))
+    assert tt.prepare(two) is two
 
 
-def test_a_second_prepare_is_refused_in_an_ordinary_process_as_in_a_job():
-    model = mlp()
-    tt.prepare(model, sgd(model))
-    with pytest.raises(ConfigError, match="was called before: a job has one model and one optimizer"):
-        tt.prepare(mlp(), sgd(model))
-    tt.leave()
-    tt.prepare(model, sgd(model))
+def test_an_ordinary_process_may_prepare_as_often_as_it_likes():
+    for _ in range(2):
+        model = mlp()
+        tt.prepare(model, sgd(model))
 
 
-def test_what_stands_in_another_s_place_is_named():
+def test_what_cannot_be_prepared_is_named():
     model, batches = mlp(), loader()
-    two = (sgd(model), adam(model))
-    several = (
-        r"tt.prepare = 'SGD and Adam': several optimizers in one call are not supported yet: give it one optimizer"
-    )
-    for arguments in ((model, *two, batches), (model, list(two), batches), (model, two[0], batches, two[1])):
-        with pytest.raises(ConfigError, match=several):
-            tt.prepare(*arguments)
-    with pytest.raises(ConfigError, match=r"'Sequential and Linear': several models in one call"):
-        tt.prepare(model, nn.Linear(2, 2), two[0], batches)
-    with pytest.raises(ConfigError, match=r"'DataLoader': the optimizer, the second argument, must be"):
-        tt.prepare(model, batches, two[0])
+    with pytest.raises(ConfigError, match=r"tt.prepare = 'list': must be a torch.nn.Module, .* one by one"):
+        tt.prepare(model, [sgd(model), adam(model)], batches)
+    with pytest.raises(ConfigError, match=r"tt.prepare = 'DataLoader and DataLoader': must have one DataLoader"):
+        tt.prepare(model, sgd(model), batches, loader())
+    with pytest.raises(ConfigError, match=r"tt.prepare: must have a torch.nn.Module, or an optimizer"):
+        tt.prepare(batches)
 
 
 @pytest.mark.parametrize("in_a_job", [False, True])
@@ -140,11 +134,11 @@ def test_what_prepare_refuses_everywhere():
     with pytest.raises(ConfigError, match=r"must be a torch.nn.Module"):
         tt.prepare(lambda x: x, sgd(model))
     with pytest.raises(ConfigError, match="outside a job an optimizer is needed"):
-        tt.prepare(model)
+        tt.prepare(model, None)
     with pytest.raises(ConfigError, match=r"int.*state_dict and load_state_dict"):
         tt.prepare(model, sgd(model), None, 3)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
-    assert len(tt.prepare(model, sgd(model), None, scheduler, torch.amp.GradScaler("cpu"))) == 3
+    assert len(tt.prepare(model, sgd(model), None, scheduler, torch.amp.GradScaler("cpu"))) == 5
 
 
 def test_the_names_of_the_package():
@@ -192,12 +186,17 @@ def test_metrics_are_evaluated_on_the_final_parameters(job):
 def test_what_prepare_refuses_in_a_job(job):
     job()
     model = mlp()
-    with pytest.raises(ConfigError, match="the conf needs an updater block"):
-        tt.prepare(model)
-    with pytest.raises(ConfigError, match=r"list.*must be a torch.utils.data.DataLoader or None"):
-        tt.prepare(model, sgd(model), [1])
+    for given, expected in (
+        ((model, None), "the conf needs an updater block"),
+        ((model,), "Sequential.*must have an optimizer, or None in its place"),
+        ((sgd(model),), "SGD.*must come with the torch.nn.Module that it trains"),
+        ((model, sgd(model), [1]), "list.*must be a torch.nn.Module, a torch.optim optimizer"),
+        ((model, sgd(model), adam(model[2])), "2.weight.*is in the SGD and in the Adam"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            tt.prepare(*given)
     tt.prepare(model, sgd(model))
-    with pytest.raises(ConfigError, match="was called before"):
+    with pytest.raises(ConfigError, match=r"'SGD': comes too late: .* to one call, G, D"):
         tt.prepare(model, sgd(model))
 
 
@@ -235,7 +234,7 @@ def test_nothing_is_told_of_a_loader_that_was_kept_or_never_given(job):
 
 def test_a_script_without_a_loader_is_told_nothing(job):
     here, model = job(), mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     train(model, optimizer, loader(), 1)
     here.finish()
     assert notices(here) == []
@@ -303,7 +302,7 @@ def test_a_script_that_only_evaluates_is_no_mistake(job):
 
 def test_gradients_that_a_script_sets_itself_train(job):
     here, model = job(), mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -383,7 +382,7 @@ def test_what_a_job_prints_names_the_nearest_name_once(job, tmp_path, monkeypatc
 def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
     rate = LRGen(type="kStep", base_lr=0.1, step_conf=Step(change_freq=2, gamma=0.5))
     here = job(updater=Updater(type="kAdam", adam_conf=AdamConf(), learning_rate=rate))
-    model, optimizer, _ = tt.prepare(mlp())
+    model, optimizer = tt.prepare(mlp(), None)
     assert isinstance(optimizer, torch.optim.Adam)
     seen = []
     for x, y in loader():
@@ -398,7 +397,7 @@ def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
 def test_weight_local_and_clip_reach_the_worker(job):
     here = job(grads="kHidden")
     model = mlp()
-    model, optimizer, _ = tt.prepare(model, sgd(model))
+    model, optimizer = tt.prepare(model, sgd(model))
     worker = here.context.worker
     tt.weight(7)
     assert worker.batches.weight() == 7.0
@@ -418,7 +417,7 @@ def test_weight_local_and_clip_reach_the_worker(job):
 def test_losses_are_seen_unscaled_and_private_ones_not(job):
     here = job()
     model = mlp()
-    model, _optimizer, _ = tt.prepare(model, sgd(model))
+    model, _optimizer = tt.prepare(model, sgd(model))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     x, y = next(iter(loader()))
     loss = cross_entropy(model, x, y)

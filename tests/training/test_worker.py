@@ -32,7 +32,7 @@ from training_loops import (
     edit_between_backwards,
 )
 
-from topotrain.config.job import ConfigError, Grads, Reduce
+from topotrain.config.job import Apply, ConfigError, Grads, Pull, Reduce
 from topotrain.core.client.client import JobError, PeerLost
 
 MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
@@ -244,19 +244,65 @@ def test_parameters_may_be_frozen_on_the_way():
         assert run_local(job_of(grads=grads), building(), script).distance(plain(building(), script)) < 1e-5
 
 
-def test_a_parameter_that_thaws_too_late_is_an_error():
+THAWING = [
+    *[job_of(layout, grads=grads) for layout in ("sandblaster", "allreduce") for grads in Grads],
+    job_of("in-memory"),
+    job_of("one"),
+    job_of(pull=Pull.kLazy),
+    job_of(grads=Grads.kHidden, apply=Apply.kOnArrival),
+]
+
+
+def thaw(t, module, trains):
+    """Also in the replicas of the reference."""
+    name = next(name for name, each in t.model.named_modules() if each is module)
+    for model in (t.model, *getattr(t, "_replicas", ())):
+        model.get_submodule(name).requires_grad_(trains)
+
+
+@pytest.mark.parametrize("job", THAWING, ids=lambda job: f"{job.grads.value}-{job.pull.value}-{job.apply.value}")
+def test_layers_thaw_and_freeze_on_the_way(job):
+    """A slice holds frozen and other parameters, so its last gradient is another one in each phase."""
+
     def build():
         model = mlp()
-        model[0].weight.requires_grad_(False)
-        return model, sgd(model)
+        model[0].requires_grad_(False)
+        return model, adam(model)
 
     def script(t):
-        t.model[0].weight.requires_grad_(True)
-        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
-        t.optimizer.step()
+        for step, batch in enumerate(vectors(12)):
+            if step == 3:
+                thaw(t, t.model[0], True)
+            if step == 6:
+                thaw(t, t.model[2], False)
+            if step == 9:
+                thaw(t, t.model[2], True)
+                thaw(t, t.model[0], False)
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+            frozen = [not 3 <= step < 9, 6 <= step < 9]
+            assert [layer.weight.grad is None for layer in (t.model[0], t.model[2])] == frozen
 
-    with pytest.raises(RuntimeError, match=r"0\.weight was frozen at tt.prepare"):
-        run_local(job_of(), build, script)
+    check(job, build, script)
+
+
+def test_a_layer_that_no_group_of_the_optimizer_has_stays_when_it_thaws():
+    def build():
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model, sgd(model[2])
+
+    def script(t):
+        thaw(t, t.model[0], True)
+        for batch in vectors(3):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+
+    result = check(job_of(), build, script)
+    torch.manual_seed(1)
+    assert torch.equal(result.values["0.weight"], mlp()[0].weight)
 
 
 def test_parameters_that_are_in_no_group_stay():

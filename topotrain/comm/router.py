@@ -25,7 +25,7 @@ from topotrain.comm.transport.socket_transport import PeerAdmission
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, TransportChoice
-from topotrain.config.topology import Address, Topology, layout
+from topotrain.config.topology import Address, Topology
 from topotrain.core.protocol import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
@@ -85,11 +85,11 @@ class RouterConfig:
 
     @staticmethod
     def of(
-        job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, hosts: Sequence[int], host: str
+        topology: Topology, job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, host: str
     ) -> "RouterConfig":
-        """Return the configuration of a process of a job with its units on these hosts."""
+        """Return the configuration of a process of a job with this layout."""
         identity = Identity(job.name, token, incarnation, 0, job.digest())
-        return RouterConfig(job, layout(job.cluster, hosts), identity, store, sockets, host)
+        return RouterConfig(job, topology, identity, store, sockets, host)
 
 
 class Router:

@@ -1,4 +1,4 @@
-"""Compute how much momentum is too much for asynchronous worker groups.
+"""Compute how much momentum is too much for asynchronous worker groups, and which optimizers no groups should add.
 
 This module has arithmetic and messages only.
 
@@ -9,16 +9,21 @@ momentum on one process tunes that sum, so the optimizer gets m - (1 - 1/M) of i
 And since no total momentum may reach 1, nothing above 1/M can be right.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.config.job import Correction, Job
+from topotrain.config.job import Agreement, Correction, Job
 from topotrain.config.topology import Topology
 
 PAGE = "docs/topologies.md#momentum-and-groups-that-do-not-wait"
+ADDING_PAGE = "docs/topologies.md#adaptive-optimizers-and-groups-that-add"
 
+_ADAPTIVE = frozenset(
+    ("adadelta", "adafactor", "adagrad", "adam", "adamax", "adammax", "adamw", "muon", "nadam", "radam", "rmsprop")
+    # Rprop has steps of its own length, too.
+) | {"rprop"}
+"""Optimizers whose steps are about as long as the learning rate, by the names of torch and of SINGA's updaters."""
 _BOUNDED = ("Muon",)  # its momentum is turned into a step of a fixed length
 
 
@@ -48,13 +53,29 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
     return float(max(found, default=0.0))
 
 
-def momentum_in(name: str, hyper: bytes) -> float:
-    """Return the same for hyper-parameters as messages have them."""
-    return momentum_of(name, json.loads(hyper)) if hyper else 0.0
+def is_adaptive(name: str) -> bool:
+    """Whether an optimizer is adaptive: a class such as "torch.optim.Adam", or an updater such as "kAdam"."""
+    return name.rpartition(".")[2].removeprefix("k").lower() in _ADAPTIVE
 
 
-def warning(job: Job, topology: Topology, momentum: float) -> str:
+def warning(job: Job, topology: Topology, momentum: float, optimizers: Iterable[str] = ()) -> str:
     """Return the warning to show before such a job starts, or ""."""
+    return _momentum_warning(job, topology, momentum) or _adding_warning(topology, optimizers)
+
+
+def _adding_warning(topology: Topology, optimizers: Iterable[str]) -> str:
+    adaptive = next((name.rpartition(".")[2] for name in optimizers if is_adaptive(name)), "")
+    if not (adaptive and topology.synced and topology.cluster.agreement is Agreement.kMaster):
+        return ""
+    groups = topology.server_groups
+    return (
+        f"{groups} server groups add what they have learned (agreement: kMaster), and a step of {adaptive} is about as "
+        f"long as the learning rate, whatever the gradient is: together they may move {groups} times too far, and a "
+        f"smaller rate hardly helps. Use agreement: kRingAverage; see {ADDING_PAGE}"
+    )
+
+
+def _momentum_warning(job: Job, topology: Topology, momentum: float) -> str:
     groups = groups_apart(topology)
     if job.correction is not Correction.kNone or groups == 1 or momentum <= most_momentum(groups):
         return ""

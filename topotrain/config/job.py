@@ -358,7 +358,11 @@ class Param(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Updater(Checked):
-    """The optimizer of a script that passes none; adapter.py builds it."""
+    """The optimizer of a script that passes none; adapter.py builds it.
+
+    Raises:
+        ConfigError: a field has a value that is not accepted.
+    """
 
     PATH = "updater"
     TABLE = _rows(PATH)
@@ -409,7 +413,11 @@ class Link(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Checked):
-    """The placement of workers and servers; `poll_time` is in milliseconds."""
+    """The placement of workers and servers; `poll_time` is in milliseconds.
+
+    Raises:
+        ConfigError: a field has a value that is not accepted, or fields contradict each other.
+    """
 
     PATH = "cluster"
     TABLE = _rows(PATH)
@@ -446,7 +454,11 @@ class Cluster(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Job(Checked):
-    """One training job, such as Job(cluster=Cluster(nworkers_per_group=3))."""
+    """One training job, such as Job(cluster=Cluster(nworkers_per_group=3)).
+
+    Raises:
+        ConfigError: a field has a value that is not accepted, or fields contradict each other.
+    """
 
     PATH = ""
     TABLE = _rows(PATH)
@@ -491,6 +503,7 @@ class Job(Checked):
     start_groups: Steps = 0
     grace_s: NotNegative = 10.0
     correction: Correction = Correction.kNone
+    threads: Steps = 0
 
     @property
     def splits(self) -> bool:
@@ -500,7 +513,7 @@ class Job(Checked):
 
     @property
     def workspace(self) -> str:
-        """The folder of the job's files: `cluster.workspace`, or one with the job's name."""
+        """The folder of the job's files, `cluster.workspace` or one with the job's name."""
         return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"
 
     def digest(self) -> str:
@@ -531,6 +544,7 @@ _NO_RESULT = frozenset(
         "start_groups",
         "snapshot_s",
         "grace_s",
+        "threads",
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )

@@ -67,6 +67,11 @@ def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) ->
     return _job(text, source, _read_text, overrides)[0]
 
 
+def from_data(data: Mapping[str, Any], source: str = "the job") -> Job:
+    """Return the job of a dictionary with its fields; errors name `source`."""
+    return _job(data, source, _read_dict, ())[0]
+
+
 def dumps(job: Job) -> str:
     """Return the job as protobuf text without defaults; loads(dumps(job)) == job."""
     message = new("JobProto")

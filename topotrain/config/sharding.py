@@ -8,6 +8,8 @@
 
 Where one model is split over the workers of a group (`split`), a parameter has owners, the workers that hold it. A
 space has parameters of the same owners only. So a worker needs memory, and messages, for its own spaces alone.
+
+A space has parameters of one optimizer only. So a bucket is in the steps of one optimizer, and in none of another's.
 """
 
 import heapq
@@ -51,7 +53,7 @@ class Parameter:
 
     `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
     chose for the whole tensor, -1: any. `owners` are the workers of each group that hold it, ascending. Empty: all.
-    Raises SchemaError.
+    `optimizer` is the number of the job's optimizer that updates it. Raises SchemaError.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     home: int = -1
     owners: tuple[int, ...] = ()
+    optimizer: int = 0
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
@@ -76,6 +79,8 @@ class Parameter:
             raise SchemaError(f"parameter {self.name!r}: dtype = {self.dtype}: must be one of {', '.join(ITEM_BYTES)}")
         if type(self.home) is not int or self.home < -1:
             raise SchemaError(f"parameter {self.name!r}: home = {self.home}: must be a shard's number, or -1 for any")
+        if type(self.optimizer) is not int or self.optimizer < 0:
+            raise SchemaError(f"parameter {self.name!r}: optimizer = {self.optimizer}: must be an optimizer's number")
         if not all(type(n) is int and n >= 0 for n in self.owners) or list(self.owners) != sorted(set(self.owners)):
             raise SchemaError(f"parameter {self.name!r}: owners = {self.owners}: must be workers' numbers, ascending")
 
@@ -92,9 +97,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All parameters of one dtype and the same owners, laid end to end.
+    """All parameters of one dtype, one optimizer and the same owners, laid end to end.
 
-    Each parameter starts at a multiple of ALIGN. `length` counts elements, with padding. `owners` as in `Parameter`.
+    Each parameter starts at a multiple of ALIGN. `length` counts elements, with padding. `owners` and `optimizer` as in
+    `Parameter`.
     """
 
     index: int
@@ -102,6 +108,7 @@ class Space:
     itemsize: int
     length: int
     owners: tuple[int, ...] = ()
+    optimizer: int = 0
 
     def on(self, worker: int) -> bool:
         """Whether worker number `worker` of a group holds the space."""
@@ -285,6 +292,8 @@ def describe(parameters: Iterable[Parameter]) -> str:
 def _row(p: Parameter) -> list[Any]:
     # The short form comes first, so that models without owners keep the digests of earlier versions.
     row = [p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)]
+    if p.optimizer:
+        return [*row, p.home, list(p.owners), p.optimizer]
     if p.owners:
         return [*row, p.home, list(p.owners)]
     return [*row, p.home] if p.home >= 0 else row
@@ -311,16 +320,21 @@ def _parameter(number: int, row: Any) -> Parameter:
         kinds,
         [*kinds, int],
         [*kinds, int, list],
+        [*kinds, int, list, int],
     ):
-        accepted = "must be [name, shape, stride, dtype, trainable, aliases, home?, owners?]"
+        accepted = "must be [name, shape, stride, dtype, trainable, aliases, home?, owners?, optimizer?]"
         raise SchemaError(f"schema entry {number}: {accepted}")
     name, shape, stride, dtype, trainable, aliases, *home = row
+    # A schema is written in its shortest form, which names no optimizer 0.
+    if len(home) > 2 and home[2] < 1:
+        raise SchemaError(f"schema entry {number}: optimizer = {home[2]}: must be at least 1, or left out")
+    optimizer = home.pop() if len(home) > 2 else 0
     owners = home.pop() if len(home) > 1 else []
     if not all(type(alias) is str for alias in aliases):
         raise SchemaError(f"schema entry {number}: aliases must be names")
     # `Parameter` checks the values.
     made = Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
-    return replace(made, owners=tuple(owners)) if owners else made
+    return replace(made, owners=tuple(owners), optimizer=optimizer) if owners or optimizer else made
 
 
 def _check_names(parameters: Sequence[Parameter]) -> None:
@@ -385,17 +399,17 @@ def _lay_out(
     parameters: Sequence[Parameter], homes: Sequence[int]
 ) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
     """Return spaces in order of first use, and each parameter's (space, offset)."""
-    kinds = list(dict.fromkeys((parameter.dtype, parameter.owners) for parameter in parameters))
+    kinds = list(dict.fromkeys((parameter.dtype, parameter.owners, parameter.optimizer) for parameter in parameters))
     number = {kind: index for index, kind in enumerate(kinds)}
     lengths = [0] * len(kinds)
     offsets = [(0, 0)] * len(parameters)
     # By shard, so that each shard is one range. The sort is stable: inside a shard the order of definition stays, which
     # is mostly that of the forward.
     for index in sorted(range(len(parameters)), key=homes.__getitem__):
-        space = number[parameters[index].dtype, parameters[index].owners]
+        space = number[parameters[index].dtype, parameters[index].owners, parameters[index].optimizer]
         offsets[index] = (space, lengths[space])
         lengths[space] += _padded(parameters[index].count)
-    spaces = (Space(n, dtype, ITEM_BYTES[dtype], lengths[n], owners) for n, (dtype, owners) in enumerate(kinds))
+    spaces = (Space(n, kind[0], ITEM_BYTES[kind[0]], lengths[n], *kind[1:]) for n, kind in enumerate(kinds))
     return tuple(spaces), tuple(offsets)
 
 

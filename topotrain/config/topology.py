@@ -59,6 +59,7 @@ class Topology:
     cluster: Cluster
     units: tuple[Unit, ...]
     hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all run on one host
+    link_mbit: float = 0.0  # the measured speed of the slowest link between units; 0: not measured
 
     @property
     def implicit(self) -> bool:
@@ -69,6 +70,12 @@ class Topology:
     def synced(self) -> bool:
         """Whether several server groups were declared, which have to agree."""
         return self.cluster.nserver_groups > 1
+
+    @property
+    def idle(self) -> int:
+        """How many units are empty, because workers have left the job."""
+        # By the hosts: a unit keeps of all units only itself.
+        return max(0, len(self.hosts) - _total(self.cluster))
 
     @property
     def worker_groups(self) -> int:
@@ -108,6 +115,17 @@ class Topology:
         # In one synchronous group on one host, servers work only while the workers wait for them. So they need no
         # process of their own.
         return all_reduces(self.cluster) and self.sees_memory(0)
+
+    @property
+    def fits_slices(self) -> bool:
+        """Whether the sizes of slices may follow the speed of the link.
+
+        They may where no bit of a result depends on them: each compressed slice has a scale of its own, and a ring adds
+        the parts of each slice in another order.
+        """
+        cluster = self.cluster
+        set_by_hand = cluster.slice_bytes or cluster.link is not None
+        return not (set_by_hand or self.collective or cluster.compression is not Compression.kNone)
 
     @property
     def torch_collective(self) -> bool:
@@ -159,7 +177,7 @@ class Topology:
             return _worker_unit(self.cluster, group, index)
         _check("server group", group, self.server_groups)
         _check(f"server of group {group}", index, self.shards)
-        return _server_unit(self.cluster, group, index)
+        return _server_unit(self.cluster, group, index, self.idle)
 
     def host_of(self, address: Address) -> int:
         """Return the number of the host of `address`."""
@@ -227,6 +245,7 @@ class Topology:
             "server_group_of_worker_group": [
                 None if self.implicit else self.server_group_of(g) for g in range(self.worker_groups)
             ],
+            **({"link_mbit": round(self.link_mbit)} if self.link_mbit else {}),
         }
 
     def explain(self) -> str:
@@ -264,19 +283,22 @@ class Topology:
         return ", ".join((_count(len(self.units), "unit"), workers, "no servers" if self.implicit else servers))
 
 
-def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
+def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) -> Topology:
     """Place every worker and server of `cluster`.
 
-    hosts: the number of the host of each unit, by rank, known after the rendezvous of all units. Empty: one host.
+    hosts: the number of the host of each unit, by rank, known after the rendezvous of all units. Empty: one host. If
+        there are more hosts than the units that the cluster fills, the units after those of workers are idle: all
+        units keep their ranks when workers leave.
+    link_mbit: as in `Topology`.
 
     Raises:
         ConfigError: the counts do not fit together.
-        ValueError: there are not as many hosts as units.
+        ValueError: there are fewer hosts than units.
     """
     # First: the counts below are exact only if every unit is full.
     validate(cluster)
-    worker_units, server_units = _unit_counts(cluster)
-    total = worker_units + server_units if cluster.server_worker_separate else max(worker_units, server_units)
+    needed = _total(cluster)
+    total = max(needed, len(hosts))
     workers: list[list[Address]] = [[] for _ in range(total)]
     servers: list[list[Address]] = [[] for _ in range(total)]
     for g, i in _pairs(cluster.nworker_groups, cluster.nworkers_per_group):
@@ -284,12 +306,12 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
     implicit = (cluster.nworker_groups, 1)
     declared = (cluster.nserver_groups, cluster.nservers_per_group)
     for g, k in _pairs(*(declared if cluster.nserver_groups else implicit)):
-        servers[_server_unit(cluster, g, k)].append(Address(Role.SERVER, g, k))
+        servers[_server_unit(cluster, g, k, total - needed)].append(Address(Role.SERVER, g, k))
     # Ranks follow the order of the workers; units of servers only come last.
     units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
-    if hosts and len(hosts) != total:
+    if hosts and len(hosts) < total:
         raise ValueError(f"{len(hosts)} hosts for {total} units")
-    return Topology(cluster, tuple(units), tuple(hosts))
+    return Topology(cluster, tuple(units), tuple(hosts), link_mbit)
 
 
 def validate(cluster: Cluster) -> None:
@@ -337,16 +359,22 @@ def _unit_counts(cluster: Cluster) -> tuple[int, int]:
     return worker_units, server_units
 
 
+def _total(cluster: Cluster) -> int:
+    """Return how many units workers and servers fill."""
+    worker_units, server_units = _unit_counts(cluster)
+    return worker_units + server_units if cluster.server_worker_separate else max(worker_units, server_units)
+
+
 def _worker_unit(cluster: Cluster, g: int, i: int) -> int:
     return (g * cluster.nworkers_per_group + i) // cluster.nworkers_per_procs
 
 
-def _server_unit(cluster: Cluster, g: int, k: int) -> int:
+def _server_unit(cluster: Cluster, g: int, k: int, idle: int) -> int:
     if cluster.nserver_groups == 0:
         # An implicit server is in the unit of the first worker of its group.
         return _worker_unit(cluster, g, 0)
-    # Units of servers alone come after those of the workers.
-    first = _unit_counts(cluster)[0] if cluster.server_worker_separate else 0
+    # Units of servers alone come after those of the workers, and after idle ones.
+    first = _unit_counts(cluster)[0] + idle if cluster.server_worker_separate else 0
     return first + (g * cluster.nservers_per_group + k) // cluster.nservers_per_procs
 
 

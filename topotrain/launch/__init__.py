@@ -34,6 +34,7 @@ class UnitPlace:
     hosts: the number of every unit's host, separated by commas. "": all units run on one host.
     host: the address at which other units reach this one.
     sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
+    link_mbit: the measured speed of the slowest link between units; 0: not measured.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class UnitPlace:
     hosts: str = ""
     host: str = "127.0.0.1"
     sockets: str = ""
+    link_mbit: float = 0.0
 
     @property
     def host_numbers(self) -> tuple[int, ...]:
@@ -65,6 +67,7 @@ TABLE: Mapping[str, tuple[str, str]] = {
     "hosts": ("--hosts", "TOPOTRAIN_HOSTS"),
     "host": ("--host", "TOPOTRAIN_HOST"),
     "sockets": ("--sockets", "TOPOTRAIN_SOCKETS"),
+    "link_mbit": ("--link-mbit", "TOPOTRAIN_LINK_MBIT"),
 }
 
 RUN_VARIABLE = "TOPOTRAIN_RUN"

@@ -57,6 +57,7 @@ class ActionExecutor:
         self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
         self._units, self._shutdown, self._connection = units, shutdown, host.connection
         self._succession, self._promises = host.succession, host.promises
+        self._requests, self._forwards = host.requests, host.forwards
         self._replicated = topology.cluster.replicas > 1
         self._control: ControlSocket | None = None
         self._attempt = 0
@@ -67,11 +68,11 @@ class ActionExecutor:
         self.resized: Job | None = None
         """The job to restart as, with another layout."""
 
-    def start(self, attempt: int, folder: Path | None, selector: BaseSelector) -> None:
-        """Begin an attempt; without a folder for the control socket it takes no requests."""
+    def start(self, attempt: int, folder: Path, selector: BaseSelector) -> None:
+        """Begin an attempt; `folder` is that of the control socket."""
         # Commands to other hosts carry this number from here on.
         self._attempt = attempt
-        self._control = None if folder is None else ControlSocket(folder, selector)
+        self._control = ControlSocket(folder, selector, self._requests)
 
     def lead(self, policy: RecoveryPolicy) -> None:
         """Execute the decisions of this policy on all hosts from now on."""
@@ -82,6 +83,8 @@ class ActionExecutor:
         if self._control is not None:
             self._control.close()
             self._control = None
+            # Forwarded requests are answered by the other unit.
+            self._requests.close()
 
     def execute(self, actions: Iterable[Action]) -> Iterator[Event]:
         """Execute actions, and yield the events among them in their place."""
@@ -111,13 +114,11 @@ class ActionExecutor:
                 case ReportGone(group=group, incarnation=incarnation):
                     self.command_servers(group, "away", incarnation)
                 case AnswerRequest():
-                    if self._control is not None:
-                        self._control.answer(action)
+                    self._requests.answer(action)
                 case RequestSnapshot():
-                    self.request_snapshot()
+                    self.request_snapshot(elsewhere=True)
                 case ResizeRefused(wish=request, error=error):
-                    if self._control is not None:
-                        self._control.refuse(request, error)
+                    self._requests.refuse(request, error)
                 case RestartResized():
                     self._restart_resized(action)
                 case FailJob(failures=failures):
@@ -178,14 +179,17 @@ class ActionExecutor:
         words = {"command": command, "group": group, "incarnation": incarnation}
         self.send("tell", {rank}, who=process, words=words)
 
-    def request_snapshot(self) -> None:
-        """Ask the process of the first server for a last snapshot."""
+    def request_snapshot(self, elsewhere: bool = False) -> None:
+        """Ask the process of the first server for a last snapshot.
+
+        elsewhere: also if it is in a unit of another host. At the end of the job that unit asks it itself.
+        """
         # The first server may have moved. Only the deciding unit has its place, and asks it.
         if self._replicated and isinstance(self._recovery, Follower):
             return
         process, rank = self._location_of(LEADER)
-        # Without replicas the unit of the first server asks it (`OtherUnits.saves`), so nothing goes to other hosts.
-        send = self.send if self._replicated else self._units.command
+        # Without replicas the unit of the first server asks it at the end (`OtherUnits.saves`).
+        send = self.send if self._replicated or elsewhere else self._units.command
         send("tell", {rank}, who=process, words=WORDS)
 
     def _location_of(self, server: Address) -> tuple[str, int]:
@@ -203,15 +207,19 @@ class ActionExecutor:
     def _restart_resized(self, action: RestartResized) -> None:
         """Restart the job with another layout."""
         self.resized = action.job
-        if self._control is not None:
-            data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
-            # The client gets its answer after the first step, when this control socket is closed.
-            self._promises.append(self._control.promise(action.wish, action.number, data))
+        data = {"workers": action.job.cluster.nworkers_per_group, "step": action.step, "text": action.text}
+        # The client gets its answer after the first step of the next attempt.
+        self._promises.append(self._requests.promise(action.wish, action.number, data))
         self.restart_job()
 
     def receive(self) -> Iterator[Sequence[Action]]:
-        """Yield the actions after each request from the control socket."""
-        for request in [] if self._control is None else self._control.receive():
+        """Yield the actions after each request of the user."""
+        if self._leads is None and self._forwards is not None:
+            # They wait while there is no leader, and while this unit is about to lead.
+            for wish, client in self._requests.take_with_client() if self._forwards.has_leader else ():
+                self._forwards.send(wish, client)
+            return
+        for request in self._requests.take():
             yield self._on_request(request)
 
     def _on_request(self, request: GroupRequest | ResizeRequest) -> Sequence[Action]:

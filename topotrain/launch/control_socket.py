@@ -1,13 +1,14 @@
 """The control socket of a running job: a Unix socket for requests of its user.
 
-The socket is in the job's run folder. A request and its answer are one line of JSON each, then the connection ends. An
-answer may take as long as the requested action.
+A request and its answer are one line of JSON each, then the connection ends. An answer may take as long as the
+requested action. The socket of `topotrain run` is in the run folder of the workspace. A unit that another tool has
+started has it in a folder of its own, because the workspace may be on a network, and a link to it in the workspace.
 """
 
 import json
-import math
 import os
 import selectors
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,8 +18,10 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
+from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.forkserver import peer_uid
-from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
+from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.recovery.recovery_actions import GroupRequest
 
 NAME = "control"
 # Both limits keep clients from filling the launcher's memory, or taking all its descriptors.
@@ -28,12 +31,12 @@ LINE = 512
 _ANSWER = 1 << 16
 
 
-@dataclass(slots=True)
-class _Caller:
+@dataclass(slots=True, eq=False)
+class _Caller(RequestClient):
     """A client of the control socket, and the request that it has sent."""
 
     channel: socket.socket
-    wish: GroupRequest | ResizeRequest | None = None
+    wish: JobRequest | None = None
     _received: bytes = b""
 
     def receive(self) -> bool:
@@ -50,46 +53,36 @@ class _Caller:
         self._received += data
         # One request per connection: what comes after it only counts towards LINE.
         if b"\n" in self._received and data and len(self._received) <= LINE and self.wish is None:
-            self.wish = _wish(self._received)
+            self.wish = from_text(self._received)
         return bool(data) and len(self._received) <= LINE
 
-
-@dataclass(slots=True)
-class PendingAnswer:
-    """An answer that comes later, possibly from another attempt of the job.
-
-    number: the number of the recovery after which the answer is due.
-    """
-
-    number: int
-    data: dict[str, Any]
-    _channel: socket.socket | None = None
-
-    def send(self, error: str = "") -> None:
-        """Send the answer, or the error. A second call does nothing."""
-        if self._channel is not None:
-            _send(self._channel, {"error": error} if error else self.data)
-            self._channel.close()
-            self._channel = None
+    def reply(self, said: dict[str, Any]) -> None:
+        """As `RequestClient.reply`."""
+        with suppress(OSError):
+            # The socket does not block, and its buffer has room for one line. A client that has gone is no error.
+            self.channel.send(json.dumps(said).encode() + b"\n")
+        self.channel.close()
 
 
 class ControlSocket:
     """The listening side of a job's control socket.
 
     Args:
-        folder: the job's run folder.
+        folder: the folder of the socket, which is on this machine.
         selector: the selector of the launcher's loop. The loop calls what is registered there when data arrives.
+        requests: gets the requests.
     """
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-        self._requests: list[GroupRequest | ResizeRequest] = []
-        self._callers: dict[int, _Caller] = {}
+    def __init__(self, folder: Path, selector: selectors.BaseSelector, requests: JobRequests) -> None:
+        self._selector, self._requests = selector, requests
+        self._callers: set[_Caller] = set()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         os.fchmod(self._listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
+        # That of the former attempt.
+        (folder / NAME).unlink(missing_ok=True)
         with _short(folder) as path:
-            self._listener.bind(path)
+            self._listener.bind(f"{path}/{NAME}")
         self._listener.listen(CALLERS)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -97,107 +90,84 @@ class ControlSocket:
         with suppress(OSError):
             channel, _ = self._listener.accept()
             # The mode of the folder may have been changed by hand. What the kernel says about the peer cannot.
-            if peer_uid(channel) != os.geteuid() or len(self._callers) >= CALLERS:
+            if peer_uid(channel) != os.geteuid() or len(self._callers) + self._requests.waiting >= CALLERS:
                 channel.close()
                 return
             channel.setblocking(False)
-            caller = self._callers[channel.fileno()] = _Caller(channel)
+            caller = _Caller(channel)
+            self._callers.add(caller)
             self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_readable(caller))
 
     def _on_readable(self, caller: _Caller) -> None:
-        before = caller.wish
         try:
             connected = caller.receive()
         except ValueError as error:
-            self._reply(caller, {"error": f"the request cannot be read: {error}"})
+            self._forget(caller)
+            caller.reply({"error": f"the request cannot be read: {error}"})
             return
-        if not connected:  # a request stays valid when its client disconnects
-            self._end(caller)
-        elif before is None and caller.wish is not None:
-            self._requests.append(caller.wish)
-
-    def receive(self) -> list[GroupRequest | ResizeRequest]:
-        """Return the requests since the last call; their answers may come at any time."""
-        found, self._requests = self._requests, []
-        return found
-
-    def answer(self, answer: AnswerRequest) -> None:
-        """Answer all clients that made this request."""
-        said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
-        for caller in list(self._callers.values()):
-            wish = caller.wish
-            if isinstance(wish, GroupRequest) and (wish.verb, wish.group) == (answer.verb, answer.group):
-                self._reply(caller, said)
-
-    def refuse(self, wish: ResizeRequest, error: str) -> None:
-        """Send the error to the client of this one request only."""
-        for caller in list(self._callers.values()):
-            if caller.wish is wish:
-                self._reply(caller, {"error": error})
-
-    def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
-        """Keep the client's connection open when this socket closes; return its answer."""
-        # If the client is gone by now, the promise has no channel and its answer goes nowhere.
-        promise = PendingAnswer(number, data)
-        for caller in list(self._callers.values()):
-            if caller.wish is wish:
-                self._forget(caller)
-                promise = PendingAnswer(number, data, caller.channel)
-        return promise
-
-    def _reply(self, caller: _Caller, said: dict[str, Any]) -> None:
-        _send(caller.channel, said)
-        self._end(caller)
-
-    def _end(self, caller: _Caller) -> None:
-        self._forget(caller)
-        caller.channel.close()
+        # A request stays valid when its client disconnects, so nothing more is read from it.
+        if caller.wish is not None:
+            self._forget(caller)
+            self._requests.add(caller.wish, caller)
+        elif not connected:
+            self._forget(caller)
+            caller.channel.close()
 
     def _forget(self, caller: _Caller) -> None:
-        # Before the socket is closed: then its number could not be found any more.
         self._selector.unregister(caller.channel)
-        del self._callers[caller.channel.fileno()]
+        self._callers.discard(caller)
 
     def close(self) -> None:
-        """Answer all waiting clients with an error, and close the socket."""
-        for caller in list(self._callers.values()):
-            self._reply(caller, {"error": "the job has ended, or the whole job restarts"})
+        """Close the socket, and the connections of clients that have sent no request."""
+        for caller in list(self._callers):
+            self._forget(caller)
+            caller.channel.close()
         self._selector.unregister(self._listener)
         self._listener.close()
 
 
-def _send(channel: socket.socket, said: dict[str, Any]) -> None:
-    with suppress(OSError):
-        # The socket does not block, and its buffer has room for one line. A client that has gone is no error.
-        channel.send(json.dumps(said).encode() + b"\n")
-
-
-def _wish(line: bytes) -> GroupRequest | ResizeRequest:
-    """Parse a request. Raises ValueError."""
+@contextmanager
+def linked_folder(workspace: Path, rank: int) -> Iterator[Path]:
+    """Yield a folder for the socket of a unit, to which the workspace has a link."""
+    folder, lock = temporary_folders.make()
+    link = workspace / f"{NAME}-{rank}"
     try:
-        said = json.loads(line)
-        verb, within_s = said["verb"], said["within_s"]
-        number = said["workers"] if "workers" in said else said["group"]
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"not a request: {error}") from None
-    numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
-    if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
-        raise ValueError(f"not a request: {said}")
-    return (ResizeRequest if "workers" in said else GroupRequest)(verb, number, float(within_s))
+        # Of an earlier start.
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder / NAME)
+        yield folder
+    finally:
+        # Another process may have the rank by now.
+        with suppress(OSError):
+            if link.readlink() == folder / NAME:
+                link.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket that fits into a socket address."""
+    """Yield a path of the folder that fits into a socket address."""
     # The path of a Unix socket is limited to about 100 bytes, and a workspace may have a longer one.
     number = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{number}/{NAME}"
+        yield f"/proc/self/fd/{number}"
     finally:
         os.close(number)
 
 
-def ask(workspace: Path, wish: GroupRequest | ResizeRequest) -> dict[str, Any]:
+def _connect(channel: socket.socket, workspace: Path) -> bool:
+    """Connect to a launcher of the job on this machine, if there is one."""
+    units = sorted(workspace.glob(f"{NAME}-*"))
+    for found in (workspace / "run" / NAME, *units):
+        # A link leads nowhere where the unit runs on another machine. A socket stays where its launcher was killed.
+        with suppress(OSError), _short(found.parent) as path:
+            channel.connect(f"{path}/{found.name}")
+            return True
+    return False
+
+
+def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
     """Send a request to the job that runs in a workspace, and return its answer.
 
     The answer about a group is {"group": …, "text": …}. The answer about single workers is {"workers": …, "step": …,
@@ -208,19 +178,22 @@ def ask(workspace: Path, wish: GroupRequest | ResizeRequest) -> dict[str, Any]:
     """
     with ExitStack() as stack:
         channel = stack.enter_context(socket.socket(socket.AF_UNIX))
+        if not _connect(channel, workspace):
+            accepted = (
+                "must be the workspace of a job with a launcher or a unit on this machine; from elsewhere use "
+                "--rendezvous URL --job NAME"
+            )
+            raise ConfigError("WORKSPACE", str(workspace), accepted)
         try:
-            path = stack.enter_context(_short(workspace / "run"))
-            channel.connect(path)
-        except OSError:
-            accepted = "must be the workspace of a job that `topotrain run` has started, and that runs on this machine"
-            raise ConfigError("WORKSPACE", str(workspace), accepted) from None
-        what = {"group": wish.group} if isinstance(wish, GroupRequest) else {"workers": wish.workers}
-        said = {"verb": wish.verb, **what, "within_s": wish.within_s}
-        try:
-            channel.sendall(json.dumps(said).encode() + b"\n")
+            channel.sendall(json.dumps(to_data(wish)).encode() + b"\n")
             answer = json.loads(_line(channel))
         except (OSError, ValueError):
             raise ConfigError("WORKSPACE", str(workspace), "the job there ended before it answered") from None
+    return checked(wish, answer)
+
+
+def checked(wish: JobRequest, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request as data. Raises ConfigError if it is a refusal."""
     if "error" in answer:
         option, number = ("--group", wish.group) if isinstance(wish, GroupRequest) else ("--workers", wish.workers)
         raise ConfigError(option, number, answer["error"])

@@ -20,11 +20,12 @@ from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.agent.supervisor import GRACE_S
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcesses
-from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.grace_period import hint
+from topotrain.launch.job_requests import JobRequests, PendingAnswer
 from topotrain.launch.multinode.control_connection import ControlChannel
+from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.succession import Succession
+from topotrain.launch.multinode.forwarded_requests import ForwardedRequests
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
 
 END_S = GRACE_S + 1.0
@@ -80,13 +81,12 @@ class OtherUnits(Protocol):
 class RunFiles:
     """Paths of a run's files on this host.
 
-    processes: the list of processes. logs: the folder of logs. control: the folder of the control socket; None where
-        the job takes no requests because another tool starts its units.
+    processes: the list of processes. logs: the folder of logs. control: the folder of the control socket.
     """
 
     processes: Path
     logs: Path
-    control: Path | None = None
+    control: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,8 @@ class LauncherContext(Notifier):
     succession: what this unit needs in order to be that unit.
     outlet: where the program's output goes.
     promises: answers to clients that are due when the job trains again, possibly in another attempt.
+    requests: of the user, which are not answered yet.
+    forwards: forwards them, where another unit decides.
     """
 
     on_event: EventListener
@@ -115,6 +117,8 @@ class LauncherContext(Notifier):
     succession: Succession | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
     promises: list[PendingAnswer] = field(default_factory=list)
+    requests: JobRequests = field(default_factory=JobRequests)
+    forwards: ForwardedRequests | None = None
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

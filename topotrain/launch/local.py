@@ -20,6 +20,7 @@ from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.job_shutdown import LauncherContext, RunFiles
 from topotrain.launch.recovery.recovery_policy import recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
@@ -58,7 +59,10 @@ class LocalLauncher(Launcher):
             log = workspace / "run" / "forkserver.log"
             with closing(ForkserverHandle(self.forkserver, log, mark)) as forkserver:
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                host = LauncherContext(on_event, files, stop, forkserver, mark, place, outlet=self.outlet)
+                requests = JobRequests() if place is None else place.requests
+                host = LauncherContext(
+                    on_event, files, stop, forkserver, mark, place, outlet=self.outlet, requests=requests
+                )
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
                 # Before the first attempt: it notes which snapshots an earlier job has left.
                 origin = ResumeSource(workspace, self.resume)
@@ -75,7 +79,7 @@ class LocalLauncher(Launcher):
                             # The budget of restarts is kept, and all else begins anew.
                             goes_on.begin_attempt()
                         else:
-                            job, topology = resized, layout(resized.cluster)
+                            job, topology = resized, layout(resized.cluster, link_mbit=topology.link_mbit)
                             goes_on.begin_resized(job, topology)
                             why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                         resume = origin.newest(host)
@@ -106,7 +110,9 @@ class LocalLauncher(Launcher):
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units
-            run.start(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], attempt)
+            folder, mbit = str(workspace / "run"), run.topology.link_mbit
+            places = [UnitPlace(u.rank, len(units), url, folder, link_mbit=mbit) for u in units]
+            run.start(self.calls, places, attempt)
             return run.run()
         finally:
             # Also after an exception in `on_event`: no process is left behind.

@@ -19,9 +19,11 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
 from topotrain.launch import JobOutcome
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, forget
+from topotrain.launch.store_requests import StoreRequests
 
 _BEAT_EVERY_S = 5.0
 _LOOK_S = 0.25
@@ -42,6 +44,8 @@ class RegisteredJob:
         self._urls = [url]
         self._root, self._record, self._id = root, record, record.id
         self._registry = Registry(root)
+        self.requests = JobRequests()
+        self._asked_in_store = StoreRequests(within(root, f"jobs/{self._id}"), self.requests)
         self._told, self._teller = socket.socketpair()
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="listed", daemon=True)
@@ -86,6 +90,7 @@ class RegisteredJob:
                 if time.monotonic() >= due:
                     due = time.monotonic() + _BEAT_EVERY_S
                     self._registry.keep(self._record)
+                self._asked_in_store.look()
                 stop = self._root.get(stop_key(self._id)) is not None
             except StoreError:
                 # Training goes on without the store.
@@ -121,6 +126,7 @@ class RegisteredJob:
             self._teller.close()
         self._thread.join(_LEAVE_S)
         with suppress(StoreError):
+            self._asked_in_store.write()
             for url in self._urls:
                 # Stores outlive jobs, so the job removes what it has written.
                 forget(within(self._root, f"jobs/{parse(url).job}"))

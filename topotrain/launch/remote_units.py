@@ -21,10 +21,10 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.decision_log import LoggedPolicy
+from topotrain.launch.multinode.election.decision_log import LoggedPolicy
+from topotrain.launch.multinode.election.succession import OF_A_REPORT, Takeover, lead_notice
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.reliable_messages import Words
-from topotrain.launch.multinode.succession import OF_A_REPORT, Takeover, lead_notice
 from topotrain.launch.recovery.recovery_actions import Action, FailJob
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 

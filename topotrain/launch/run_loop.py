@@ -105,8 +105,8 @@ class RunLoop:
             self._processes(Started("forkserver", served.pid))
         for place in places:
             self._start_unit(replace(place, forkserver=address), calls, attempt, environ)
-        # Otherwise the servers would wait for the first push of this group.
-        for group in sorted(attempt.absent):
+        # Otherwise the servers would wait for the first push of this group. One unit tells them.
+        for group in [] if isinstance(self._recovery, Follower) else sorted(attempt.absent):
             self.executor.command_servers(group, "away", 0)
             if not attempt.number:
                 self._host.on_event(Left(group, "is not there yet", 0.0))

@@ -12,16 +12,21 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.config.job import Apply, Grads, Pull
+from topotrain.training.parameters.server_state import NEW_GROUP
 from topotrain.training.worker import Worker
 
 
-def adopt(optimizer: Optimizer, worker: Worker) -> None:
-    """Let `optimizer` commit steps of `worker`; its identity and groups stay."""
+def adopt(optimizer: Optimizer, worker: Worker, number: int = 0) -> None:
+    """Let `optimizer`, which has this number in the job, commit steps of `worker`.
+
+    Its identity and its groups stay.
+    """
     # An earlier scheduler has wrapped `step` on the object itself, where it would hide the method of the new class.
     had_step = optimizer.__dict__.pop("step", None)
     cls = type(optimizer)
     # The names stay those of the user's class: error messages and pickled states show them.
-    optimizer.__class__ = type(cls.__name__, (_Adopted, cls), {"__module__": cls.__module__, "_topotrain": worker})
+    names = {"__module__": cls.__module__, "_topotrain": worker, "_topotrain_number": number}
+    optimizer.__class__ = type(cls.__name__, (_Adopted, cls), names)
     if hasattr(had_step, "_wrapped_by_lr_sched"):
         optimizer.step = _tracked(optimizer)  # type: ignore[method-assign]
 
@@ -41,6 +46,7 @@ def _tracked(optimizer: Optimizer) -> Callable[..., Any]:
 
 class _Adopted(Optimizer):
     _topotrain: Worker
+    _topotrain_number: int
     # GradScaler then calls step() always and leaves it to us to skip: found_inf must be the group's, not a worker's.
     _step_supports_amp_scaling = True
 
@@ -56,7 +62,7 @@ class _Adopted(Optimizer):
             with torch.enable_grad():
                 # As in torch, the closure makes the backward, so it comes before anything is sent.
                 loss = closure()
-        self._topotrain.step(_inverse(scale), check_finite=found_inf is not None)
+        self._topotrain.step(_inverse(scale), check_finite=found_inf is not None, number=self._topotrain_number)
         return loss
 
     def _refuse_scaler(self) -> None:
@@ -75,7 +81,7 @@ class _Adopted(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state is gathered from the servers."""
-        self._topotrain.server_state.gather()
+        self._topotrain.server_state.gather(self._topotrain_number)
         try:
             return super().state_dict()
         finally:
@@ -85,11 +91,11 @@ class _Adopted(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch; the state is handed to the servers."""
         super().load_state_dict(state_dict)
-        self._topotrain.server_state.scatter()
+        self._topotrain.server_state.scatter(self._topotrain_number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the servers own what the optimizer had at `tt.prepare`."""
-        raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+        raise RuntimeError(NEW_GROUP)
 
 
 # torch looks for this mark, and else wraps `step` again when a state is loaded: the hooks would run twice.

@@ -3,8 +3,9 @@
 In an ordinary process each of them does nothing, or what plain PyTorch would do.
 """
 
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
@@ -29,10 +30,11 @@ from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, Sh
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
-from topotrain.training.misuse_checks import ONE, MisuseChecks
+from topotrain.training.misuse_checks import LaterLoader, MisuseChecks
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
+from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
 from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker, WorkerMemory
@@ -42,77 +44,117 @@ from topotrain.training.worker_limits import bound
 Module = TypeVar("Module", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 LoaderType = TypeVar("LoaderType", bound=DataLoader[Any])
+Preparable = nn.Module | Optimizer | DataLoader[Any] | Stateful
+A = TypeVar("A", bound=Preparable)
+B = TypeVar("B", bound=Preparable)
+C = TypeVar("C", bound=Preparable)
+D = TypeVar("D", bound=Preparable)
+E = TypeVar("E", bound=Preparable)
+F = TypeVar("F", bound=Preparable)
+G = TypeVar("G", bound=Preparable)
+H = TypeVar("H", bound=Preparable)
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
 @overload
-def prepare(
-    model: Module, optimizer: OptimizerType, loader: LoaderType, *stateful: Any
-) -> tuple[Module, OptimizerType, LoaderType]: ...
+def prepare(model: Module, optimizer: None, /) -> tuple[Module, Optimizer]: ...
 @overload
-def prepare(
-    model: Module, optimizer: OptimizerType, loader: None = None, *stateful: Any
-) -> tuple[Module, OptimizerType, None]: ...
+def prepare(model: Module, optimizer: None, loader: LoaderType, /) -> tuple[Module, Optimizer, LoaderType]: ...
 @overload
-def prepare(
-    model: Module, optimizer: None, loader: LoaderType, *stateful: Any
-) -> tuple[Module, Optimizer, LoaderType]: ...
+def prepare(model: Module, optimizer: OptimizerType, loader: None, /) -> tuple[Module, OptimizerType, None]: ...
 @overload
-def prepare(
-    model: Module, optimizer: None = None, loader: None = None, *stateful: Any
-) -> tuple[Module, Optimizer, None]: ...
-def prepare(
-    model: nn.Module, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any
-) -> tuple[nn.Module, Optimizer, Any]:
-    """Connect a model, its optimizer and its data to the job of this process.
+def prepare(a: A, /) -> A: ...
+@overload
+def prepare(a: A, b: B, /) -> tuple[A, B]: ...
+@overload
+def prepare(a: A, b: B, c: C, /) -> tuple[A, B, C]: ...
+@overload
+def prepare(a: A, b: B, c: C, d: D, /) -> tuple[A, B, C, D]: ...
+@overload
+def prepare(a: A, b: B, c: C, d: D, e: E, /) -> tuple[A, B, C, D, E]: ...
+@overload
+def prepare(a: A, b: B, c: C, d: D, e: E, f: F, /) -> tuple[A, B, C, D, E, F]: ...
+@overload
+def prepare(a: A, b: B, c: C, d: D, e: E, f: F, g: G, /) -> tuple[A, B, C, D, E, F, G]: ...
+@overload
+def prepare(a: A, b: B, c: C, d: D, e: E, f: F, g: G, h: H, /) -> tuple[A, B, C, D, E, F, G, H]: ...
+@overload
+def prepare(*objects: Preparable | None) -> Any: ...
+def prepare(*objects: object) -> Any:
+    """Connect models, their optimizers and their data to the job of this process.
 
-    The same objects are returned, changed in place. Parameters are in the job's buffers, `optimizer.step()` commits a
-    step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
+    The same objects are returned, changed in place, as many as were given and in their order. Parameters are in the
+    job's buffers, `step()` of each optimizer commits a step on the servers, and iterating over the loader gives this
+    worker's share. In an ordinary process nothing changes.
 
     Args:
-        model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
-        optimizer: any of the tested `torch.optim` classes. None: the optimizer of the conf's `updater` block.
-        loader: a DataLoader with the group's batches. None: the script divides its data itself.
-        stateful: objects with `state_dict` such as scalers, as for `keep`. Schedulers of the optimizer are found.
+        objects: in any order, each recognized by its type:
+            models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made;
+            optimizers, any of the tested `torch.optim` classes. None in the place of the only one: that of the conf's
+            `updater` block, which is returned in this place;
+            a DataLoader with the group's batches. Without one the script divides its data itself;
+            anything with `state_dict`, such as scalers, as for `keep`. Schedulers of the optimizers are found.
 
     Returns:
-        (model, optimizer, loader).
+        The objects as a tuple. Of one object, the object.
 
     Raises:
-        ConfigError: the model, optimizer or loader cannot be trained this way, or `prepare` was called before.
+        ConfigError: an object cannot be trained this way, or the job has been opened by an earlier call.
     """
-    _check_arguments(model, optimizer, loader, stateful)
-    if process.planning():
-        raise process.PlanRun(model, optimizer, loader)
+    call = sort_objects(objects)
     here = process.current()
+    # torch and the standard library have no public way to the script's line.
+    later = later_calls(sys._getframe(1)) if here is not None or process.planning() else 0
+    if process.planning():
+        return _plan(call, later)
     if here is None:
-        if optimizer is None:
-            raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
-        process.prepare_once()
-        _warn_of_wrong_kernels(optimizer)
-        for rows in [module for module in model.modules() if isinstance(module, RowModule)]:
-            rows.follow(optimizer)
-        return model, optimizer, loader
+        return _prepare_plainly(call)
     if here.worker is not None:
-        raise process.again()
-    built = optimizer is None
-    if optimizer is None:
-        optimizer = _build(here, model)
+        raise process.again(call.optimizers)
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
-    for number, thing in enumerate(stateful):
-        here.kept[f"prepare {number}"] = thing
-    worker = _enter_job(here, model, optimizer, loader)
+    for thing in call.stateful:
+        here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
+    if later:
+        # The servers get one description, of what all calls have given.
+        here.await_calls(call)
+        return call.returned(LaterLoader(here, call.loader) if call.loader is not None else None)
+    made = here.end_calls(call)
+    built = _build(here, made.model) if made.needs_updater else None
+    optimizers = made.optimizers if built is None else (built,)
+    request = PrepareRequest(made.model, optimizers, made.loader, made.several)
+    worker = _enter_job(here, request)
     # Last: a fresh process restores its buffers and kept objects here.
-    here.resume_at(_position(here, worker, optimizer))
+    here.resume_at(_position(here, worker))
     updater = here.place.job.updater
-    if built and updater is not None:
-        worker.attach(_LrSchedule(optimizer, updater, worker))
-    return model, optimizer, here.loader
+    if built is not None and updater is not None:
+        worker.attach(_LrSchedule(built, updater, worker))
+    return call.returned(here.loader, built)
 
 
-def _position(here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-    found = (extension.script_position(here, worker, optimizer) for extension in here.extensions)
+def _plan(call: PreparedObjects, later: int) -> Any:
+    """Carry the objects of all calls out of the script."""
+    calls = process.planned(call)
+    if later:
+        return call.returned(call.loader)
+    made = joined(calls)
+    raise process.PlanRun(PrepareRequest(made.model, made.optimizers, made.loader, made.several))
+
+
+def _prepare_plainly(call: PreparedObjects) -> Any:
+    if call.needs_updater:
+        raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+    process.note_prepared()
+    for optimizer in call.optimizers:
+        _warn_of_wrong_kernels(optimizer)
+    rows = [module for model in call.models for module in model.modules() if isinstance(module, RowModule)]
+    for module in rows if call.optimizers else ():
+        module.follow(call.optimizers[0])
+    return call.returned(call.loader)
+
+
+def _position(here: Context, worker: Worker) -> ScriptPosition | None:
+    found = (extension.script_position(here, worker) for extension in here.extensions)
     return next((position for position in found if position is not None), None)
 
 
@@ -123,31 +165,7 @@ def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
             kernel_choice.check_named(type(optimizer), group, kernel_choice.kinds(group["params"]))
         except ConfigError as error:
             # stacklevel: the line of the script that calls `tt.prepare`.
-            warnings.warn(str(error), stacklevel=3)
-
-
-def _check_arguments(model: object, optimizer: object, loader: object, stateful: Sequence[object]) -> None:
-    """Refuse arguments of a wrong type, or in a wrong place, by name."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
-    listed = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
-    # Anywhere, also among the stateful objects: a second optimizer there would change parameters without the servers.
-    several = [type(thing).__name__ for thing in (*listed, loader, *stateful) if isinstance(thing, Optimizer)]
-    if len(several) > 1:
-        own = "one of this worker's own, which trains another model, stands in tt.keep"
-        accepted = f"several optimizers in one call are not supported yet: give it {ONE}; {own}"
-        raise ConfigError("tt.prepare", " and ".join(several), accepted)
-    models = [type(thing).__name__ for thing in (model, *listed, loader) if isinstance(thing, nn.Module)]
-    if len(models) > 1:
-        accepted = "several models in one call are not supported yet: put them into one torch.nn.ModuleList, say"
-        raise ConfigError("tt.prepare", " and ".join(models), accepted)
-    if not isinstance(optimizer, Optimizer | None):
-        accepted = "the optimizer, the second argument, must be a torch.optim optimizer or None"
-        raise ConfigError("tt.prepare", type(optimizer).__name__, accepted)
-    for thing in stateful:
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            accepted = "stateful arguments need state_dict and load_state_dict"
-            raise ConfigError("tt.prepare", type(thing).__name__, accepted)
+            warnings.warn(str(error), stacklevel=4)
 
 
 class _LrSchedule(WorkerExtension):
@@ -172,18 +190,14 @@ def _build(here: Context, model: nn.Module) -> Optimizer:
     return build(updater, model.named_parameters())
 
 
-def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: object) -> Worker:
-    if not isinstance(loader, DataLoader | None):
-        raise ConfigError(
-            "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
-        )
-    place, request = here.place, PrepareRequest(model, optimizer, loader)
+def _enter_job(here: Context, request: PrepareRequest) -> Worker:
+    place, model, loader = here.place, request.model, request.loader
     cut = _divided(here, request)
     if place.job.cluster.backup and (cut is not None or loader is None):
         accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
-    parts = describe_model(model, aside) if cut is None else cut.parts
+    parts = describe_model(model, aside, request.optimizers) if cut is None else cut.parts
     connections = here.connect()
     for extension in here.extensions:
         extension.connected(here, request)
@@ -197,7 +211,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         place.job,
         place.topology,
         parts,
-        optimizer,
+        request.optimizers,
         connections.exchange,
         _UnitMemory(here, connections),
         aside,
@@ -206,16 +220,17 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         replay = _batch_replay(here, worker)
         data = connections.exchange.extension(DataClient)
         # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
-        here.read_from(ShardedLoader(loader, _data_plan(here, model), data, worker, replay))
+        here.read_from(ShardedLoader(loader, _data_plan(here, request), data, worker, replay))
     bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
         cut.start(worker)
     if worker.lazy:
         wait_by_layer(model, worker)
-    adopt(optimizer, worker)
-    # A script may have loaded a state before `tt.prepare`.
-    worker.server_state.scatter()
+    for number, optimizer in enumerate(request.optimizers):
+        adopt(optimizer, worker, number)
+        # A script may have loaded a state before `tt.prepare`.
+        worker.server_state.scatter(number)
     here.join(worker, cut)
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
@@ -226,7 +241,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     rising = LossWatch(here, worker)
     watch_losses(worker, rising, here.at_close)
     worker.attach(ProgressReporter(here, worker, connections, rising))
-    checks = MisuseChecks(here, worker, optimizer)
+    checks = MisuseChecks(here, worker)
     here.at_close.callback(checks.close)
     here.check_with(checks)
     # Spans from here on belong to the first step.
@@ -245,8 +260,8 @@ def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
 
 
 def _warn(here: Context, worker: Worker) -> None:
-    """Warn of too much momentum before training, and not only when the loss rises."""
-    text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum)
+    """Warn of too much momentum, and of groups that add, before training and not only when the loss rises."""
+    text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum, worker.optimizer_names)
     if text and here.is_main:
         here.emit(Notice(str(here.me), text))
 
@@ -272,11 +287,18 @@ class _UnitMemory(WorkerMemory):
         return flats
 
 
-def _data_plan(here: Context, model: nn.Module) -> DataPlan:
-    job, topology = here.place.job, here.place.topology
-    groups = topology.worker_groups
-    # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one.
-    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not here.counted)
+def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
+    job, topology, model = here.place.job, here.place.topology, request.model
+    groups, several = topology.worker_groups, len(request.optimizers) > 1
+    if several and job.shard is Shard.kLease:
+        accepted = (
+            "must be kAuto or kStatic with several optimizers: after a death a group goes on within its last batch"
+        )
+        raise ConfigError("shard", job.shard.value, accepted)
+    # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one. A lease that is
+    # given up is read by another group, which would not know how many steps were made with its last batch.
+    counted = here.counted or several
+    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not counted)
     return DataPlan(
         group=here.me.group,
         groups=groups,
@@ -311,6 +333,8 @@ class EpochLoop:
     def __iter__(self) -> Iterator[int]:
         here = process.current()
         position = None if here is None else here.continuing
+        if here is not None:
+            here.check_open("tt.epochs")
         loop = process.begin_loop()
         # Asked before the loop begins, after which the script's "next loop" is another one.
         self._begun = self._remaining()
@@ -326,6 +350,12 @@ def epochs(count: int) -> EpochLoop:
     """`range(count)`, or after a restart the epochs that are left.
 
     The first of them is the one that was under way. A script may have several such loops, one after the other.
+
+    Args:
+        count: epochs of the whole training, with those before a restart.
+
+    Returns:
+        an iterator over epoch numbers from 0, with a length.
 
     Raises:
         ConfigError: the number of epochs is not a whole number of at least 0, or a loop is inside another one.
@@ -363,6 +393,12 @@ def report(**metrics: Metric) -> None:
 
     Functions are called once, on worker (0,0), with these parameters in the model. In an ordinary process they are
     called at once, and every metric is printed.
+
+    Args:
+        metrics: by name a number, such as a share between 0 and 1, or a function without parameters that returns one.
+
+    Raises:
+        ConfigError: a value is not a number.
     """
     # Checked here, where the traceback shows the script's line, and not at the job's end.
     for name, value in metrics.items():
@@ -399,6 +435,12 @@ def weight(count: float) -> None:
     """Set the weight of the next backward in the group's mean, such as its tokens.
 
     The default is its number of samples.
+
+    Args:
+        count: samples, tokens or any other unit that all workers of the group use.
+
+    Raises:
+        ValueError: the weight is negative or not a number.
     """
     # In this form the comparison refuses NaN, too.
     if not count >= 0:
@@ -413,7 +455,10 @@ def weight(count: float) -> None:
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Make the backwards inside this block private: they send nothing."""
+    """Make the backwards inside this block private: they send nothing.
+
+    No worker waits, and `.grad` is the gradient of this worker's share. Clear it before the backward of the step.
+    """
     worker = _worker()
     if worker is None:
         yield
@@ -427,8 +472,16 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
 
-    Then the servers clip at `step()`, which alone knows the norm. The norm of the last step is returned (NaN before the
-    first).
+    Then the servers clip at `step()`, which alone knows the norm.
+
+    Args:
+        parameters: those of the prepared model, as for torch.
+        max_norm: the largest norm of the group's gradient.
+        norm_type: the order of the norm.
+
+    Returns:
+        the norm before clipping, a tensor without dimensions. With hidden gradients it is that of the last step, and
+        NaN before the first.
     """
     worker = _worker()
     if worker is None or worker.job.grads is Grads.kVisible:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from topotrain.comm.router import RouterConfig
 from topotrain.comm.transport.shared_memory import ProcessMemory
@@ -23,6 +24,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
@@ -61,11 +63,26 @@ class Connector(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """The arguments of `tt.prepare`, perhaps with an optimizer of the job file."""
+    """The arguments of all calls of `tt.prepare`, or an optimizer of the job file.
+
+    Attributes:
+        model: the model, or a module with all models in it.
+        optimizers: by number. Empty: only while a script is planned.
+        loader: the DataLoader, or None.
+        several: whether there are several models.
+    """
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: tuple[Optimizer, ...]
     loader: Any
+    several: bool = False
+
+    def only_optimizer(self, what: str) -> Optimizer:
+        """The optimizer. Raises ConfigError if there are several; `what` says why."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        names = " and ".join(type(each).__name__ for each in self.optimizers)
+        raise ConfigError("tt.prepare", names, f"must be one optimizer, with a parameter group for each part: {what}")
 
 
 class PrepareExtension:
@@ -103,7 +120,7 @@ class PrepareExtension:
     def attach(self, here: "Context", worker: Worker) -> None:
         """The worker has started: join its steps."""
 
-    def script_position(self, here: "Context", worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
+    def script_position(self, here: "Context", worker: Worker) -> ScriptPosition | None:
         """The position of the script, to resume it; None: not by this feature."""
         return None
 
@@ -122,6 +139,35 @@ class PrepareExtension:
 
     def close(self, here: "Context") -> None:
         """The job is over for this process, and the connections close next."""
+
+
+class EarlyUse:
+    """Refuses steps and loops while more calls of `tt.prepare` follow.
+
+    calls: those so far.
+    """
+
+    def __init__(self, calls: Sequence[PreparedObjects]) -> None:
+        self._calls = calls
+        self._hook = register_optimizer_step_pre_hook(self._stepping)
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # The hook is for all optimizers of the process.
+        if any(optimizer is known for call in self._calls for known in call.optimizers):
+            self.refuse("optimizer.step()")
+
+    def refuse(self, what: str) -> None:
+        """Raise ConfigError: the script uses something too early."""
+        accepted = (
+            f"comes after {len(self._calls)} of several calls of tt.prepare, and the job begins with the last: give "
+            f"all models and optimizers to one call, G, D, opt_g, opt_d, loader = "
+            f"tt.prepare(G, D, opt_g, opt_d, loader)"
+        )
+        raise ConfigError(what, None, accepted)
+
+    def close(self) -> None:
+        """The last call has come."""
+        self._hook.remove()
 
 
 class TrainingChecks(ABC):
@@ -156,6 +202,7 @@ class Context:
     connector: Connector
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
+    calls: list[PreparedObjects] = field(default_factory=list)  # of `tt.prepare` so far
     worker: Worker | None = None
     connections: Connections | None = None  # opened by `connect`
     loader: ShardedLoader | None = None  # once the script has prepared with one
@@ -165,6 +212,7 @@ class Context:
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: TrainingChecks | None = None  # once the script has prepared
+    early: EarlyUse | None = None  # while more calls of `tt.prepare` follow
     resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
@@ -189,6 +237,26 @@ class Context:
     def owned_by(self, owner: ProcessOwner) -> None:
         """Let `owner` know of the script's loops and of `tt.leave`."""
         self.owner = owner
+
+    def await_calls(self, call: PreparedObjects) -> None:
+        """More calls of `tt.prepare` follow; nothing may be used before the last."""
+        self.calls.append(call)
+        if self.early is None:
+            self.early = EarlyUse(self.calls)
+            self.at_close.callback(self.early.close)
+
+    def end_calls(self, call: PreparedObjects) -> PreparedObjects:
+        """The last call of `tt.prepare`; the arguments of all. Raises ConfigError."""
+        made = joined([*self.calls, call])
+        if self.early is not None:
+            self.early.close()
+            self.early = None
+        return made
+
+    def check_open(self, what: str) -> None:
+        """Raise ConfigError if more calls of `tt.prepare` follow."""
+        if self.early is not None:
+            self.early.refuse(what)
 
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
@@ -239,11 +307,9 @@ class Context:
 class PlanRun(BaseException):
     """Carries the arguments of `prepare` out of a script that is only planned."""
 
-    def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
+    def __init__(self, request: PrepareRequest) -> None:
         super().__init__("planning")
-        self.model = model
-        self.optimizer = optimizer
-        self.loader = loader
+        self.request = request
 
 
 class _OutsideStep(threading.local):
@@ -261,6 +327,7 @@ class _OutsideStep(threading.local):
 
 _current: Context | None = None
 _planning = False
+_calls: list[PreparedObjects] = []  # of a script that is only planned
 _prepared = False  # an ordinary process has called `tt.prepare`
 _loops = 0  # so many loops over `tt.epochs` have begun
 _outside_step = _OutsideStep()
@@ -284,27 +351,27 @@ def prepared() -> bool:
     return _prepared
 
 
-def prepare_once() -> None:
-    """An ordinary process calls `tt.prepare`. Raises ConfigError the second time."""
+def note_prepared() -> None:
+    """An ordinary process calls `tt.prepare`."""
     global _prepared
-    if _prepared:
-        raise again()
     _prepared = True
 
 
 def forget() -> None:
-    """Let an ordinary process call `tt.prepare` again."""
+    """Let an ordinary process join a job."""
     global _prepared
     _prepared = False
 
 
-def again() -> ConfigError:
-    """The error of a second `tt.prepare`."""
+def again(optimizers: Sequence[Optimizer]) -> ConfigError:
+    """The error of a `tt.prepare` after the job has begun."""
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers) or None
     accepted = (
-        "was called before: a job has one model and one optimizer. tt.leave() in between lets an ordinary process "
-        "(a notebook, say) prepare another one"
+        "comes too late: the job has begun with what was prepared before. Give all models and optimizers to one "
+        "call, G, D, opt_g, opt_d, loader = tt.prepare(G, D, opt_g, opt_d, loader), or to calls that directly follow "
+        "one another"
     )
-    return ConfigError("tt.prepare", None, accepted)
+    return ConfigError("tt.prepare", names, accepted)
 
 
 def begin_loop() -> int:
@@ -323,6 +390,12 @@ def plan_only() -> None:
     """Let `prepare` raise `PlanRun` from now on."""
     global _planning
     _planning = True
+
+
+def planned(call: PreparedObjects) -> Sequence[PreparedObjects]:
+    """Note a call of a script that is only planned; returns all calls so far."""
+    _calls.append(call)
+    return _calls
 
 
 def planning() -> bool:

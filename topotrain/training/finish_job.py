@@ -29,6 +29,7 @@ def is_complete(here: Context) -> bool:
 def finish(here: Context) -> None:
     """After the script: send the last messages; worker (0,0) saves the result."""
     worker = here.worker
+    here.check_open("the end of the script")
     if worker is None and here.tables is None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
     # Before any message: the error of a script that trained nothing must not look like a finished job.

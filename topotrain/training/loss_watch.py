@@ -131,6 +131,9 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
         losses = [_value(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
         spans = worker.client.channel.spans
         spans.since("forward")
+        # A backward also adds to gradients of other optimizers' parameters, which a lazy step may still read.
+        if worker.lazy and len(worker.optimizers) > 1:
+            worker.client.values.settle()
         with spans.span("backward"):
             backward(tensors, *args, **kwargs)
         spans.mark()

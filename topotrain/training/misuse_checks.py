@@ -6,10 +6,12 @@ Each sign that it does not is reported once and by name. A script that only eval
 import difflib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
@@ -28,19 +30,34 @@ def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_in
             error.args = (f"{error}. Did you mean: {near[0]!r}?",)
 
 
-ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'params': …, 'lr': …}, {'params': …}])"
-"""What is there instead of several optimizers."""
+class LaterLoader:
+    """The loader while more calls of `tt.prepare` follow, and the job's loader then."""
+
+    def __init__(self, here: Context, loader: DataLoader[Any]) -> None:
+        self._here, self._loader = here, loader
+
+    def _divided(self) -> Any:
+        self._here.check_open("iter(loader)")
+        return self._here.loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._divided())
+
+    def __len__(self) -> int:
+        return len(self._divided())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_here", "_loader"):  # not there yet: this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._here.loader or self._loader, name)
 
 
 class MisuseChecks(WorkerExtension, TrainingChecks):
-    """Watches the steps of a script until this worker's part ends.
+    """Watches the steps of a script until this worker's part ends."""
 
-    Args:
-        optimizer: the one that was given to `tt.prepare`; its steps are the job's.
-    """
-
-    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
-        self._here, self._worker, self._optimizer = here, worker, optimizer
+    def __init__(self, here: Context, worker: Worker) -> None:
+        self._here, self._worker = here, worker
+        self._kinds = " and ".join(type(optimizer).__name__ for optimizer in worker.optimizers)
         self._steps = 0
         self._moved = here.split is not None  # a worker of a split model may hold no parameter at all
         self._names = {
@@ -74,7 +91,7 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer of this process has made a step, perhaps on a server's thread."""
-        if optimizer is self._optimizer or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or any(optimizer is ours for ours in self._worker.optimizers):
             return
         # Another optimizer may train a model of its own, which is no mistake.
         changed = {id(tensor) for tensor in self._worker.buffers.edited()}
@@ -83,7 +100,8 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             accepted = (
                 f"has changed parameter {named[0]}{more} of the model. The servers hold its value, so only the "
-                f"{type(self._optimizer).__name__} that tt.prepare was given may change them. Give tt.prepare {ONE}"
+                f"{self._kinds} that tt.prepare was given may change them. Give this {type(optimizer).__name__} to the "
+                f"same call of tt.prepare"
             )
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
 
@@ -91,13 +109,12 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
         tally = self._worker.tally
         if self._here.tables is not None or not any(tensor.requires_grad for tensor in self._worker.parts.tensors):
             return  # tables are pushed by hand, without a step
-        kind = type(self._optimizer).__name__
         # Without a backward the script only evaluates.
         if tally.backwards and not tally.steps:
             accepted = (
-                f"went backward {tally.backwards} times and never called step() of the {kind} that tt.prepare was "
-                f"given: no step reached a server, nothing was trained. (A backward that is no part of the training "
-                f"stands in `with tt.local():`)"
+                f"went backward {tally.backwards} times and never called step() of the {self._kinds} that tt.prepare "
+                f"was given: no step reached a server, nothing was trained. (A backward that is no part of the "
+                f"training stands in `with tt.local():`)"
             )
             raise ConfigError("program", None, accepted)
         if self._steps and not self._moved and self._here.is_main:

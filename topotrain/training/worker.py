@@ -10,20 +10,21 @@ from collections.abc import Sequence
 
 import torch
 
-from topotrain.config.async_momentum import explanation, momentum_of
+from topotrain.config.async_momentum import explanation
 from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, NonFinite, Pull
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
+from topotrain.core.client.client_context import VALUE_CHANGE
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
-from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
+from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
 from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
-from topotrain.training.parameters.server_state import ServerState
+from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
 
@@ -32,6 +33,20 @@ def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple
     """The model's description for the servers and its slice map, equal on all workers."""
     slice_map = slice_map_for(parts.parameters, topology)
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
+
+
+def refuse_several(job: Job) -> None:
+    """Raise ConfigError for settings of a job that do not allow several optimizers."""
+    cluster = job.cluster
+    for field, value, plain, why in (
+        ("apply", job.apply, Apply.kAtStep, "a gradient is applied before the script says whose step it belongs to"),
+        ("cluster.n_push", cluster.n_push, 1, "local steps have one learning rate for all parameters"),
+        ("cluster.n_fetch", cluster.n_fetch, 1, "local steps have one learning rate for all parameters"),
+        ("cluster.backup", cluster.backup, 0, "a step that was made without a worker has to be of one batch"),
+    ):
+        if value != plain:
+            accepted = f"must be {getattr(plain, 'value', plain)} with several optimizers: {why}"
+            raise ConfigError(field, getattr(value, "value", value), accepted)
 
 
 class WorkerMemory:
@@ -50,8 +65,12 @@ class Worker(BatchAccounting):
 
     Args:
         parts: the model, taken apart.
+        optimizers: by number. A parameter belongs to the steps of its own optimizer (`sharding.Parameter.optimizer`).
         memory: allocates the worker's flat buffers.
-        aside: parameters of the optimizer that an extension transfers by rows, and not the worker.
+        aside: parameters of the optimizers that an extension transfers by rows, and not the worker.
+
+    Raises:
+        ConfigError: the job's settings do not allow these optimizers.
     """
 
     def __init__(
@@ -60,19 +79,21 @@ class Worker(BatchAccounting):
         job: Job,
         topology: Topology,
         parts: ModelParts,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         client: Client,
         memory: WorkerMemory,
         aside: Sequence[torch.nn.Parameter] = (),
     ) -> None:
-        self.me, self.parts, self.optimizer, self.client = me, parts, optimizer, client
+        self.me, self.parts, self.optimizers, self.client = me, parts, tuple(optimizers), client
         self.job = job = effective(job, parts.parameters)
         self._topology = topology
         self.tally = WorkerStats()
         self.batches = StepBatches()
         self._hooks = WorkerHooks()
-        spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
-        self._optimizer_name, self._groups = spec.name, len(optimizer.param_groups)
+        if len(self.optimizers) > 1:
+            refuse_several(job)
+        self._spec = spec = describe_all(self.optimizers, parts.tensors, job.cluster.slicing, job.import_, aside)
+        self._groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if job.correction is Correction.kMomentum and not self.momentum:
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
@@ -89,11 +110,11 @@ class Worker(BatchAccounting):
         # The groups of a server group would load the same state, so the first one does it for all.
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state
-        self.server_state = ServerState(parts, self.map, optimizer, state, me.index if speaks else None)
-        self.hyper = HyperEncoder(optimizer)
+        self.server_state = ServerState(parts, self.map, self.optimizers, state, me.index if speaks else None)
+        self.hyper = HyperEncoder(*self.optimizers)
         self._sent_hyper = b""
         self.path: GradientPath = self._make_path(topology.workers_per_group)
-        self._local = LocalSgd(parts, self.mirror, optimizer, job.cluster)
+        self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)
         self.snapshot = 0
@@ -101,7 +122,9 @@ class Worker(BatchAccounting):
         self.leaves = False
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
         self._own_steps = 0  # calls of `step`
-        self._committed = 0  # steps of the group
+        self._made = 0  # so many next calls are steps that an earlier process has made
+        self.committed = 0
+        """Steps and changes of the group: the number of the next commit."""
         self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
         self._held = HeldGradients(parts)
         self._freed: tuple[float, float] | None = None  # time, and seconds waited, when the last step was over
@@ -146,22 +169,28 @@ class Worker(BatchAccounting):
         for extension in self._hooks.rejoin:
             outcome = extension.rejoin()
             if outcome is not None:
-                self._committed = taken
+                self.committed = taken
                 self.advance(outcome)
 
     # --- calls by the script -------------------------------------------------------------------------------------
 
     @property
-    def momentum(self) -> float:
-        """The largest momentum of the optimizer's groups; 0 where it has none."""
-        return momentum_of(self._optimizer_name, self.optimizer.param_groups)
+    def optimizer_names(self) -> list[str]:
+        """The class names of the optimizers."""
+        return [name for name, _ in self._spec.optimizers]
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+    @property
+    def momentum(self) -> float:
+        """The largest momentum of the optimizers' groups; 0 where they have none."""
+        return self._spec.momentum([group for each in self.optimizers for group in each.param_groups])
+
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         """Implement `BatchAccounting.drawn`."""
         self.tally.start(time.monotonic())
         self.client.channel.spans.since("data")
-        self.tally.add_batch(samples)
-        self.batches.add(stream, seq, weight, samples)
+        self.tally.add_batch(0 if made else samples)
+        self.batches.add(stream, seq, weight, samples, made > 0)
+        self._made = made
 
     def left_early(self, epoch: int, batches: int) -> None:
         """Implement `BatchAccounting.left_early`."""
@@ -169,7 +198,7 @@ class Worker(BatchAccounting):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
             self.batches.use(counts=False)
-        self.client.channel.exit_loop(self._committed, self.path.backwards)
+        self.client.channel.exit_loop(self.committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
         """Implement `BatchAccounting.lost`."""
@@ -189,8 +218,8 @@ class Worker(BatchAccounting):
 
     def advance(self, outcome: StepOutcome) -> None:
         """The group has made steps without this worker, and is in step `outcome.next` now."""
-        self.tally.add_steps(outcome.next - self._committed)
-        self._committed = outcome.next
+        self.tally.add_steps(outcome.next - self.committed)
+        self.committed = outcome.next
         self.snapshot = outcome.snapshot or self.snapshot
         self.path.go_to(outcome.next)
         self._sent_hyper = b""  # a server that dropped the late commit does not know its hyper-parameters
@@ -202,11 +231,21 @@ class Worker(BatchAccounting):
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def step(self, inv_scale: float = 1.0, check_finite: bool = False) -> StepOutcome | None:
+    def step(self, inv_scale: float = 1.0, check_finite: bool = False, number: int = 0) -> StepOutcome | None:
         """Commit the step; the new values are in the parameters when this returns.
 
-        Returns None where the outcome is not known yet (`pull: kLazy`), or the step was local (`n_push` > 1).
+        Args:
+            inv_scale: the factor of the gradients.
+            check_finite: skip the step if they are not finite.
+            number: of the optimizer. The gradients of others stay as they are.
+
+        Returns None where the outcome is not known yet (`pull: kLazy`), where the step was local (`n_push` > 1), and
+        where an earlier process has made it.
         """
+        # The servers have this step. The parameters have its values, and those of steps after it.
+        if self._made:
+            self._made -= 1
+            return None
         # A script that divides its data itself has no loader that would have started the clock.
         self.tally.start(time.monotonic())
         for extension in self._hooks.before_step:
@@ -223,43 +262,71 @@ class Worker(BatchAccounting):
                 outcome = self._step_locally(inv_scale, check_finite)
             else:
                 self.batches.use()
-                outcome = self._commit(inv_scale, check_finite, fetch=True, lazy=self.lazy)
+                outcome = self._commit(inv_scale, check_finite, fetch=True, number=number)
         # The time until the next step, without waits, is this worker's own.
         self._freed = time.monotonic(), self.client.channel.waited
         if outcome is None or not outcome.late:  # otherwise `advance` has counted the steps
             self.tally.add_steps(1)
         spans = self.client.channel.spans
         with spans.span("report"):
-            self._report(outcome)
+            for extension in self._hooks.after_step:
+                extension.after_step(outcome)
+            for extension in self._hooks.step_reported:
+                extension.step_reported()
         if outcome is not None:
-            spans.step_done(self._committed)
+            spans.step_done(self.committed)
         return outcome
 
-    def _report(self, outcome: StepOutcome | None) -> None:
-        for extension in self._hooks.after_step:
-            extension.after_step(outcome)
-        for extension in self._hooks.step_reported:
-            extension.step_reported()
+    # --- a change of values between two steps ----------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring the parameters to values of the servers, between two steps."""
+        self.client.values.settle()
+        if not self._local.is_used:
+            return
+        # By the count of steps, which is the same on all workers of the group, also if one of them has no gradient.
+        if self._own_steps and not self._local.pushes(self._own_steps):
+            with torch.no_grad():
+                self._push_sum(fetch=True)
+        else:
+            self.client.values.fetch()
+
+    def commit_change(self) -> None:
+        """Commit a change of values that extensions have sent; fetch the values.
+
+        All workers of the group make this call between the same two steps. It counts as no step.
+        """
+        outcome = self.client.steps.commit(self.committed, VALUE_CHANGE)
+        self.committed += 1
+        self.path.go_to(self.committed)
+        self.snapshot = outcome.snapshot or self.snapshot
+        self.leaves = self.leaves or outcome.leaves
+        self.client.values.fetch()
 
     def _check(self) -> None:
         """Raise RuntimeError if the script has changed a parameter or added a group."""
         with self.client.channel.spans.span("check"):
             self.buffers.check(self.parts.parameters)
-        if len(self.optimizer.param_groups) != self._groups:
-            raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+        if [len(optimizer.param_groups) for optimizer in self.optimizers] != self._groups:
+            raise RuntimeError(NEW_GROUP)
 
-    def _commit(self, inv_scale: float, check_finite: bool, fetch: bool, lazy: bool = False) -> StepOutcome | None:
-        step, steps = self._committed, self.client.steps
-        end, hyper = self._end_of(step, inv_scale, check_finite, fetch)
+    def _commit(self, inv_scale: float, check_finite: bool, fetch: bool, number: int = 0) -> StepOutcome | None:
+        step, steps = self.committed, self.client.steps
+        end, hyper = self._end_of(number, inv_scale, check_finite, fetch)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
-        if lazy:
+        if self.lazy and not self._local.is_used:
             self._check()
             # The servers may read these gradients after step() has returned.
-            self._held.hold()
+            self._held.hold(number)
             steps.begin(step, end)
-            steps.finish_later(step, end, self._settled)
-            outcome = None
+            made, outcome = self._own_steps, None
+
+            def settled(outcome: StepOutcome) -> None:
+                self._count(outcome, made)
+                self._held.release()
+
+            steps.finish_later(step, end, settled)
         else:
             steps.begin(step, end)
             if not self._local.is_used:
@@ -277,17 +344,17 @@ class Worker(BatchAccounting):
         if outcome is not None and outcome.late:
             self.advance(outcome)
         else:
-            self._committed += 1
+            self.committed += 1
         for extension in self._hooks.after_commit:
             extension.after_commit(outcome)
         return outcome
 
-    def _end_of(self, step: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
+    def _end_of(self, number: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
         """Send the remaining gradients; return the commit and the hyper-parameters."""
         # A lazily committed step may still read "local", which `at_step` may write.
         self.client.values.settle()
         try:
-            revisions, edited, dropped = self.path.at_step(step)
+            revisions, edited, dropped = self.path.at_step(self.committed, number)
         except RuntimeError:
             self._check()  # a parameter that was changed explains more
             raise
@@ -312,14 +379,9 @@ class Worker(BatchAccounting):
             check_finite=check_finite,
             clip_norm=clip_norm,
             clip_type=clip_type,
+            optimizer=number,
         )
         return end, hyper
-
-    def _settled(self, outcome: StepOutcome) -> None:
-        """A step that was committed lazily is over; its gradients may change again."""
-        # `_committed` was raised when the step was committed, so it is the number of that step from 1.
-        self._count(outcome, self._committed)
-        self._held.release()
 
     def _count(self, outcome: StepOutcome, step: int) -> None:
         self.snapshot = outcome.snapshot or self.snapshot
@@ -378,7 +440,7 @@ class Worker(BatchAccounting):
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
-        self.client.finish(self._committed)
+        self.client.finish(self.committed)
 
     def end_job(self) -> None:
         """Call `job_over` of all extensions."""

@@ -27,11 +27,11 @@ class BatchAccounting(ABC):
     """Notes the batches that a script is given."""
 
     @abstractmethod
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         """The script gets batch `seq` (from 0) of a stream.
 
         stream: (epoch << 32) | lease, or the value of `DataPlan.stream`. Weight 0: a repeated batch, which must not
-        count.
+        count. made: the number of steps of an earlier process with this batch, which count already.
         """
 
     @abstractmethod
@@ -54,20 +54,25 @@ class StepBatches:
         self._given_weight: float | None = None
         self._batch_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch
+        self.last: tuple[int, int] | None = None
+        """Stream and number of the batch that the script was given last."""
         self._unused = 0
         self.last_samples = 0
         """Samples of the batch that the script was given last."""
         self.samples = 0
         """Samples in the gradient that is committed next."""
 
-    def add(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The script was given batch `seq` of a data stream."""
+    def add(self, stream: int, seq: int, weight: float, samples: int, counted: bool = False) -> None:
+        """The script was given batch `seq` of a stream; a commit may have counted it."""
         self._batch_weight, self._given_weight = weight, None
+        if counted:
+            return
         self.last_samples = samples
         self._unused += samples
         # Batches of a stream are read in order, so first and last are enough.
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
+        self.last = stream, seq
 
     def weight(self) -> float:
         """The weight of the gradient: samples, or the argument of `tt.weight`."""

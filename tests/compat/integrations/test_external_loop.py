@@ -12,7 +12,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.compat.integrations import external_loop
 from topotrain.config.job import Cluster, ConfigError, Job, Shard
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.runtime.worker_connections import WorkerConnector
 from topotrain.training import api, context
 from topotrain.training.data.distributed_loader import ShardedLoader
@@ -69,10 +69,14 @@ def test_a_batch_counts_when_it_is_handed_on():
     handing.drawn(7, 1, 3.0, 3)
     assert book.told == []
     assert handing.hand_on() == 4.0
-    assert book.told == [("drawn", 7, 0, 4.0, 4)]
+    assert book.told == [("drawn", 7, 0, 4.0, 4, 0)]
     handing.left_early(0, 2)
     assert handing.hand_on() == 0.0
     assert book.told[1:] == [("left_early", 0, 2)]
+
+
+def plan_of(here, model, load):
+    return api._data_plan(here, context.PrepareRequest(model, (), load))
 
 
 @pytest.fixture
@@ -81,11 +85,13 @@ def tied(tmp_path, monkeypatch):
 
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
-        place = RouterConfig.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
+        place = RouterConfig.of(
+            layout(job.cluster), job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, "127.0.0.1"
+        )
         here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, Book(), WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(
-            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))
+            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, plan_of(here, m, load), None, Book()))
         )
         return external_loop.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
 

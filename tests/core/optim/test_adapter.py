@@ -80,7 +80,7 @@ def step_whole(optimizer: torch.optim.Optimizer) -> None:
 
 def same_kernels(optimizer: torch.optim.Optimizer, update: SliceUpdate) -> None:
     """The reference takes the kernel choice of the adapter, which is the point of 'same kernels'."""
-    chosen = update._optimizer
+    chosen = update._parts[0].optimizer
     assert chosen is not None
     for mine, theirs in zip(optimizer.param_groups, chosen.param_groups, strict=True):
         mine.update({name: theirs[name] for name in ("fused", "foreach") if name in theirs})
@@ -171,7 +171,7 @@ def test_loaded_state_is_a_copy() -> None:
 def test_fused_where_the_user_chose_nothing_and_only_there() -> None:
     def kernels(**choice: bool | None) -> tuple[bool | None, bool | None]:
         spec = describe(torch.optim.Adam(own := [torch.nn.Parameter(torch.zeros(64))], **choice), own)  # type: ignore[arg-type]
-        made = SliceUpdate(spec, [(0, 0, torch.zeros(64))])._optimizer
+        made = SliceUpdate(spec, [(0, 0, torch.zeros(64))])._parts[0].optimizer
         assert made is not None
         return made.param_groups[0]["fused"], made.param_groups[0]["foreach"]
 
@@ -187,12 +187,12 @@ def test_hyper_parameters_of_a_later_step_do_not_undo_the_kernel_choice() -> Non
     update = SliceUpdate(describe(optimizer, own), [(0, 0, torch.zeros(64))])
     optimizer.param_groups[0]["lr"] = 0.5
     update.apply(hyper(optimizer), {0: torch.ones(64)})
-    assert update._optimizer is not None
-    assert update._optimizer.param_groups[0]["fused"] is True
-    assert update._optimizer.param_groups[0]["lr"] == 0.5
+    assert update._parts[0].optimizer is not None
+    assert update._parts[0].optimizer.param_groups[0]["fused"] is True
+    assert update._parts[0].optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_key_without_gradient_is_skipped_and_gradients_are_not_kept_or_changed() -> None:
+def test_a_key_without_gradient_is_skipped_and_gradients_are_not_changed() -> None:
     a, b = torch.ones(64), torch.ones(64)
     spec = OptimizerSpec("torch.optim.SGD", ({"lr": 1.0, "weight_decay": 0.5},), (0, 0))
     update = SliceUpdate(spec, [(7, 0, a), (9, 1, b)], clip=(-0.5, 0.5))
@@ -201,9 +201,28 @@ def test_a_key_without_gradient_is_skipped_and_gradients_are_not_kept_or_changed
     assert torch.equal(a, torch.full((64,), 0.5))
     assert torch.equal(b, torch.ones(64))
     assert torch.equal(grad, torch.full((64,), 2.0))
-    assert all(value.grad is None for value in update._values.values())
+    update.apply(b"[{}]", {9: grad})
+    assert torch.equal(a, torch.full((64,), 0.5)), "the gradient of the step before must not count again"
     with pytest.raises(KeyError):
         update.apply(b"[{}]", {8: grad})
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_same_mapping_again_is_the_same_step_as_a_fresh_one(name: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64)) for _ in range(3)]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
+    spec, text = describe(optimizer, parameters), hyper(optimizer)
+    values = [[torch.ones(64) for _ in range(3)] for _ in range(2)]
+    again, fresh = (SliceUpdate(spec, [(k, k, value) for k, value in enumerate(side)]) for side in values)
+    kept = {key: torch.zeros(64) for key in range(3)}
+    for step in range(4):
+        for key, gradient in kept.items():
+            gradient.fill_(0.1 * (step + 1) * (key + 1))
+        # In one step a key has no gradient, so that another mapping comes in between.
+        given = {0: kept[0], 2: None} if step == 2 else kept
+        again.apply(text, given)
+        fresh.apply(text, {key: None if grad is None else grad.clone() for key, grad in given.items()})
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
 def test_parameters_without_a_group_and_owners_without_work() -> None:

@@ -178,9 +178,9 @@ def test_an_option_that_comes_later_is_tried_then(monkeypatch: pytest.MonkeyPatc
     del own["params"]
     value = torch.ones(64)
     update = SliceUpdate(OptimizerSpec("my_rules:NoDecay", (own,), (0,)), [(0, 0, value)], "my_rules")
-    assert update._optimizer is not None
-    assert update._optimizer.param_groups[0]["fused"] is True
+    assert update._parts[0].optimizer is not None
+    assert update._parts[0].optimizer.param_groups[0]["fused"] is True
     text = '[{"lr":1.0,"weight_decay":0.5,"fused":null,"foreach":null}]'
     update.apply(text.encode(), {0: torch.zeros(64)})
-    assert update._optimizer.param_groups[0]["fused"] is None
+    assert update._parts[0].optimizer.param_groups[0]["fused"] is None
     assert torch.equal(value, torch.full((64,), 0.5))

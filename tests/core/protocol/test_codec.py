@@ -107,6 +107,7 @@ NUMBERS = {
     96: "Activation ActivationHello",
     100: "ResumeConnection Ack ReplicatedEvent ReplicaAck StateTransfer ReplicaReleased ReplicaChecksum",
     110: "UnitPart",
+    120: "Assignment AssignedBucket AssignedElements",
 }
 
 

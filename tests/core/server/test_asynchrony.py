@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from simulation import ScriptedCluster, ScriptedWorker, job, parameters
 from torch import nn
 
 from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
-from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater
+from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import JobError
@@ -153,6 +154,24 @@ def test_who_is_warned() -> None:
     assert groups_apart(layout(HOGWILD)) == 3
 
 
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "RMSprop", "kAdam", "kAdamMax"])
+def test_groups_that_add_steps_of_an_adaptive_optimizer_are_warned(name: str) -> None:
+    def said(cluster: Cluster, name: str) -> str:
+        return warning(Job(cluster=cluster), layout(cluster), 0.0, [name])
+
+    text = said(HOGWILD, name)
+    assert f"a step of {name.rpartition('.')[2]}" in text
+    assert "agreement: kRingAverage" in text
+    assert said(replace(HOGWILD, agreement=Agreement.kRingAverage), name) == "", "the average is right"
+    assert said(DOWNPOUR, name) == "", "one server group: nothing is added up between groups"
+    assert said(HOGWILD, "torch.optim.SGD") == said(HOGWILD, "module:Adamant") == ""
+
+
+def test_a_plan_warns_of_groups_that_add() -> None:
+    found = plan(Job(cluster=HOGWILD, updater=Updater(type=UpdaterType.kAdam)))
+    assert "agreement: kRingAverage" in found.as_data()["warning"]
+
+
 def test_what_counts_as_momentum() -> None:
     weights = [nn.Parameter(torch.zeros(4, 4))]
     for optimizer, momentum in (
@@ -163,12 +182,12 @@ def test_what_counts_as_momentum() -> None:
         (torch.optim.Muon(weights, lr=0.1), 0.0),
     ):
         assert momentum_of(type(optimizer).__name__, optimizer.param_groups) == momentum
-        assert PreparedArguments(None, optimizer, None).momentum(None) == momentum
-    assert PreparedArguments(None, None, None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
+        assert PreparedArguments(None, (optimizer,), None).momentum(None) == momentum
+    assert PreparedArguments(None, (), None).momentum(Updater(type=UpdaterType.kSGD, momentum=0.8)) == 0.8
 
 
 def test_a_plan_warns_of_the_updater_block() -> None:
-    found = plan(Job(cluster=DOWNPOUR, updater=Updater(type="kSGD", momentum=0.9)))  # type: ignore[arg-type]
+    found = plan(Job(cluster=DOWNPOUR, updater=Updater(type=UpdaterType.kSGD, momentum=0.9)))
     assert "warning: momentum 0.9 may be too much" in found.explain()
     assert "too much" in found.as_data()["warning"]
     assert "warning" not in plan(Job(cluster=DOWNPOUR)).as_data()

@@ -20,6 +20,8 @@ from topotrain.core.server.consistency import STATIC, AppliedBatches, ApplyOrder
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.core.server.nonfinite import NonfiniteLimit
+from topotrain.extensions.assignment.assignment_messages import Assignment
+from topotrain.extensions.assignment.assignment_server import MadeAssignments
 from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotPart, TextParts
 from topotrain.extensions.elastic.membership import CoordinatorAnswers, Members
@@ -187,6 +189,12 @@ def texts(rng: Random) -> Event:
     return lambda each: each.add(Address(Role.SERVER, 0, rng.randrange(1, 2)), message)
 
 
+def made_assignments(rng: Random) -> Event:
+    stream = rng.choice((-2, -1, 5, 6))
+    head = Assignment(0, 0, stream, 0 if stream < 0 else rng.randrange(2), rng.randrange(3), False, False)
+    return lambda each: each.make(head)
+
+
 def leases(rng: Random) -> Event:
     who, epoch, ordinal = worker(rng.randrange(2), rng.randrange(2)), rng.randrange(2), rng.randrange(4)
     drawn = DrawnBatches(epoch, ordinal, False, (1,), (ordinal,))
@@ -230,6 +238,7 @@ CASES = {
     "ring sync": Case(lambda: Synced(ring=True), synced),
     "members": Case(lambda: Members(range(2)), members),
     "coordinator answers": Case(CoordinatorAnswers, answers),
+    "made assignments": Case(MadeAssignments, made_assignments),
     "data position": Case(lambda: DataPosition(2, 1, {0: ((0, 2),)}), position),
     "text parts": Case(TextParts, texts),
     "lease queue": Case(lambda: LeaseQueue(2, 2, singly=True), leases),

@@ -90,7 +90,7 @@ def clipping(t: WorkerHandle, batch: Any) -> None:
 def fetching(t: WorkerHandle, batch: Any) -> None:
     """As after a rest: values are fetched between two steps."""
     usual_step(t, batch)
-    if t.worker._committed % 5 == 3:
+    if t.worker.committed % 5 == 3:
         t.exchange.values.fetch()
         t.worker.buffers.remember()
 

@@ -55,7 +55,7 @@ class Process:
             place.job,
             place.topology,
             describe_model(self.model),
-            self.optimizer,
+            (self.optimizer,),
             exchange,
             WorkerMemory(self.connections),
         )

@@ -445,7 +445,7 @@ def test_schedulers_of_one_class_need_names():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     told = TextList()
     kept: dict[str, object] = {}
-    rates = OptimizerRates(optimizer, kept, told)
+    rates = OptimizerRates((optimizer,), kept, told)
     rates.find()
     ones = [lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
     whole = lr_scheduler.SequentialLR(
@@ -454,7 +454,7 @@ def test_schedulers_of_one_class_need_names():
     rates.find()
     assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
     kept |= {"first": ones[0], "second": ones[1]}
-    rates = OptimizerRates(optimizer, kept, told)
+    rates = OptimizerRates((optimizer,), kept, told)
     rates.find()
     assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
     mark = rates.mark()

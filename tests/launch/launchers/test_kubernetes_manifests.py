@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from topotrain.comm.store import StoreError
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
-from topotrain.launch.launchers import Launched, launch
+from topotrain.launch.launchers import Launched, kubernetes_manifests, launch
 from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.launchers.submission import LaunchOptions
 
@@ -132,12 +133,60 @@ def test_what_a_pod_gets() -> None:
     assert first["command"] == ["/venv/bin/python", "-m", "topotrain", "unit", "/etc/topotrain/job.conf"]
     assert first["resources"] == {
         "requests": {"cpu": "2", "memory": "8Gi"},
-        "limits": {"memory": "8Gi", "nvidia.com/gpu": "1"},
+        "limits": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"},
     }
     assert "nvidia.com/gpu" not in second["resources"]["limits"]
     assert [mount["mountPath"] for mount in first["volumeMounts"]] == ["/etc/topotrain", "/dev/shm", "/data", "/out"]
     inside = container_of(jobs_of(documents(ask(INSIDE).text))[0])
-    assert inside["resources"] == {"requests": {"cpu": "5"}}  # four workers, and their servers
+    # four workers, and their servers; 4 GiB for each process, and 512 MiB in /dev/shm for each worker
+    assert inside["resources"]["requests"] == {"cpu": "5", "memory": f"{5 * 4096 + 4 * 512}Mi"}
+    assert inside["resources"]["limits"] == inside["resources"]["requests"]
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    return job["template"]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_no_pod_is_root_or_may_become_root(form: str) -> None:
+    for user, extra in ((1000, ()), (4711, ("user=4711",))):
+        for job in jobs_of(documents(ask(APART, format=form, extra=extra).text)):
+            assert pod_of(job)["securityContext"] == {
+                "runAsNonRoot": True,
+                "runAsUser": user,
+                "runAsGroup": user,
+                "fsGroup": user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            context = container_of(job)["securityContext"]
+            assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "workers", "servers"),
+    [
+        ((), ("512Mi", "4608Mi"), ("64Mi", "4160Mi")),
+        (("shm=2Gi",), ("2Gi", "6144Mi"), ("2Gi", "6144Mi")),
+        (("memory=1Gi",), ("256Mi", "1Gi"), ("64Mi", "1Gi")),  # the processes need memory, too
+        (("memory=8Gi", "shm=6Gi"), ("6Gi", "8Gi"), ("6Gi", "8Gi")),
+    ],
+)
+def test_shared_memory_has_a_size_that_the_limit_includes(
+    extra: tuple[str, ...], workers: tuple[str, str], servers: tuple[str, str]
+) -> None:
+    for job, expected in zip(jobs_of(documents(ask(APART, extra=extra).text)), (workers, servers)):
+        shm = next(volume for volume in pod_of(job)["volumes"] if volume["name"] == "shm")
+        assert shm["emptyDir"]["medium"] == "Memory"
+        assert (shm["emptyDir"]["sizeLimit"], container_of(job)["resources"]["limits"]["memory"]) == expected
+
+
+def test_only_a_jobset_is_deleted_by_its_age() -> None:
+    assert documents(ask(APART, format="jobset").text)["JobSet"]["spec"]["ttlSecondsAfterFinished"] == 7 * 24 * 3600
+    found = documents(ask(APART, format="jobset", extra=("ttl=60",)).text)
+    assert found["JobSet"]["spec"]["ttlSecondsAfterFinished"] == 60
+    # the controller of a TrainJob would make its JobSet again (kubeflow/trainer, issue 3779)
+    assert "ttlSecondsAfterFinished" not in ask(APART, format="trainjob").text
 
 
 def test_no_secret_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +220,10 @@ def test_no_secret_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch
         ({"namespace": "Team"}, ["--namespace", "Team"]),
         ({"extra": ("memory=lots",)}, ["--pass", "memory=lots", "memory=8Gi"]),
         ({"extra": ("disk=1",)}, ["--pass", "disk=1", "cpu=4"]),
+        ({"extra": ("memory=100Mi",)}, ["--pass", "memory=100Mi", "256Mi"]),
+        ({"extra": ("memory=1Gi", "shm=1024Mi")}, ["--pass", "shm=1024Mi", "memory=1Gi"]),
+        ({"extra": ("user=0",)}, ["--pass", "user=0", "user=1000"]),
+        ({"extra": ("ttl=60",)}, ["--pass", "ttl=60", "--format jobset"]),
         ({"extra": ("port=99999",)}, ["--pass", "port=99999", "port=29400"]),
         ({"nodes": 2}, ["--nodes", "kubernetes"]),
         ({"output": "/no/such/folder/x"}, ["--output", "/no/such/folder/x", "No such file"]),
@@ -192,6 +245,46 @@ def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[yaml\]'"):
         ask()
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def container_file() -> list[tuple[str, str]]:
+    """The instructions of the container file, and their words."""
+    lines = [line for line in (ROOT / "Containerfile").read_text().splitlines() if not line.startswith("#")]
+    whole = "\n".join(lines).replace("\\\n", " ")
+    found = [line.partition(" ")[::2] for line in whole.splitlines() if line.strip()]
+    return [(instruction, " ".join(words.split())) for instruction, words in found]
+
+
+def test_the_container_file_copies_what_is_there_and_what_the_context_lets_through() -> None:
+    sources = [w.split()[:-1] for name, w in container_file() if name == "COPY" and not w.startswith("--from")]
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    needed = {source for words in sources for source in words}
+    assert {"topotrain", "pyproject.toml", "constraints.txt"} <= needed
+    for source in needed:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in allowed, source
+    assert "*" in allowed
+    # what the build of the package reads
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], *project["license-files"]} <= needed
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in constraints if line.startswith("torch==")], "the file rewrites this line"
+
+
+def test_the_container_file_runs_as_the_user_of_the_manifests() -> None:
+    instructions = container_file()
+    users = [words for name, words in instructions if name == "USER"]
+    assert users == [f"{kubernetes_manifests.USER}:{kubernetes_manifests.USER}"]
+    assert instructions.index(("USER", users[0])) > max(k for k, (name, _) in enumerate(instructions) if name == "RUN")
+    made = next(words for name, words in instructions if name == "RUN" and "useradd" in words)
+    assert f"--uid {kubernetes_manifests.USER} " in made
+    # `python` of the manifests is that of the virtual environment
+    path = next(words for name, words in instructions if name == "ENV")
+    assert path.startswith("PATH=/opt/venv/bin:")
+    assert ("COPY", "--from=build /opt/venv /opt/venv") in instructions
 
 
 @pytest.mark.journey

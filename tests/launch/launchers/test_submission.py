@@ -14,7 +14,7 @@ from topotrain.comm.store import StoreError
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
-from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, torchrun
+from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, slurm_requeue, torchrun
 from topotrain.launch.launchers.ray_capacity import fits
 from topotrain.launch.launchers.submission import LaunchOptions, submission, without_password
 
@@ -68,6 +68,54 @@ def test_what_would_be_submitted(name: str, words: list[str], tmp_path: Path) ->
         assert word in text, text
 
 
+def test_a_job_that_is_requeued_is_signalled_in_time(tmp_path: Path) -> None:
+    text = ask("slurm", tmp_path, requeue=True, extra=("--time=60",))
+    for line in ("--requeue", "--signal=B:USR1@40", "--open-mode=append", "--time=60"):
+        assert f"#SBATCH {line}\n" in text
+    assert "--no-requeue" not in text
+    assert f"-m topotrain.launch.launchers.slurm_requeue {tmp_path}/launch/" in text
+    assert "job.conf srun --ntasks=3" in text
+    text = ask("submitit", tmp_path, requeue=True, extra=("timeout_min=60",))
+    assert "slurm_additional_parameters = {'requeue': True}\n" in text
+    assert "slurm_signal_delay_s = 40\n" in text
+    assert "slurm_additional_parameters = {'no_requeue': True}\n" in ask("submitit", tmp_path)
+
+
+@pytest.mark.parametrize("fields", ["snapshot_s: 0", "grace_s: 0"])
+@pytest.mark.parametrize("name", ["slurm", "submitit"])
+def test_a_job_without_snapshots_cannot_be_requeued(name: str, fields: str, tmp_path: Path) -> None:
+    job = job_file.loads(f'program: "t.py" {fields} cluster {{ workspace: "{tmp_path}" }}')
+    options = LaunchOptions(requeue=True, extra=("timeout_min=60",) if name == "submitit" else ())
+    with pytest.raises(ConfigError, match=r"--requeue.*needs snapshots.*snapshot_s, and grace_s"):
+        launch(name, job, layout(job.cluster), options, {}, True)
+
+
+def test_only_a_start_with_progress_is_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_file.loads(f'program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    environ = {"TOPOTRAIN_RENDEZVOUS": f"file://{tmp_path}/store?job=a", "TOPOTRAIN_TOKEN": SECRET}
+
+    def snapshot(number: int) -> None:
+        folder = tmp_path / "manifests" / f"{number:06d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(str(number))
+
+    first = slurm_requeue.RequeuedStart.of(job, environ)
+    assert first.words == ()
+    assert first.environ["TOPOTRAIN_RENDEZVOUS"].endswith("?job=a")
+    assert not first.goes_on(143)
+    assert "no snapshot since it was started" in capsys.readouterr().err
+    snapshot(1)
+    assert first.goes_on(143)
+    # the script's own error, the end of the training, and a signal of the user
+    assert not any(first.goes_on(code) for code in (0, 1, 2, 130))
+    second = slurm_requeue.RequeuedStart.of(job, {**environ, "SLURM_RESTART_COUNT": "2"})
+    assert second.words == ("--set", "resume=true")
+    assert second.environ["TOPOTRAIN_RENDEZVOUS"].endswith("?job=a.life-2")
+    assert not second.goes_on(143)
+    snapshot(2)
+    assert second.goes_on(143)
+
+
 def test_several_nodes(tmp_path: Path) -> None:
     four = "nworkers_per_group: 4"
     text = ask("torchrun", tmp_path, four, hosts=("n1", "n2"), id="j1", extra=("--max-restarts=2",))
@@ -90,7 +138,9 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
     assert text.count("{'CPU': 1, 'GPU': 2.0}") == 3
     assert "strategy='SPREAD'" in text
     copies = "nworker_groups: 2 nserver_groups: 2"  # of each shard there are two, which shall not go with one node
-    assert "strategy='STRICT_SPREAD'" in ask("ray", tmp_path, copies)
+    assert "# strategy='SPREAD' if the cluster has one node\nplacement_group(strategy='STRICT_SPREAD'" in ask(
+        "ray", tmp_path, copies
+    )
     assert "strategy='PACK'" in ask("ray", tmp_path, copies, extra=("strategy=PACK",))
 
 
@@ -128,7 +178,12 @@ class OneNode:
 @pytest.mark.parametrize(
     ("cpus", "extra", "words"),
     [
-        ((4,), (), ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"]),
+        (
+            (4,),
+            ("strategy=STRICT_SPREAD",),
+            ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"],
+        ),
+        ((4, 1), (), ["STRICT_SPREAD", "the nodes (4 CPU; 1 CPU), but --pass=strategy=SPREAD has"]),
         ((2, 1), ("cpus=2",), ["--pass=strategy=SPREAD --pass=cpus=1 has", "room=SECONDS"]),
         ((1,), (), ["--pass=strategy=SPREAD --pass=cpus=0.5 has"]),
         ((1, 1), ("gpus=1",), ["2 CPU, 1 GPU for unit 0", "no other strategy has"]),
@@ -144,6 +199,44 @@ def test_room_that_cannot_come_is_refused_at_once(
         ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert not (tmp_path / "w").exists()
+
+
+class Placed(Exception):
+    """Ray was asked for a placement group."""
+
+
+class Placing(OneNode):
+    """A cluster that tells which strategy it is asked for."""
+
+    @property
+    def util(self) -> "Placing":
+        return self
+
+    def placement_group(self, bundles: object, strategy: str) -> None:
+        raise Placed(strategy)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "extra", "strategy"),
+    [
+        ((4,), (), "SPREAD"),
+        ((2, 2), (), "STRICT_SPREAD"),
+        ((4,), ("strategy=PACK",), "PACK"),
+        ((4,), ("room=30",), "STRICT_SPREAD"),
+    ],
+)
+def test_copies_share_a_node_only_where_there_is_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cpus: tuple[float, ...],
+    extra: tuple[str, ...],
+    strategy: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", Placing(*cpus))
+    with pytest.raises(Placed, match=f"^{strategy}$"):
+        ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
+    assert ("one node, so the copies of each shard share it" in capsys.readouterr().err) is (strategy == "SPREAD")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +281,8 @@ def test_a_unit_of_several_processes_gets_as_many_cpus(tmp_path: Path) -> None:
         ("ray", {"extra": ("strategy=WIDE",)}, ["--pass", "strategy=WIDE", "STRICT_SPREAD"]),
         ("ray", {"extra": ("cpus=many",)}, ["--pass", "cpus=many", "cpus=N"]),
         ("mpirun", {"max_restarts": 1}, ["--max-restarts", "1", "not for mpirun", "ray and kubernetes"]),
+        ("srun", {"requeue": True}, ["--requeue", "not for srun", "slurm and submitit"]),
+        ("submitit", {"requeue": True}, ["--requeue", "--pass=timeout_min=60"]),
         ("local", {"image": "x"}, ["--image", "not for local", "kubernetes"]),
         ("ray", {"with_secret": True}, ["--with-secret", "not for ray"]),
         ("local", {"nodes": 2}, ["--nodes", "local"]),

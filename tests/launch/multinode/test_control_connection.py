@@ -15,7 +15,7 @@ from topotrain.comm.store import Store, StoreError, maintained_values, open_stor
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.transport import Refused
 from topotrain.comm.transport.tcp import TcpTransport
-from topotrain.config.job import ConfigError, Job
+from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Failed, Saved
 from topotrain.launch.agent.children import AttemptInfo
@@ -34,7 +34,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.leader_election import KEY, LeaderElection, LeaderRecord
+from topotrain.launch.multinode.election.leader_election import KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
 from topotrain.launch.multinode.node_membership import LeaderMembership, StoreKeys, UnitContext
 from topotrain.launch.multinode.reliable_messages import Words
@@ -421,9 +421,10 @@ def test_all_begin_the_next_attempt_from_the_same_snapshot(
     assert await_ready(made, (), first.unit, quiet, told, "") is True
     path = snapshot(tmp_path / "w", 3)
     decisions = [{"at": 1.0, "inputs": [], "commands": []}]
-    send_attempt(first.role, made, hosts, AttemptInfo(5, str(path), frozenset({2})), decisions)
-    begun = await_begin((), second, quiet, 4, tmp_path / "w", 60.0)
-    assert begun == Begin(RestartInfo(AttemptInfo(5, str(path), frozenset({2})), hosts), decisions)
+    job = Job(name="ours", cluster=Cluster(nworkers_per_group=3))
+    sent = RestartInfo(AttemptInfo(5, str(path), frozenset({2}), "why"), hosts, job)
+    send_attempt(first.role, made, sent, decisions)
+    assert await_begin((), second, quiet, 4, tmp_path / "w", 60.0) == Begin(sent, decisions)
     assert told == []
 
 
@@ -432,12 +433,8 @@ def test_a_snapshot_that_a_unit_does_not_see_is_told(
     two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals, other: str | None
 ) -> None:
     first, second = two
-    send_attempt(
-        first.role,
-        RestartBarrier(0, [1], (), 60.0),
-        HostMap((), (), ()),
-        AttemptInfo(1, str(snapshot(tmp_path / "w", 3))),
-    )
+    attempt = AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
+    send_attempt(first.role, RestartBarrier(0, [1], (), 60.0), RestartInfo(attempt, HostMap((), (), ())))
     if other is not None:
         snapshot(tmp_path / "else", 3, other)
     with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from topotrain.launch.multinode.leader_election import LeaderElection, LeaderRecord, Proposal
+from topotrain.launch.multinode.election.leader_election import LeaderElection, LeaderRecord, Proposal
 
 LEASE_S, BEAT_S = 4.0, 1.0
 WORD = "0123456789abcdef"

@@ -621,12 +621,14 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
 
 
 @pytest.mark.journey
-def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
+@pytest.mark.parametrize("survives", [False, True])
+def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, survives):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
     url = f"tcp://127.0.0.1:{port()}?job=play"
     args = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="witness", server_0_0="stay")
-    job = [units(rank, args, url=url) for rank in range(3)]
+    counts = {**THREE, "restarts": 3} if survives else THREE
+    job = [units(rank, args, counts=counts, url=url) for rank in range(3)]
     for each in job[:2]:
         each.until(Serving, f"worker 0/{each.rank}")
     witness = job[2].until(Notice, "worker 0/2").text
@@ -634,7 +636,8 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     Path(witness).write_text("go")
     assert [each.end() for each in job[1:]] == [1, 1]
     named = f"unit 0 on {socket.gethostname()} vanished without a word, and the store with it"
-    named += "; with a store at redis:// or file:// another unit would lead the job, and it would go on"
+    if survives:
+        named += "; with a store at redis:// or file:// another unit would lead the job, and it would go on"
     assert [each.told["text"] for each in job[1:]] == [named] * 2
 
 

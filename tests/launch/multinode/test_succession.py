@@ -29,9 +29,9 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
+from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
+from topotrain.launch.multinode.election.succession import EventReporter, Succession, Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
-from topotrain.launch.multinode.succession import EventReporter, Succession, Takeover
 from topotrain.launch.recovery.recovery_actions import LOSE, FailJob, RestartGroup, RestartJob
 
 DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)

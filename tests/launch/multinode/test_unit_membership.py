@@ -13,7 +13,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.core.events import Failed, Finished
 from topotrain.launch.multinode import control_connection, node_membership, node_rendezvous, unit_membership
 from topotrain.launch.multinode.control_connection import ControlAccess, LeaderChanged, LeaderElected, News, UnitMessage
-from topotrain.launch.multinode.leader_election import KEY, LeaderRecord
+from topotrain.launch.multinode.election.leader_election import KEY, LeaderRecord
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext
 from topotrain.launch.multinode.unit_membership import UnitMembership

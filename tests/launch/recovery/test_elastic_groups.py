@@ -14,6 +14,7 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Agreed, Exited, Failed, Finished, Incident, Joined, Left, Lost, Started, StepDone
 from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal
 from topotrain.launch.control_socket import NAME, ControlSocket, ask
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.recovery.recovery_actions import (
     AnswerRequest,
     AskServers,
@@ -285,7 +286,8 @@ class Porter:
         self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.control_socket = ControlSocket(folder, self.selector)
+        self.requests = JobRequests()
+        self.control_socket = ControlSocket(folder, self.selector, self.requests)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -293,15 +295,16 @@ class Porter:
     def hear(self, wish: GroupRequest) -> None:
         self.heard.append(wish)
         for answer in self.say(wish):
-            self.control_socket.answer(answer)
+            self.requests.answer(answer)
 
     def loop(self) -> None:
         while not self.over:
             for key, _ in self.selector.select(0.02):
                 key.data()
-            for wish in self.control_socket.receive():
+            for wish in self.requests.take():
                 self.hear(wish)
         self.control_socket.close()
+        self.requests.close()
 
     def close(self) -> None:
         self.over = True

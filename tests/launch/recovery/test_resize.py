@@ -19,7 +19,9 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Bounded,
     Event,
+    Failed,
     Finished,
+    Incident,
     Lost,
     Notice,
     Recovered,
@@ -82,6 +84,34 @@ def counts(cluster: Cluster) -> tuple[int, int, int, int]:
         cluster.nservers_per_group,
         cluster.nservers_per_procs,
     )
+
+
+@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE])
+def test_units_of_another_tool_are_neither_more_nor_renumbered(cluster: Cluster) -> None:
+    """Nobody could start another one, so workers come as far as there are units."""
+    whole = layout(cluster)
+    made = recovery(job(cluster), whole, BEGAN, near=frozenset({"worker 0/0"}))
+    assert made is not None
+    text = refused(made.on_resize_request(ResizeRequest("join", 1), 105.0))
+    units = len(whole.units)
+    assert f"they need {units + 1} units, and {units} were started" in text
+    assert made.on_resize_request(ResizeRequest("leave", 2), 106.0) == [RequestSnapshot()]
+    *_, relay = made.on_event(SAVED, 107.0)
+    assert isinstance(relay, RestartResized)
+    smaller = layout(relay.job.cluster, (0,) * units)
+    assert [bool(unit.workers or unit.servers) for unit in smaller.units].count(False) == 2
+    for server in smaller.servers(0):
+        assert smaller.unit_of(server) == whole.unit_of(server)
+    made.begin_resized(relay.job, smaller)
+    # an idle unit that is gone costs nothing, until it would be needed
+    (incident,) = made.on_unit_lost(2, Failed("unit 2", "died", "gone", ""), 108.0)
+    assert isinstance(incident, Incident)
+    assert made.on_resize_request(ResizeRequest("join", 1), 109.0) == [RequestSnapshot()]
+    made.on_event(replace(SAVED, why="end"), 110.0)
+    made.begin_resized(replace(relay.job, cluster=resized(cluster, 2)), layout(resized(cluster, 2), (0,) * units))
+    made.on_unit_lost(2, Failed("unit 2", "died", "gone", ""), 111.0)
+    assert "unit 2 is gone" in refused(made.on_resize_request(ResizeRequest("join", 1), 112.0))
+    assert "were started" in refused(made.on_resize_request(ResizeRequest("join", 2), 113.0))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from topotrain.config.job import ConfigError, Grads, Job, Partition
 from topotrain.config.sharding import SchemaError, cut
 from topotrain.config.topology import layout
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, effective, slice_map_for
+from topotrain.extensions.assignment.assignment_scope import AssignmentScope
+from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
@@ -132,6 +134,23 @@ def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
     check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_worker_assigns_what_it_holds(shared):
+    """A parameter that several hold gets the values of the first of them."""
+
+    def assigns(t):
+        scope = AssignmentScope(t.worker, ScriptPlace(None, t.worker), False)
+        with scope.change(list(t.model.parameters())), torch.no_grad():
+            for p in t.model.parameters():  # those of the other worker are on the meta device
+                p.fill_(2.0 + t.me.index)
+
+    result = run_local(job_of(nworkers_per_group=2, nservers_per_group=2), build, assigns, shared, split)
+    first, second = (handle.worker for handle in result.workers)
+    found = [float(first.buffers.view("params", index).mean()) for index in range(4)]
+    assert dict(zip(OWNERS, found, strict=False)) == {"left": 2.0, "right": 3.0, "tied": 2.0, "common": 2.0}
+    assert [float(second.parts.tensors[index].detach().mean()) for index in (1, 2, 3)] == [3.0, 2.0, 2.0]
 
 
 def test_compressed_it_is_nearly_the_same():

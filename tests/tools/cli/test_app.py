@@ -302,7 +302,12 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
     assert list(args) == ["--wide"]
     parameters = (Parameter("w", (100, 64), (64, 1), "float32", True),)
     return SimpleNamespace(
-        model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0, momentum=lambda updater: 0.0
+        model=None,
+        loader=None,
+        parameters=lambda: parameters,
+        state_factor=lambda: 1.0,
+        momentum=lambda updater: 0.0,
+        optimizer_names=lambda updater: (),
     )
 
 
@@ -336,7 +341,8 @@ def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["run", "--help"], ["plan", "down.conf"], ["plan", "down.conf", "--json"]]
+    "argv",
+    [["--help"], ["run", "--help"], ["chaos", "--help"], ["plan", "down.conf"], ["plan", "down.conf", "--json"]],
 )
 def test_help_and_plan_import_nothing_slow(here: Path, argv: list[str]) -> None:
     code = f"""
@@ -346,8 +352,11 @@ try:
     main({argv!r})
 except SystemExit as left:
     assert not left.code, left.code
-slow = [name for name in ("torch", "numpy", "rich", "matplotlib", "yaml", "asyncio") if name in sys.modules]
-assert not slow, slow
+slow = ["torch", "numpy", "rich", "matplotlib", "yaml", "asyncio"]
+if "--help" in {argv!r}:
+    slow += ["google.protobuf", "topotrain.extensions", "topotrain.config.job_file"]
+imported = [name for name in slow if name in sys.modules]
+assert not imported, imported
 """
     environment = {"PYTHONPATH": str(DOCS.parents[1]), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -605,11 +614,20 @@ def test_compare_refuses_before_the_first_job(
     assert not launcher.jobs
 
 
-def test_compare_without_matplotlib(ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.available", lambda: False)
-    code, _, err = ask("compare", "down.conf", "train.py")
-    assert code == 2
-    assert "pip install 'topotrain[plot]'" in err
+@pytest.mark.journey
+def test_compare_without_matplotlib_is_the_table_only(
+    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.find_spec", {}.get)
+    code, out, err = ask("compare", "down.conf", "train.py")
+    assert code == 0
+    assert "Downpour" in out and "96.0%" in out
+    notices = [line for line in err.splitlines() if "matplotlib" in line]
+    assert notices == ["table only: the picture needs matplotlib: pip install 'topotrain[plot]'"]
+    assert "picture: " not in err and "compare.json" in err
+    results = here / "workspace" / "compare"
+    assert (results / "compare.json").exists() and not (results / "frameworks.png").exists()
 
 
 # ---- docs ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from topotrain.config.job_file import dumps
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.tools.cli.app import main, separate
-from topotrain.tools.cli.resume import asked_for, earlier, refuse_elsewhere
+from topotrain.tools.cli.resume import asked_for, earlier
 
 
 @pytest.fixture
@@ -65,13 +65,6 @@ def test_resume_in_the_file(workspace, tmp_path, capsys):
     assert asked_for(job(True, workspace)).endswith("000002")
     assert asked_for(job(True, tmp_path / "new")) == ""
     assert "starts at the beginning" in capsys.readouterr().err
-
-
-def test_where_no_unit_could_choose_for_all(tmp_path):
-    refuse_elsewhere(Job())
-    refuse_elsewhere(Job(resume=True))
-    with pytest.raises(ConfigError, match=r"start_groups.*needs `topotrain run`"):
-        refuse_elsewhere(Job(start_groups=1, cluster=Cluster(nworker_groups=2)))
 
 
 def test_words_for_a_workspace_without_one(tmp_path, capsys):

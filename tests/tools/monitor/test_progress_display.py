@@ -1,9 +1,13 @@
 """The windows: fed with events that no job has sent."""
 
 import io
+import itertools
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +38,7 @@ from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_plot
 from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
 from topotrain.tools.monitor.job_report import JobResult, LossCurve, Report, merge, story
+from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.monitor.progress_display import (
     LINE_EVERY,
     LiveTable,
@@ -355,6 +360,20 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end(monkeypatch: pytest.M
     assert "\x1b" not in text.getvalue()
 
 
+def test_a_long_job_has_fewer_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, clock = io.StringIO(), Clock()
+    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+    with PlainProgress(TOPOLOGY, Console(file=text, width=80)) as window:
+        for number in range(1, 4 * 3600):  # four hours
+            clock.now = float(number)
+            window(step("worker 0/0", number))
+    times = [float(line.split(" s")[0]) for line in text.getvalue().splitlines()]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times[:-1])]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1]) == (5.0, 60.0)
+    assert len(times) < 320
+
+
 def test_a_job_that_never_started_has_no_line() -> None:
     text = io.StringIO()
     with PlainProgress(TOPOLOGY, Console(file=text, width=80)):
@@ -485,8 +504,54 @@ def test_the_comparison_has_the_columns_of_the_four_frameworks() -> None:
     assert "–" in allreduce
 
 
+@contextmanager
+def on_a_screen(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> Iterator[None]:
+    """A real terminal in place of stderr, and the environment of a user's screen with these variables."""
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR", *NOTEBOOK):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", **variables}.items():
+        monkeypatch.setenv(name, value)
+    outer, inner = os.openpty()
+    with open(outer, "rb", buffering=0), open(inner, "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        yield
+
+
 def test_a_console_that_is_no_terminal_cuts_nothing() -> None:
     assert console().width >= 160
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"),
+    [
+        ({}, LiveTable),
+        ({"NO_COLOR": "1"}, LiveTable),  # it asks for no colors, and not for lines
+        ({"CI": "false"}, LiveTable),
+        ({"CI": "true"}, PlainProgress),
+        ({"TERM": "dumb"}, PlainProgress),
+        ({"TERM": ""}, PlainProgress),
+        ({"JPY_PARENT_PID": "4711"}, PlainProgress),  # `!topotrain run …` in a cell has a terminal of its own
+        ({"JPY_SESSION_NAME": "a.ipynb", "FORCE_COLOR": "1"}, PlainProgress),
+    ],
+)
+def test_the_table_is_drawn_only_where_it_can_be_redrawn(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], kind: type[QuietProgress]
+) -> None:
+    with on_a_screen(monkeypatch, variables):
+        assert type(progress(TOPOLOGY, console(stderr=True))) is kind
+
+
+def test_a_pipe_gets_lines_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", text)
+    with progress(TOPOLOGY, console(stderr=True)) as window:
+        for event in a_job():
+            window(event)
+    assert type(window) is PlainProgress
+    assert "\x1b" not in text.getvalue()
+    assert "step 20" in text.getvalue()
 
 
 def test_the_summary_is_one_line() -> None:

@@ -456,7 +456,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def look(program: str, args: Sequence[str]) -> PreparedArguments:
         model = Net()
         return PreparedArguments(
-            model, torch.optim.Adam(model.parameters()), None if list(args) == ["--bare"] else loader()
+            model, (torch.optim.Adam(model.parameters()),), None if list(args) == ["--bare"] else loader()
         )
 
     monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))

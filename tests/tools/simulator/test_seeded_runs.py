@@ -12,6 +12,7 @@ from topotrain.core.server.consistency import ApplyOrder, DecisionLog
 from topotrain.core.server.group_sync import MasterSync
 from topotrain.core.server.server_context import ShardState
 from topotrain.core.server.startup import ModelStart
+from topotrain.extensions.assignment.assignment_server import AssignmentServer, MadeAssignments
 from topotrain.extensions.checkpointing import snapshot_coordinator
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
@@ -287,6 +288,16 @@ def over_for_all(patch):
     patch.setattr(snapshot_coordinator, "STATIC", 0)
 
 
+def assigned_twice(patch):
+    """A fresh process assigns again what its group has assigned before it died."""
+    patch.setattr(MadeAssignments, "make", lambda self, head: True)
+
+
+def assigned_too_soon(patch):
+    """An assignment is decided before all of it is on every shard."""
+    patch.setattr(AssignmentServer, "may_stage", lambda self, group, step: True)
+
+
 MUTANTS = [
     (twice, "downpour of pairs", 5),
     (without_one, "downpour on three shards", 0),
@@ -303,6 +314,8 @@ MUTANTS = [
     (nothing_held, "hogwild of pairs", 59),
     (late_left_out, "hogwild of pairs", 0),
     (complete_too_soon, "hogwild of pairs", 15),
+    (assigned_twice, "sandblaster", 0),
+    (assigned_too_soon, "sandblaster", 0),
 ]
 
 

@@ -47,10 +47,10 @@ class ExternalAccounting(BatchAccounting):
     def __init__(self, ledger: BatchAccounting) -> None:
         self._ledger = ledger
         # Batches that the library has read ahead, oldest first.
-        self._drawn: deque[tuple[int, int, float, int]] = deque()
+        self._drawn: deque[tuple[int, int, float, int, int]] = deque()
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        self._drawn.append((stream, seq, weight, samples))
+    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+        self._drawn.append((stream, seq, weight, samples, made))
 
     def left_early(self, epoch: int, batches: int) -> None:
         # The library has drawn these and never used them, so they must not count for the next step.
@@ -64,8 +64,8 @@ class ExternalAccounting(BatchAccounting):
         """Note that a drawn batch goes to the model. Returns its weight (0: a spare one)."""
         if not self._drawn:
             return 0.0
-        stream, seq, weight, samples = self._drawn.popleft()
-        self._ledger.drawn(stream, seq, weight, samples)
+        stream, seq, weight, samples, made = self._drawn.popleft()
+        self._ledger.drawn(stream, seq, weight, samples, made)
         return weight
 
 

@@ -64,7 +64,7 @@ class KVStore:
 
     @property
     def type(self) -> str:
-        """The kind: "local", "dist_sync" or "dist_async"."""
+        """The kind, one of "local", "dist_sync" and "dist_async"."""
         return self._kind
 
     @property

@@ -83,6 +83,12 @@ class StepEnd:
     clip_norm: float = 0.0
     clip_type: float = 2.0
     samples: int = 0
+    optimizer: int = 0
+    counts: bool = True
+
+
+VALUE_CHANGE = StepEnd(backwards=0, weight=0.0, fetch=False, hyper=b"", marks=(), counts=False)
+"""The commit of a change of values that extensions have sent. It has no gradients."""
 
 
 class ServerChannel:

@@ -303,4 +303,6 @@ class StepCommit:
             marks=end.marks,
             exits=self._channel.exits,
             samples=end.samples,
+            optimizer=end.optimizer,
+            counts=end.counts,
         )

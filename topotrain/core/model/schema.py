@@ -9,6 +9,7 @@ import torch
 
 from topotrain.config.job import Grads, Job, Slicing
 from topotrain.config.sharding import Bucket, Parameter, SchemaError, Segment, SliceMap, cut, describe, parse
+from topotrain.config.slice_size import slice_bytes
 from topotrain.config.topology import Topology
 from topotrain.core.protocol import MAX_TEXT, ProtocolError, SchemaPart
 
@@ -32,13 +33,6 @@ class PrivateMemory:
 MAX_SCHEMA_PARTS = 1024
 MOST_BYTES, MOST_BUCKETS = 1 << 40, 1 << 20
 """Limits of a model. A larger description would fill a server's memory."""
-SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 16
-SEEN_BYTES = 1 << 22
-"""Maximum bytes of a bucket: sent over a link, sent over a slow link, and seen in shared memory of a host.
-
-A bucket is complete only when the last worker's part has arrived, and before the first complete bucket no result can
-come back. On a slow link, where a megabyte takes a tenth of a second, that wait decides the speed.
-"""
 
 COMPILED = "_orig_mod"
 """The name under which a module of torch.compile holds the module that it wraps."""
@@ -301,7 +295,7 @@ def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceM
     """
     _check_owners(parameters, topology.workers_per_group)
     groups = topology.server_groups if topology.synced else 1
-    size = topology.cluster.slice_bytes or _slice_bytes(topology)
+    size = slice_bytes(topology)
     nbytes = sum(parameter.count * torch_dtype(parameter.dtype).itemsize for parameter in parameters)
     # Before the cut, which would make so many objects.
     if nbytes // size > MOST_BUCKETS:
@@ -321,11 +315,3 @@ def effective(job: Job, parameters: Sequence[Parameter]) -> Job:
     # A worker cannot get the mean of a parameter that it does not hold.
     split = job.splits or any(parameter.owners for parameter in parameters)
     return replace(job, grads=Grads.kHidden) if split and job.grads is Grads.kVisible else job
-
-
-def _slice_bytes(topology: Topology) -> int:
-    # Larger in shared memory: a link needs many pieces to overlap them, a processor few calls.
-    if all(topology.sees_memory(group) for group in range(topology.worker_groups)):
-        return SEEN_BYTES
-    link = topology.cluster.link
-    return SLOW_BYTES if link is not None and link.bandwidth is not None and link.bandwidth <= 1000 else SENT_BYTES

@@ -12,13 +12,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from topotrain.config.async_momentum import Corrector
+from topotrain.config.async_momentum import Corrector, momentum_of
 from topotrain.config.job import ConfigError, Slicing
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.kernel_choice import OWN_ERRORS
@@ -37,7 +38,13 @@ ELEMENTWISE = (
     "Rprop",
 )
 WHOLE = ("Adafactor", "Muon")  # they use rows, columns or the whole matrix
-REFUSED = {"LBFGS": "it evaluates the whole loss several times per step", "SparseAdam": "it needs sparse gradients"}
+REFUSED = {
+    "LBFGS": (
+        "it evaluates the closure several times in a step, and its line search compares losses of the whole batch: a "
+        "server has neither the closure nor the loss, and a worker has only the loss of its share"
+    ),
+    "SparseAdam": "it needs sparse gradients",
+}
 
 _TORCH = "torch.optim."
 _BOOKKEEPING = ("params", "param_names")  # tensors and their names, which are no settings
@@ -51,21 +58,49 @@ class UnsupportedOptimizer(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer without its tensors.
+    """An optimizer, or several over different parameters, without their tensors.
 
     Attributes:
-        name: "torch.optim.Adam" or "module:Class".
-        groups: the hyper-parameters of each parameter group.
+        name: "torch.optim.Adam" or "module:Class"; of several optimizers, their names with " and " between them.
+        groups: the hyper-parameters of each parameter group, of one optimizer after the other.
         assignment: the group of each parameter, -1 if it is not optimized.
+        several: of several optimizers, the name and the number of groups of each. Empty: there is one.
     """
 
     name: str
     groups: tuple[dict[str, Any], ...]
     assignment: tuple[int, ...]
+    several: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(
+        optimizers: Sequence[tuple[str, int]], groups: tuple[dict[str, Any], ...], assignment: tuple[int, ...]
+    ) -> "OptimizerSpec":
+        """Return the spec of these optimizers, each a name and a number of groups."""
+        name = " and ".join(name for name, _ in optimizers)
+        return OptimizerSpec(name, groups, assignment, tuple(optimizers) if len(optimizers) > 1 else ())
+
+    @property
+    def optimizers(self) -> tuple[tuple[str, range], ...]:
+        """The name of each optimizer, and the numbers of its groups."""
+        several = self.several or ((self.name, len(self.groups)),)
+        ends = accumulate(count for _, count in several)
+        return tuple((name, range(end - count, end)) for (name, count), end in zip(several, ends, strict=True))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The class of each parameter group."""
+        return tuple(name for name, numbers in self.optimizers for _ in numbers)
+
+    def momentum(self, groups: Sequence[Mapping[str, Any]]) -> float:
+        """Return the largest momentum in these settings of the groups."""
+        return max(momentum_of(name, groups[each.start : each.stop]) for name, each in self.optimizers)
 
     def to_text(self) -> str:
         """Return JSON; equal specs give equal texts."""
-        return _ENCODER.encode({"name": self.name, "groups": self.groups, "assignment": self.assignment})
+        # Digests of jobs have this text in them, so that of one optimizer stays as it is.
+        named = {"optimizers": self.several} if self.several else {"name": self.name}
+        return _ENCODER.encode({**named, "groups": self.groups, "assignment": self.assignment})
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
@@ -74,14 +109,24 @@ class OptimizerSpec:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError("optimizer", text[:80], f"must be JSON: {error}") from None
-        if not isinstance(data, dict) or data.keys() != {"name", "groups", "assignment"}:
+        if not isinstance(data, dict) or data.keys() - {"name", "optimizers"} != {"groups", "assignment"}:
             raise ConfigError("optimizer", text[:80], "must have name, groups and assignment")
-        name, groups, assignment = data["name"], _groups(data["groups"]), data["assignment"]
-        if not isinstance(name, str) or not re.fullmatch(r"torch\.optim\.\w+|[\w.]+:[\w.]+", name):
-            raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
+        groups, assignment = _groups(data["groups"]), data["assignment"]
+        several = data.get("optimizers", [[data.get("name"), len(groups)]])
+        if len(data) != 3 or not _are_optimizers(several) or sum(count for _, count in several) != len(groups):
+            raise ConfigError("optimizer.optimizers", several, "must have the name and number of groups of each")
+        for name, _ in several:
+            if not isinstance(name, str) or not re.fullmatch(r"torch\.optim\.\w+|[\w.]+:[\w.]+", name):
+                raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
         if not isinstance(assignment, list) or not all(type(g) is int and -1 <= g < len(groups) for g in assignment):
             raise ConfigError("optimizer.assignment", assignment, "must be a list of group indices, or -1 for no group")
-        return OptimizerSpec(name, groups, tuple(assignment))
+        return OptimizerSpec.of([(name, count) for name, count in several], groups, tuple(assignment))
+
+
+def _are_optimizers(several: Any) -> bool:
+    # A peer sends the list, so its lengths are checked before it is read.
+    pairs = isinstance(several, list) and bool(several) and all(isinstance(e, list) and len(e) == 2 for e in several)
+    return pairs and all(type(count) is int and count >= 0 for _, count in several)
 
 
 def describe(
@@ -91,31 +136,52 @@ def describe(
     import_module: str = "",
     aside: Sequence[torch.nn.Parameter] = (),
 ) -> OptimizerSpec:
-    """Return the description that a server needs to run an optimizer.
+    """Return the description of one optimizer, see `describe_all`."""
+    return describe_all((optimizer,), parameters, slicing, import_module, aside)
+
+
+def describe_all(
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[torch.nn.Parameter],
+    slicing: Slicing = Slicing.kElement,
+    import_module: str = "",
+    aside: Sequence[torch.nn.Parameter] = (),
+) -> OptimizerSpec:
+    """Return the description that a server needs to run these optimizers.
 
     Args:
         parameters: the parameters of the slice map, in its order.
-        aside: parameters of the optimizer that are not in the map.
+        aside: parameters of the optimizers that are not in the map.
 
     Raises:
-        UnsupportedOptimizer: the class cannot be run on slices, or is not in `import_module`.
-        ConfigError: the optimizer holds a tensor that is not a parameter of the model.
+        UnsupportedOptimizer: a class cannot be run on slices, or is not in `import_module`.
+        ConfigError: an optimizer holds a tensor that is not a parameter of the model, or that another one holds.
     """
-    # An optimizer with only sparse parameters has nothing to do here, and servers would refuse its name. SGD stands in.
-    name = _name(type(optimizer), slicing, import_module) if parameters or not aside else _TORCH + "SGD"
     index = {id(p): i for i, p in enumerate(parameters)}
     others = set(map(id, aside))
     assignment = [-1] * len(parameters)
-    for number, group in enumerate(optimizer.param_groups):
-        for tensor in group["params"]:
-            if id(tensor) in others:
-                continue
-            if id(tensor) not in index:
-                raise ConfigError(
-                    "optimizer", tuple(tensor.shape), f"group {number} has a tensor that the model does not have"
-                )
-            assignment[index[id(tensor)]] = number
-    return OptimizerSpec(name, _groups(json.loads(hyper(optimizer))), tuple(assignment))
+    named, first = [], 0
+    for optimizer in optimizers:
+        held = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+        # An optimizer with only sparse parameters has nothing to do here, and servers would refuse its name. SGD
+        # stands in.
+        only_aside = bool(held) and all(each in others for each in held)
+        name = _TORCH + "SGD" if only_aside else _name(type(optimizer), slicing, import_module)
+        for number, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                if id(tensor) in others:
+                    continue
+                if id(tensor) not in index:
+                    raise ConfigError(
+                        "optimizer", tuple(tensor.shape), f"group {number} has a tensor that the model does not have"
+                    )
+                if 0 <= assignment[index[id(tensor)]] < first:
+                    accepted = "must be in one optimizer only: this parameter is in two that tt.prepare was given"
+                    raise ConfigError("optimizer", tuple(tensor.shape), accepted)
+                assignment[index[id(tensor)]] = first + number
+        named.append((name, len(optimizer.param_groups)))
+        first += len(optimizer.param_groups)
+    return OptimizerSpec.of(named, _groups(json.loads(hyper(*optimizers))), tuple(assignment))
 
 
 def _name(cls: type, slicing: Slicing, import_module: str) -> str:
@@ -165,7 +231,7 @@ def _class(name: str, import_module: str) -> type[Optimizer]:
 # ---- hyper-parameters ------------------------------------------------------------------------------------------------
 
 
-def hyper(optimizer: Optimizer) -> bytes:
+def hyper(*optimizers: Optimizer) -> bytes:
     """Return the hyper-parameters of all groups as canonical JSON.
 
     Equal values give equal bytes. A tensor of one element (a learning rate) counts as a number.
@@ -174,7 +240,7 @@ def hyper(optimizer: Optimizer) -> bytes:
         UnsupportedOptimizer: one of the class's own settings is not plain.
     """
     groups = []
-    for group in optimizer.param_groups:
+    for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
         plain = {}
         for name, value in group.items():
             if name in _BOOKKEEPING or name in _DEVICE_ONLY:
@@ -191,19 +257,30 @@ def hyper(optimizer: Optimizer) -> bytes:
     return _ENCODER.encode(groups).encode()
 
 
-class HyperEncoder:
-    """Computes `hyper(optimizer)` at every step, and encodes it only after a change."""
+def momentum_in(spec: OptimizerSpec, text: bytes) -> float:
+    """Return the largest momentum in hyper-parameters as messages have them."""
+    return spec.momentum(json.loads(text)) if text else 0.0
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+
+class HyperEncoder:
+    """Computes `hyper(*optimizers)` at every step, and encodes it only after a change."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self._optimizers = optimizers
         self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # per group: getter, number of entries, values
         self._text = b""
 
     def __call__(self) -> bytes:
         """Return the text of `hyper`. Raises UnsupportedOptimizer as `hyper`."""
-        groups = self._optimizer.param_groups
+        first, *others = self._optimizers
+        # Most jobs have one optimizer, and this runs in every step: its own list will do.
+        groups = (
+            [*first.param_groups, *(g for each in others for g in each.param_groups)]
+            if others
+            else (first.param_groups)
+        )
         if not self._known or len(groups) != len(self._known) or not self._same(groups):
-            self._text = hyper(self._optimizer)
+            self._text = hyper(*self._optimizers)
             self._known = _snapshot(groups)
         return self._text
 
@@ -268,8 +345,67 @@ def _setting(name: str, value: Any) -> Any:
 # ---- on a slice ------------------------------------------------------------------------------------------------------
 
 
+class _OptimizerPart:
+    """One torch optimizer over its segments of one owner.
+
+    Args:
+        made: the optimizer.
+        numbers: of each of its groups, the number among the spec's groups.
+        values: its segments.
+    """
+
+    def __init__(self, made: Optimizer, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        self.optimizer, self._numbers, self._values = made, numbers, values
+        self._kinds = [kernel_choice.kinds(group["params"]) for group in made.param_groups]
+        self._rates: list[float] = []  # the learning rate of each group, before it is corrected
+
+    def set(self, groups: Sequence[dict[str, Any]], correct: Corrector) -> None:
+        """Use these settings of the spec's groups."""
+        # New settings may have another fused kernel, so each change chooses again.
+        for group, number, kinds in zip(self.optimizer.param_groups, self._numbers, self._kinds, strict=True):
+            group.update(groups[number])
+            group.update(kernel_choice.choose(type(self.optimizer), group, kinds))
+            if correct.less_momentum and "momentum" in group:
+                group["momentum"] = correct.momentum(group["momentum"])
+        self._rates = [group["lr"] for group in self.optimizer.param_groups] if correct.by_staleness else []
+
+    def scale_rates(self, scale: float) -> None:
+        """Use the learning rates that were set, times this factor."""
+        # From the rate that was sent, so that corrections do not multiply.
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=bool(self._rates)):
+            group["lr"] = rate * scale
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a segment has a gradient."""
+        return any(value.grad is not None for value in self._values)
+
+    def step(self, again: bool) -> None:
+        """Step in place with the gradients of the segments; again: the same segments have one as in the last step."""
+        # The class may be the user's own: its error ends the group with a message, and not the server.
+        try:
+            self._step(again)
+        except OWN_ERRORS as error:
+            raise ConfigError("optimizer", type(self.optimizer).__name__, f"cannot go on: {error!r}") from error
+
+    def _step(self, again: bool) -> None:
+        """Step the optimizer, values with a first gradient before the others."""
+        # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
+        # of its momentum buffers exist.
+        late = [] if again else list(_without_momentum(self.optimizer))
+        if late:
+            first = {id(value) for value in late}
+            waiting = [(value, value.grad) for value in self._values if id(value) not in first]
+            _clear(value for value, _ in waiting)
+            self.optimizer.step()
+            _clear(late)
+            for value, grad in waiting:
+                value.grad = grad
+        self.optimizer.step()
+
+
 class SliceUpdate:
-    """One optimizer over the segments of one owner, with the only copy of their state.
+    """The optimizers of one owner over its segments, and their only state.
 
     `segments` are (unique key, index of the parameter, value). The value is a view of the owner's memory: 1-D for a
     slice, of the parameter's shape for a whole tensor. `clip` are the bounds of every element of a gradient (SINGA's
@@ -285,110 +421,101 @@ class SliceUpdate:
         correct: Corrector | None = None,
     ) -> None:
         self._correct = correct or Corrector()
-        self._rates: list[float] = []  # the learning rate of each group, before it is corrected
         self._scale = 1.0
-        cls = _class(spec.name, import_module)
         self._values: dict[int, torch.Tensor] = {}
         self._count = len(spec.groups)
         self._clip = clip
-        members: dict[int, list[torch.Tensor]] = {}
+        members: dict[int, list[int]] = {}
         for key, parameter, value in segments:
             if key in self._values:
                 raise ValueError(f"segment key {key} is used twice")
             self._values[key] = value.detach()  # the same memory, without autograd's history
             if (group := spec.assignment[parameter]) >= 0:
-                members.setdefault(group, []).append(self._values[key])
-        self._numbers = sorted(members)  # torch's groups are the spec's groups that have segments here
-        self._kinds = [kernel_choice.kinds(members[n]) for n in self._numbers]
-        self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
+                members.setdefault(group, []).append(key)
+        self._parts: list[_OptimizerPart] = []  # of each optimizer that has segments here
+        self._part_of: dict[int, _OptimizerPart] = {}
+        for name, groups in spec.optimizers:
+            # Also where there is nothing to optimize: a class that this process does not have is refused.
+            cls = _class(name, import_module)
+            # torch's groups are the spec's groups that have segments here
+            numbers = [number for number in groups if number in members]
+            rows = [{**spec.groups[n], "params": [self._values[key] for key in members[n]]} for n in numbers]
+            made = _make(cls, rows)
+            if made is not None:
+                keys = [key for number in numbers for key in members[number]]
+                part = _OptimizerPart(made, numbers, [self._values[key] for key in keys])
+                self._parts.append(part)
+                self._part_of |= dict.fromkeys(keys, part)
         self._hyper = b""
+        self._given: Mapping[int, torch.Tensor | None] | None = None  # the gradients that the values have
 
     def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
-        """Do one step in place. Gradients are only read, and not kept.
+        """Do one step in place. Gradients are only read.
 
-        A key without a gradient, or with None, is skipped, since Adam on None differs from Adam on zero.
+        The same mapping may be given again, unchanged but for the elements of its tensors. This is faster, because the
+        values still have these tensors as their gradients.
+
+        A key without a gradient, or with None, is skipped, since Adam on None differs from Adam on zero. An optimizer
+        without any gradient makes no step.
 
         Args:
-            hyper: the result of `hyper(optimizer)`.
+            hyper: the result of `hyper(*optimizers)`.
             staleness: the number of updates of the values since the gradients were computed.
 
         Raises:
             KeyError: a key is not held here.
             ConfigError: the hyper-parameters are of another optimizer.
         """
-        if self._optimizer is None:
+        if not self._parts:
             return
         if hyper != self._hyper:
             self._set(hyper)
         self._correct_rate(self._correct.rate(staleness))
-        # Keys that are not named keep `.grad` None, with which torch skips them.
-        try:
-            for key, grad in grads.items():
-                value = self._values[key]
-                value.grad = None if grad is None else self._clipped(grad).view_as(value)
-            self._stepped(self._optimizer)
-        finally:
-            # The gradients are views of buffers that the next step overwrites.
-            _clear(self._values.values())
+        again = grads is self._given
+        self._given = None
+        if not again:
+            self._assign(grads)
+        for part in self._parts:
+            if len(self._parts) == 1 or part.has_gradient:
+                part.step(again)
+        # Clipping makes new tensors, which the next step must not use.
+        self._given = None if self._clip else grads
 
-    def _stepped(self, optimizer: Optimizer) -> None:
-        # The class may be the user's own: its error ends the group with a message, and not the server.
-        try:
-            self._step(optimizer)
-        except OWN_ERRORS as error:
-            raise ConfigError("optimizer", type(optimizer).__name__, f"cannot go on: {error!r}") from error
-
-    def _step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer, values with a first gradient before the others."""
-        # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
-        # of its momentum buffers exist.
-        late = list(_without_momentum(optimizer))
-        if late:
-            first = {id(value) for value in late}
-            waiting = [(value, value.grad) for value in self._values.values() if id(value) not in first]
-            _clear(value for value, _ in waiting)
-            optimizer.step()
-            _clear(late)
-            for value, grad in waiting:
-                value.grad = grad
-        optimizer.step()
+    def _assign(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+        """Give the values their gradients."""
+        # Keys that are not named get `.grad` None, with which torch skips them.
+        _clear(self._values.values())
+        for key, grad in grads.items():
+            value = self._values[key]
+            value.grad = None if grad is None else self._clipped(grad).view_as(value)
 
     def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
         return grad if self._clip is None else grad.clamp(*self._clip)
 
     def _set(self, hyper: bytes) -> None:
         groups = _groups(json.loads(hyper))
-        if len(groups) != self._count or self._optimizer is None:
+        if len(groups) != self._count or not self._parts:
             raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
-        # New settings may have another fused kernel, so each change chooses again.
-        for group, number, kinds in zip(self._optimizer.param_groups, self._numbers, self._kinds, strict=True):
-            group.update(groups[number])
-            group.update(kernel_choice.choose(type(self._optimizer), group, kinds))
-            if self._correct.less_momentum and "momentum" in group:
-                group["momentum"] = self._correct.momentum(group["momentum"])
-        self._rates = [group["lr"] for group in self._optimizer.param_groups] if self._correct.by_staleness else []
+        for part in self._parts:
+            part.set(groups, self._correct)
         self._scale = 1.0
         self._hyper = hyper
 
     def _correct_rate(self, scale: float) -> None:
-        if self._optimizer is not None and self._rates and scale != self._scale:
-            # From the rate that was sent, so that corrections do not multiply.
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * scale
+        if scale != self._scale:
+            for part in self._parts:
+                part.scale_rates(scale)
             self._scale = scale
 
     def optimizes(self, key: int) -> bool:
         """Return whether a segment is optimized."""
-        value = self._values[key]
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        # By identity: `in` would compare the elements of tensors.
-        return any(member is value for group in groups for member in group["params"])
+        return key in self._part_of
 
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
-        """Yield (key, name, value): the optimizer's own tensors, and plain numbers."""
-        states = self._optimizer.state if self._optimizer is not None else {}
+        """Yield (key, name, value): the optimizers' own tensors, and plain numbers."""
         for key, value in self._values.items():
-            for name, item in states.get(value, {}).items():
+            held = self._part_of[key].optimizer.state.get(value, {}) if key in self._part_of else {}
+            for name, item in held.items():
                 if item is None:
                     continue
                 if not isinstance(item, torch.Tensor | float | int):
@@ -397,15 +524,13 @@ class SliceUpdate:
 
     def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
         """Restore an entry of `state` from a copy. Restore all names of a key, or none."""
-        place = self._values[key]
-        if self._optimizer is None:
-            raise KeyError(key)
+        place, part = self._values[key], self._part_of[key]
         if isinstance(value, torch.Tensor):
             if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
                 value = value.view_as(place)
             value = value.detach().clone()
         # Directly, because `Optimizer.load_state_dict` expects the state of all parameters at once.
-        self._optimizer.state[place][name] = value
+        part.optimizer.state[place][name] = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyper-parameters and `state`, each tensor 1-D in the order of its memory."""
@@ -457,17 +582,18 @@ class HyperCheck:
             raise ConfigError(
                 "optimizer.groups", len(groups), f"must be {len(self._spec.groups)} groups, as when the job began"
             )
-        for group, made_with, good in zip(groups, self._spec.groups, self._good, strict=True):
-            self._check(group, made_with, good)
+        of_groups = zip(self._spec.names, groups, self._spec.groups, self._good, strict=True)
+        for name, group, made_with, good in of_groups:
+            self._check(name, group, made_with, good)
         self._good = groups
 
-    def _check(self, group: dict[str, Any], made_with: dict[str, Any], good: dict[str, Any]) -> None:
-        for name, value in group.items():
-            if not _alike(value, made_with.get(name, value)):
-                raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
+    def _check(self, name: str, group: dict[str, Any], made_with: dict[str, Any], good: dict[str, Any]) -> None:
+        for setting, value in group.items():
+            if not _alike(value, made_with.get(setting, value)):
+                raise ConfigError(f"optimizer.groups.{setting}", value, f"must be such as {made_with[setting]!r}")
         # The class itself knows its limits, but making one at each step of a schedule would cost too much.
         if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes only the rate
-            check_settings(_class(self._spec.name, self._import), made_with | group)
+            check_settings(_class(name, self._import), made_with | group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hyper-parameters that were checked last."""
@@ -540,6 +666,8 @@ def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Opt
         UnsupportedOptimizer: the class is not one of torch's.
         ConfigError: the class refuses the settings, or the assignment is of other parameters.
     """
+    if spec.several:
+        raise UnsupportedOptimizer("optimizer", spec.name, "must be one optimizer")
     if len(spec.assignment) != len(parameters) or not any(group >= 0 for group in spec.assignment):
         raise ConfigError("optimizer.assignment", len(spec.assignment), f"must be of {len(parameters)} parameters")
     members: list[list[torch.nn.Parameter]] = [[] for _ in spec.groups]

@@ -271,10 +271,17 @@ class AppliedBatchesRequest(Message):
 @message(27, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class AppliedBatchesReply(Message):
-    """Coordinator -> worker: exactly the first `count` batches of it are applied."""
+    """Coordinator -> worker: exactly the first `count` batches of it are applied.
+
+    Attributes:
+        first: the first batch of the group's last step with batches, if they are of this stream.
+        made: the number of steps from that one on: the others had no batch of their own. 0: it had batches elsewhere.
+    """
 
     stream: int
     count: int
+    first: int = 0
+    made: int = 0
 
 
 # --- optimizer state -------------------------------------------------------------------------------------------------

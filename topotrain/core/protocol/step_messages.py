@@ -190,6 +190,8 @@ class Commit(Message):
         fetch: send values.
         exits: as in BackwardEnd.
         samples: the number of samples in this worker's gradient.
+        optimizer: the number of the optimizer of which this is a step. It has gradients of no other one's parameters.
+        counts: this is a step of the script. Otherwise it is a change of values without gradients, and no clock moves.
     """
 
     step: int
@@ -207,6 +209,8 @@ class Commit(Message):
     marks: tuple[int, ...]
     exits: int = 0
     samples: int = 0
+    optimizer: int = 0
+    counts: bool = True
 
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0
@@ -219,6 +223,7 @@ class Commit(Message):
             and (self.clip_norm == 0 or clips)  # false for NaN
             and (not clips or self.clip_type > 0)
             and 0 <= self.exits < MOST
+            and 0 <= self.optimizer < MOST
             and len(self.marks) % 3 == 0
             and (not self.marks or (min(self.marks) >= 0 and max(self.marks) < MOST))
         )

@@ -84,22 +84,22 @@ class NonfiniteLimit:
     def __init__(self, policy: NonFinite) -> None:
         self.quarantine = policy is not NonFinite.kFail
         self.most = _MOST_IN_A_ROW if self.quarantine else 1
-        self._counts: dict[int, dict[int, int]] = {}
+        self._counts: dict[tuple[int, int], dict[int, int]] = {}
 
-    def step(self, group: int, workers: Iterable[int]) -> int | None:
-        """Count a step that refused these workers. Returns one that is over the limit.
+    def step(self, group: int, workers: Iterable[int], optimizer: int = 0) -> int | None:
+        """Count an optimizer's step that refused these workers.
 
-        -1 stands for a sum that no worker's part explains.
+        Returns one that is over the limit. -1 stands for a sum that no worker's part explains.
         """
-        before = self._counts.get(group, {})
-        # A worker that is not among them starts at 0 again: only steps in a row count.
-        self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
+        before = self._counts.get((group, optimizer), {})
+        # A worker that is not among them starts at 0 again: only steps of an optimizer in a row count.
+        self._counts[group, optimizer] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
         # From the highest number, so that a worker is named before NO_WORKER.
         return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
 
     def forget(self, group: int) -> None:
         """Forget a group that is started again."""
-        self._counts.pop(group, None)
+        self._counts = {key: counts for key, counts in self._counts.items() if key[0] != group}
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
@@ -107,7 +107,7 @@ class NonfiniteLimit:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._counts = {group: dict(counts) for group, counts in state["counts"].items()}
+        self._counts = {key: dict(counts) for key, counts in state["counts"].items()}
 
 
 def nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:

@@ -51,26 +51,33 @@ def canonical_mean(
         parts = _with_headroom(parts, equal, len(weights) if equal else sum(weights))
         weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
     started = False
+    lone: torch.Tensor | None = None  # the first unit's only gradient, which is not in `out` yet
     for unit in tree:
         # Workers with weight 0 repeat a sample so that all take part in the backward. Their gradients do not count.
         terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
         grads = [(weight, grad) for weight, grad in terms if grad is not None]
         if not grads:
             continue
-        if not started:
+        if not started and equal and len(grads) == 1:
+            # One pass over the memory: it is not copied before the next unit is added.
+            lone, started = grads[0][1], True
+        elif not started:
             # The first unit is summed in `out` itself, so that a group on one host needs no other buffer.
             _sum_unit(grads, equal, out, scratch)
             started = True
-        elif len(grads) == 1:
-            out.add_(_scaled(grads[0], equal, scratch))
         else:
-            # Apart from `out`: (a + b) + (c + d) has other bits than ((a + b) + c) + d.
-            partial = scratch.like(0, out)
-            _sum_unit(grads, equal, partial, scratch)
-            out.add_(partial)
+            term = _scaled(grads[0], equal, scratch)
+            if len(grads) > 1:
+                # Apart from `out`: (a + b) + (c + d) has other bits than ((a + b) + c) + d.
+                term = scratch.like(0, out)
+                _sum_unit(grads, equal, term, scratch)
+            torch.add(out if lone is None else lone, term, out=out)
+            lone = None
     if not started:
         out.zero_()
-    elif divide and (len(weights) > 1 or not equal):
+    elif lone is not None:
+        out.copy_(lone)
+    if started and divide and (len(weights) > 1 or not equal):
         _divide(out, len(weights) if equal else sum(weights))
 
 

@@ -39,6 +39,34 @@ class StatePosition:
     hi: int
 
 
+class GradientViews:
+    """The gradient of one bucket by segment.
+
+    Most steps have their gradient in the same buffer, so the views of the last one serve again. A step of a model of
+    many small tensors would spend most of its time on them.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        # By worker group, one for each: that of a process that is gone must not keep its memory.
+        self._held: dict[int, tuple[tuple[int, torch.dtype, int], Mapping[int, torch.Tensor | None]]] = {}
+
+    def of(self, group: int, gradient: torch.Tensor, present: int) -> Mapping[int, torch.Tensor | None]:
+        """Return segment id -> its part of a group's gradient, or None; the same object for the same memory."""
+        # While views hold the memory, no other buffer can have its address.
+        key = (gradient.data_ptr(), gradient.dtype, present)
+        held = self._held.get(group)
+        if held is None or held[0] != key:
+            lo = self._bucket.lo
+            # None, and not zeros: Adam on None leaves its state, and Adam on zeros does not.
+            views = {
+                piece.segment: gradient[piece.lo - lo : piece.hi - lo] if present >> i & 1 else None
+                for i, piece in enumerate(self._bucket.pieces)
+            }
+            held = self._held[group] = key, views
+        return held[1]
+
+
 class UpdateUnit:
     """The unit of an update: one bucket, or the shard where tensors are kept whole.
 
@@ -52,6 +80,8 @@ class UpdateUnit:
         self.places = places
         self.update = update
         self.whole = whole
+        self.views = None if whole else GradientViews(buckets[0])
+        """The gradients of a unit of one bucket. None: tensors are kept whole."""
 
 
 class OptimizerState:
@@ -155,7 +185,11 @@ class ParameterShard:
     pieces: int = field(init=False)
     """The number of pieces of the shard's buckets."""
 
+    optimizers: int = field(init=False)
+    """The number of the job's optimizers."""
+
     def __post_init__(self) -> None:
+        self.optimizers = 1 + max((parameter.optimizer for parameter in self.map.parameters), default=0)
         self.pieces = sum(len(bucket.pieces) for bucket in self.buckets)
 
     def bucket(self, number: int) -> Bucket:
@@ -254,21 +288,28 @@ class ParameterShard:
     def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
         """Update one unit with the group's gradient times `factor`."""
         staging = self.staging[group]
-        grads: dict[int, torch.Tensor | None] = {}
-        for bucket in unit.buckets:
+        grads: Mapping[int, torch.Tensor | None]
+        if unit.views is None:
+            grads = self._whole_gradients(unit, staging)
+        else:
+            (bucket,) = unit.buckets
             present = staging.present(bucket)
-            gradient = staging.gradient(bucket) if present else None
-            for i, piece in enumerate(bucket.pieces):
-                key = piece.segment
-                if not present >> i & 1 or gradient is None:
-                    # None, and not zeros: Adam on None leaves its state, and Adam on zeros does not.
-                    grads.setdefault(key, None)
-                elif not unit.whole:
-                    grads[key] = self._scaled(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo], factor)
-                elif grads.get(key) is None:
-                    grads[key] = self._scaled(staging.segment(self.map.segments[key]), factor)
+            grads = unit.views.of(group, staging.gradient(bucket), present) if present else {}
+        if factor != 1.0:
+            grads = {key: None if grad is None else self._scaled(grad, factor) for key, grad in grads.items()}
         if any(gradient is not None for gradient in grads.values()):
             unit.update.apply(hyper, grads, staleness)
+
+    def _whole_gradients(self, unit: UpdateUnit, staging: GradientSource) -> dict[int, torch.Tensor | None]:
+        """The gradients of a unit of whole tensors, by segment."""
+        present = {
+            piece.segment
+            for bucket in unit.buckets
+            for i, piece in enumerate(bucket.pieces)
+            if staging.present(bucket) >> i & 1
+        }
+        segments = dict.fromkeys(piece.segment for bucket in unit.buckets for piece in bucket.pieces)
+        return {key: staging.segment(self.map.segments[key]) if key in present else None for key in segments}
 
     def update_now(self, reduced: ReducedBucket, hyper: bytes) -> None:
         """Update one bucket's values with a gradient that has just arrived."""

@@ -61,13 +61,14 @@ Outbox = Sequence[tuple[Address, m.Message]]
 class StepResult:
     """A step of a worker group that is over.
 
-    commits: of the workers with gradients in the step, by index. applied: the reply to them.
+    commits: of the workers with gradients in the step, by index. applied: the reply to them. counts: as in `Commit`.
     """
 
     group: int
     step: int
     commits: Mapping[int, m.Commit]
     applied: m.Applied
+    counts: bool = True
 
 
 class ServerExtension:
@@ -272,6 +273,16 @@ class ExchangeExtension(ServerExtension):
         """No worker group of this server group trains any more."""
 
 
+class StepStartExtension(ServerExtension):
+    """An extension that acts between two decided steps, and must know the next one."""
+
+    def before_apply(self, group: int, first: m.Commit) -> None:
+        """A decided step of a group is about to be carried out on this shard.
+
+        first: the commit of the first of its workers.
+        """
+
+
 class ExtensionHooks:
     """The extensions of one server by the hooks that they override, in their order."""
 
@@ -322,6 +333,8 @@ class ExtensionHooks:
         self.group_restarted = overriding(regroups, RegroupExtension.group_restarted)
         self.group_leaves = overriding(regroups, RegroupExtension.group_leaves)
         self.group_returns = overriding(regroups, RegroupExtension.group_returns)
+        starts = tuple(each for each in extensions if isinstance(each, StepStartExtension))
+        self.before_apply = overriding(starts, StepStartExtension.before_apply)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)

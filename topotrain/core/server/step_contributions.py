@@ -213,6 +213,8 @@ class StepContributions:
         model.staging[sender.group].check(sender, message)
         if message.samples < 0:
             raise m.ProtocolError(f"{sender}: {where}: {message.samples} samples")
+        if message.optimizer >= model.optimizers:
+            raise m.ProtocolError(f"{sender}: {where}: no optimizer {message.optimizer}")
         self._hyper.check(message.hyper)
 
     def current_source(self, sender: Address, step: int) -> GradientSource | None:

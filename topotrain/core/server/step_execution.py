@@ -5,11 +5,11 @@
 
 from collections.abc import Collection, Mapping
 
-from topotrain.config.async_momentum import explanation, momentum_in
+from topotrain.config.async_momentum import explanation
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
-from topotrain.core.optim.adapter import OptimizerSpec
+from topotrain.core.optim.adapter import OptimizerSpec, momentum_in
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
@@ -80,6 +80,8 @@ class StepExecution:
         self._samples = SampleCounts(self._topology, state.me.group, start.samples)
         self._strikes = NonfiniteLimit(job.nonfinite)
         self._steps_of = dict.fromkeys(groups.groups, 0)  # steps, of all incarnations of a group
+        # Of each group: the batches of the last step that had any, and the number of steps from that one on.
+        self._last: dict[int, tuple[tuple[int, ...], int]] = {}
 
     @property
     def samples(self) -> Mapping[Address, int]:
@@ -89,8 +91,14 @@ class StepExecution:
     def applied_batches(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         """Reply with the number of applied batches of a stream, or of steps of the group."""
         group = sender.group
-        count = self._steps_of[group] if message.stream < 0 else self.batches.count(message.stream, group)
-        self._queue.send(sender, m.AppliedBatchesReply(message.stream, count))
+        if message.stream < 0:
+            self._queue.send(sender, m.AppliedBatchesReply(message.stream, self._steps_of[group]))
+            return
+        marks, made = self._last.get(group, ((), 0))
+        first = next((marks[i + 1] for i in range(0, len(marks), 3) if marks[i] == message.stream), None)
+        count = self.batches.count(message.stream, group)
+        reply = m.AppliedBatchesReply(message.stream, count, first or 0, 0 if first is None else made)
+        self._queue.send(sender, reply)
 
     # --- the decided step ----------------------------------------------------------------------------------------
 
@@ -101,6 +109,8 @@ class StepExecution:
             raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
         staging = model.staging[group]
         self._hooks.policy.choose(staging, decision)
+        for extension in self._hooks.before_apply:
+            extension.before_apply(group, staging.first)
         # The last commit of the group may be of a worker that is not in this step.
         if self._partial:
             self._hyper.use(group, staging.first.hyper)
@@ -117,7 +127,8 @@ class StepExecution:
         version = self._state.version
         applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
         self._end_step(group, staging, applied)
-        self._count_nonfinite(group, step, refused)
+        if commit.counts:
+            self._count_nonfinite(group, commit, refused)
 
     def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
         """Whether the batches of the step count now; False: they have counted before."""
@@ -127,6 +138,9 @@ class StepExecution:
             raise StepError(str(error)) from error
         if new:
             self.batches.record(marks, group)
+            # A script with several optimizers makes several steps with one batch.
+            before, made = self._last.get(group, ((), 0))
+            self._last[group] = (marks, 1) if marks else (before, made + 1)
         return new
 
     def _update(self, model: ParameterShard, group: int, commit: m.Commit, norm: float, staleness: int) -> None:
@@ -150,24 +164,25 @@ class StepExecution:
             if worker.index in staging.commits:
                 self._replies.reply(worker, applied, staging.commits[worker.index].fetch)
         # Before the next step begins, which has commits of its own.
-        result = StepResult(group, staging.step, staging.commits, applied)
+        result = StepResult(group, staging.step, staging.commits, applied, staging.first.counts)
         staging.next_step()
-        self._groups.clocks.tick(group)
-        self._steps_of[group] += 1
+        if result.counts:
+            self._groups.clocks.tick(group)
+            self._steps_of[group] += 1
         # The replies above are held until `release`, so these messages arrive before them.
         for each in self._hooks.step_over:
             self._queue.send_all(each.step_over(result))
 
-    def _count_nonfinite(self, group: int, step: int, refused: dict[int, int]) -> None:
+    def _count_nonfinite(self, group: int, commit: m.Commit, refused: dict[int, int]) -> None:
         """End the group if a worker of it has sent too many non-finite gradients."""
-        number = self._strikes.step(group, refused)
+        number = self._strikes.step(group, refused, commit.optimizer)
         if number is None:
             return
         model, worker = self._state.known, "" if number == NO_WORKER else str(self._groups.workers[group][number])
         # Groups that do not wait for each other may have come to it by their momentum.
-        momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer).name, self._hyper.of_group[group])
+        momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer), self._hyper.of_group[group])
         why = explanation(self._topology, momentum)
-        text = nonfinite_message(worker, model.parameter(refused[number]), step + 1, self._strikes.most, why)
+        text = nonfinite_message(worker, model.parameter(refused[number]), commit.step + 1, self._strikes.most, why)
         self.fail(group, text, self._strikes.quarantine)
 
     # --- the workers of a group ----------------------------------------------------------------------------------
@@ -191,6 +206,7 @@ class StepExecution:
             "samples": self._samples.state_dict(),
             "nonfinite": self._strikes.state_dict(),
             "steps_of": self._steps_of,
+            "last": self._last,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -198,7 +214,7 @@ class StepExecution:
         self.batches.load_state_dict(state["batches"])
         self._samples.load_state_dict(state["samples"])
         self._strikes.load_state_dict(state["nonfinite"])
-        self._steps_of = dict(state["steps_of"])
+        self._steps_of, self._last = dict(state["steps_of"]), dict(state["last"])
 
 
 class Decisions:

@@ -22,6 +22,7 @@ from topotrain.core.server.server_extension import (
     Outbox,
     ServerExtension,
     StepResult,
+    StepStartExtension,
     makes_partial_steps,
 )
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
@@ -29,6 +30,7 @@ from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots,
 from topotrain.extensions.checkpointing.shard_snapshot import (
     SnapshotParticipant,
     SnapshotSource,
+    ValueChanger,
     WorkerStateKeeper,
     restore,
     unread,
@@ -50,7 +52,7 @@ class SnapshotStart(StartPoint):
         restore(model, self._source, shard)
 
 
-class CheckpointExtension(ExchangeExtension):
+class CheckpointExtension(ExchangeExtension, StepStartExtension):
     """The snapshots of one server.
 
     Args:
@@ -81,6 +83,9 @@ class CheckpointExtension(ExchangeExtension):
         """The extension for jobs with several server groups."""
         participants = [each for each in others if isinstance(each, SnapshotParticipant)]
         self._keepers = [each for each in others if isinstance(each, WorkerStateKeeper)]
+        self._changers = [each for each in others if isinstance(each, ValueChanger)]
+        self._waits = False  # scripts change values behind their steps, so that a snapshot waits for the next one
+        self._frozen_behind = -1  # worker group with the last step, if the shard was frozen behind it
         self.snapshots = ServerSnapshots(server.me, job, topology, source, server.queue, participants, self.cut)
         self._coordinator = coordinator = self.snapshots.coordinator
         self._listed = takes_snapshots(job, topology)
@@ -128,6 +133,9 @@ class CheckpointExtension(ExchangeExtension):
         schedule, coordinator = self._schedule, self._coordinator
         if schedule is None or coordinator is None:
             return
+        # The values are those of the step before, with all that its script has changed behind it.
+        if self.snapshots.due and not self._follows_step(group):
+            self._server.decisions.decree(self._server.groups[0], self.snapshots.due, SNAPSHOT)
         # The schedule counts the steps of the first worker group.
         # The step that is about to be decided is not in `steps` yet.
         steps = self.snapshots.steps[group] + 1 if group == self._server.groups[0] else 0
@@ -156,7 +164,9 @@ class CheckpointExtension(ExchangeExtension):
         self._proceed()
 
     def on_decree(self, decision: m.StepDecision) -> Outbox:
-        """All shards take a snapshot behind their next step."""
+        """All shards take a snapshot behind their next step, or of now if it was put off."""
+        if decision.step == self.snapshots.due:
+            self._freeze()
         self.snapshots.announce(decision.step)
         # If no worker of this group trains any more, the next step never comes.
         self._freeze_without_steps()
@@ -166,17 +176,54 @@ class CheckpointExtension(ExchangeExtension):
 
     def amend_reply(self, group: int, applied: m.Applied, first: m.Commit) -> m.Applied:
         """The workers of a step learn of the snapshot behind it."""
+        if not first.counts:
+            return applied
         # `marks` are triples (stream, first, last). The upper half of a stream's number is its epoch.
         number = self.snapshots.count_step(group, max(first.marks[::3], default=0) >> 32)
         return replace(applied, snapshot=number) if number else applied
 
+    def before_apply(self, group: int, first: m.Commit) -> None:
+        """Freeze if a snapshot is due, and the steps with the last batch are over."""
+        # A script begins again when it asks for a batch, so the values must be those of that moment.
+        if self._waits_for_batch and (first.marks or not self._server.steps.batches.counts()):
+            self._freeze()
+
+    @property
+    def _waits_for_batch(self) -> bool:
+        model = self._server.state.model
+        return model is not None and self.snapshots.waits_for_batch(model.optimizers > 1)
+
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
+        if not result.counts:
+            self._note_change(result.group)
+            return ()
         # All shards have `closed` from the same layout, so they forget the same epochs.
         self._server.steps.batches.close(self.snapshots.closed)
+        if self._waits_for_batch:
+            return ()
+        self._frozen_behind = result.group if self.snapshots.due else -1
         # Before any later message is handled, so that all shards freeze the values of the same step.
-        self._freeze()
+        if not self._waits:
+            self._freeze()
         return ()
+
+    def _follows_step(self, group: int) -> bool:
+        """Whether what the group has committed is a change that belongs to its last step."""
+        commits = self._server.state.known.staging[group].commits.values()
+        is_step = any(commit.counts for commit in commits)
+        return not is_step and any(changer.follows_step(group) for changer in self._changers)
+
+    def _note_change(self, group: int) -> None:
+        """A group has changed values between two steps."""
+        # With several server groups the freezes of all belong together, and none waits.
+        # With several optimizers the freeze waits for the next batch, behind which nothing of this one follows.
+        if self._synced or self._waits_for_batch or not any(changer.follows_step(group) for changer in self._changers):
+            return
+        # Once seen it is to be expected behind every step. All shards see it at the same place of the log.
+        if not self._waits and self._frozen_behind == group and self._schedule is not None:
+            self._schedule.take_again("a script has changed parameters behind its step (tt.assign)")
+        self._waits = True
 
     def on_drain(self) -> None:
         self._freeze_without_steps()
@@ -189,7 +236,7 @@ class CheckpointExtension(ExchangeExtension):
             self._freeze()
 
     def _freeze(self) -> None:
-        if not self.snapshots.is_due:
+        if not self.snapshots.due:
             return
         facts = _facts(self._server, self._synced, self._apart)
         self.snapshots.freeze(self._server.state.known, facts, self._server.steps.batches.counts())
@@ -233,6 +280,9 @@ class CheckpointExtension(ExchangeExtension):
             keeper.forget_snapshots(self._coordinator.next - 1)
 
     def reset_group(self, group: int, ended: bool) -> None:
+        # The new processes do not know of a snapshot that was put off.
+        if self._waits:
+            self.snapshots.put_off()
         # The new processes may not have the state that the snapshot waits for.
         if self._schedule is not None and self.requested_states():
             self._schedule.restart(group, self._states())
@@ -265,10 +315,14 @@ class CheckpointExtension(ExchangeExtension):
     def state_dict(self) -> State | None:
         snapshots = self.snapshots.state_dict()
         schedule = None if self._schedule is None else self._schedule.state_dict()
-        return None if snapshots is None else {"snapshots": snapshots, "schedule": schedule}
+        if snapshots is None:
+            return None
+        own = {"waits": self._waits, "frozen_behind": self._frozen_behind}
+        return {"snapshots": snapshots, "schedule": schedule, **own}
 
     def load_state_dict(self, state: State) -> None:
         self.snapshots.load_state_dict(state["snapshots"])
+        self._waits, self._frozen_behind = state["waits"], state["frozen_behind"]
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])
 

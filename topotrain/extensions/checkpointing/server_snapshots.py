@@ -145,10 +145,23 @@ class ServerSnapshots:
         if self._cut is not None and self._announced:
             self._due, self._announced = self._announced, 0
 
+    def waits_for_batch(self, several: bool) -> bool:
+        """Whether a snapshot is due before the next step that has a batch of its own.
+
+        several: the job has several optimizers, so the script makes several steps with a batch.
+        """
+        # Groups that go on by themselves are in the middle of different batches.
+        return self._due > 0 and several and len(self.steps) == 1 and self._cut is None
+
     @property
-    def is_due(self) -> bool:
-        """Whether this shard has to freeze now."""
-        return self._due > 0
+    def due(self) -> int:
+        """The snapshot for which this shard has to freeze now. 0: none."""
+        return self._due
+
+    def put_off(self) -> None:
+        """The snapshot that is due comes behind the next step instead."""
+        if self._due:
+            self._announced, self._due = self._due, 0
 
     def freeze(self, model: ParameterShard, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
         """Freeze the shard. facts: entries of the manifest. counts: of the data streams."""

@@ -77,6 +77,17 @@ class SnapshotParticipant:
         return frozen
 
 
+class ValueChanger(ABC):
+    """An extension of a server that changes values between two steps."""
+
+    @abstractmethod
+    def follows_step(self, group: int) -> bool:
+        """Whether the group's change that is committed belongs to its last step.
+
+        Its script had read no batch since then. A process that goes on behind that step would not repeat the change.
+        """
+
+
 class WorkerStateKeeper(ABC):
     """An extension of a server with which workers leave their states (1-D uint8)."""
 

@@ -306,10 +306,15 @@ class SnapshotCoordinator:
         missing = sorted(w for w in workers.expected - workers.present.keys() if w.group == group)
         if not missing:
             return ""
-        # The manifest is ordered already, with the states that it needs.
-        if now.publishing:
+        return self.fail(f"{', '.join(map(str, missing))} had to start again")
+
+    def fail(self, why: str) -> str:
+        """Drop the snapshot that is under way. Returns its reason, or "" if there is none."""
+        now = self._now
+        # The manifest may be ordered already, with the states that it needs.
+        if now is None or now.publishing:
             return ""
-        now.fail(f"{', '.join(map(str, missing))} had to start again")
+        now.fail(why)
         self._end_if_failed(now)
         return now.reason
 
@@ -410,6 +415,13 @@ class SnapshotSchedule:
         """The workers of a group have restarted."""
         # The launcher still waits for the last snapshot: it is taken again, behind their first step.
         self._ends = self._coordinator.abandon(group, workers) == END or self._ends
+
+    def take_again(self, why: str) -> None:
+        """The snapshot that is under way is not the moment that it should be."""
+        reason = self._coordinator.fail(why)
+        self._ends = reason == END or self._ends
+        if reason == STEP:
+            self._begun -= 1
 
     def state_dict(self) -> State:
         return {"begun": self._begun, "due": self._due, "timed": self._timed, "ends": self._ends}

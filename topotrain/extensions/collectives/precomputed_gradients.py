@@ -116,7 +116,7 @@ class PrecomputedGradients(GradientSource):
         if worker not in self.commits:
             super().commit(worker, message)
             if self.visible:
-                self._backwards.check_commit(worker, message.backwards)
+                self._backwards.check_commit(worker, message)
 
     @property
     def waits(self) -> bool:

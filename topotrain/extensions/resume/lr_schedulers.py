@@ -1,11 +1,12 @@
-"""Save and restore learning rates and LR schedulers of a worker's optimizer.
+"""Save and restore learning rates and LR schedulers of a worker's optimizers.
 
-The script does not hand over its schedulers, so they are found by their references to the optimizer. Two schedulers of
-one class, or one with state that is not plain data, are left out with a notice. For these the script calls `tt.keep`.
+The script does not hand over its schedulers, so they are found by their references to an optimizer. Two schedulers of
+one class over one optimizer, or one with state that is not plain data, are left out with a notice. For these the script
+calls `tt.keep`.
 """
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ _APART = frozenset({"params", "param_names"})
 
 
 class OptimizerRates:
-    """Parameter groups and schedulers of one optimizer.
+    """Parameter groups and schedulers of the optimizers.
 
     kept: the objects of `tt.keep` by name. notifier: shows each notice once.
     """
 
-    def __init__(self, optimizer: Optimizer, kept: Mapping[str, object], notifier: Notifier) -> None:
-        self._optimizer, self._kept, self._notifier = optimizer, kept, notifier
+    def __init__(self, optimizers: Sequence[Optimizer], kept: Mapping[str, object], notifier: Notifier) -> None:
+        self._optimizers, self._kept, self._notifier = tuple(optimizers), kept, notifier
         self._notified: set[str] = set()
         self._all: list[Any] = []
         self._named: dict[str, Any] = {}
@@ -36,9 +37,9 @@ class OptimizerRates:
 
     def find(self) -> None:
         """Search for schedulers at the begin of an epoch, if there may be new ones."""
-        groups = self._optimizer.param_groups
+        groups = self._groups()
         # Every scheduler writes this key.
-        if "initial_lr" not in groups[0]:
+        if not any("initial_lr" in group for group in groups):
             return
         seen = ([group["lr"] for group in groups], self.mark())
         # The rates have changed and no known scheduler has: there is another one. A search takes as long as some steps.
@@ -49,7 +50,7 @@ class OptimizerRates:
 
     def _search(self) -> None:
         # PyTorch has no list of an optimizer's schedulers.
-        owners = gc.get_referrers(self._optimizer)
+        owners = gc.get_referrers(*self._optimizers)
         found = [o for o in owners if isinstance(o, LRScheduler)]
         # Before Python 3.13 the attributes of an object may be in a dict, which then is the referrer.
         dicts = [o for o in owners if isinstance(o, dict)]
@@ -62,16 +63,26 @@ class OptimizerRates:
         for one in self._all:
             if id(one) not in inner:
                 # By class, because the next process has other objects. An object of `tt.keep` has a name of its own.
-                by_name.setdefault(names.get(id(one), type(one).__qualname__), []).append(one)
+                by_name.setdefault(names.get(id(one), self._name_of(one)), []).append(one)
         self._named = {name: ones[0] for name, ones in by_name.items() if len(ones) == 1}
         for name in by_name.keys() - self._named.keys():
             self._notify_once(
                 f"there are several LR schedulers {name}: to have them after a restart, tt.keep(name=scheduler)"
             )
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _name_of(self, scheduler: LRScheduler) -> str:
+        kind = type(scheduler).__qualname__
+        if len(self._optimizers) == 1:
+            return kind
+        at = next(number for number, each in enumerate(self._optimizers) if each is scheduler.optimizer)
+        return f"{kind} of optimizer {at} ({type(scheduler.optimizer).__name__})"
+
     def has(self, thing: object) -> bool:
-        """Whether this is a scheduler of the optimizer."""
-        return isinstance(thing, LRScheduler) and thing.optimizer is self._optimizer
+        """Whether this is a scheduler of one of the optimizers."""
+        return isinstance(thing, LRScheduler) and any(thing.optimizer is each for each in self._optimizers)
 
     def _notify_once(self, text: str) -> None:
         if text not in self._notified:
@@ -85,7 +96,7 @@ class OptimizerRates:
     def pack(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return groups and schedulers as in `WorkerState`."""
         groups = []
-        for group in self._optimizer.param_groups:
+        for group in self._groups():
             pairs = {}
             for name, value in group.items():
                 if name not in _APART:
@@ -105,7 +116,7 @@ class OptimizerRates:
 
     def restore(self, state: WorkerState) -> None:
         """Restore groups and schedulers. Raises ConfigError for another optimizer."""
-        groups = self._optimizer.param_groups
+        groups = self._groups()
         if len(groups) != len(state.groups):
             raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")
         if state.schedulers:

@@ -28,6 +28,7 @@ class PreviousRun:
         first: the first pass that is not over.
         steps: the steps of this worker.
         taken: the steps of its group among them, in this run.
+        unfinished: an earlier process of this run may have died between two steps with one batch.
         past: the snapshot from which the job continues.
         main: the state of worker (0,0) in it.
     """
@@ -40,6 +41,7 @@ class PreviousRun:
     first: int = 0
     steps: int = 0
     taken: int = 0
+    unfinished: bool = False
     past: Manifest | None = None
     main: WorkerState | None = None
 
@@ -64,6 +66,7 @@ class PreviousRun:
             fresh=True if source is None else source.fresh,
             again=mine is not None and bool(mine.now),
             restored=mine is not None,
+            unfinished=self.unfinished and start.epoch == self.first,
         )
 
     def _drawn(self, start: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
@@ -100,7 +103,7 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     if past is not None and past.first_epoch is not None:
         first = min(first, past.first_epoch)
     first = first if past is None else max(first, past.closed)
-    later, alive, taken = None, False, 0
+    later, alive, taken, unfinished = None, False, 0, False
     if returned:
         taken = worker.client.extension(DataClient).applied(-1)
         # The servers count commits, and each is `n_push` calls of `optimizer.step()`.
@@ -111,7 +114,10 @@ def find(here: Context, worker: Worker) -> PreviousRun:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes
             later = None if since is None else WorkerState.from_bytes(_bytes(since))
-    return PreviousRun(before, later, own, alive, returned, first, steps, taken, past, main)
+        # A state is saved when the script asks for a batch. A step after that may be one of several with the batch.
+        saved = later or before
+        unfinished = len(worker.optimizers) > 1 and (saved is None or saved.steps < steps)
+    return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main)
 
 
 def _read(past: Manifest, group: int, index: int) -> WorkerState:

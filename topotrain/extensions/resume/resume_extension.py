@@ -3,8 +3,6 @@
 from contextlib import suppress
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 from topotrain.config.job import ConfigError
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, Manifest, name_of, numbers
 from topotrain.extensions.resume.script_resume import ScriptResume
@@ -16,8 +14,8 @@ from topotrain.training.worker import Worker
 class ResumeExtension(PrepareExtension):
     """Continues a script in a fresh process, and a job from its last snapshot."""
 
-    def script_position(self, here: Context, worker: Worker, optimizer: Optimizer) -> ScriptPosition | None:
-        return ScriptResume(here, worker, optimizer)
+    def script_position(self, here: Context, worker: Worker) -> ScriptPosition | None:
+        return ScriptResume(here, worker)
 
     def resume_hint(self, workspace: Path) -> str:
         folder = workspace / FOLDER

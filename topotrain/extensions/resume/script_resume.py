@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.core.events import EventNotifier
@@ -51,10 +50,13 @@ class ScriptResume(ScriptPosition):
     Raises ConfigError if the saved state does not fit this script.
     """
 
-    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
+    def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
-        self._rates = OptimizerRates(optimizer, here.kept, EventNotifier(here, str(here.me)))
+        self._rates = OptimizerRates(worker.optimizers, here.kept, EventNotifier(here, str(here.me)))
         self._saves = _saves(here)
+        # A lazy step is known to be applied only in the next one. Of several optimizers the servers freeze behind the
+        # last step with a batch, which is known when the next batch is asked for.
+        self._lazy = worker.lazy and len(worker.optimizers) == 1
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
@@ -105,6 +107,15 @@ class ScriptResume(ScriptPosition):
             with torch.no_grad():
                 buffer.copy_(found)
 
+    def _restore_trains(self, left: WorkerState) -> None:
+        """Freeze and thaw parameters as they were."""
+        # The script may have thawed a layer in an epoch that is over, and is not repeated.
+        parts = self._worker.parts
+        for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
+            trains = left.trains.get(described.name)
+            if isinstance(trains, bool) and not tensor.is_meta:
+                tensor.requires_grad_(trains)
+
     def restore_kept(self, name: str) -> None:
         """Restore an object of `tt.keep`, if the saved state has its name."""
         condition = self._earlier.condition
@@ -121,6 +132,7 @@ class ScriptResume(ScriptPosition):
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition)
+            self._restore_trains(condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
@@ -153,9 +165,12 @@ class ScriptResume(ScriptPosition):
         Raises:
             GroupLeaving: the worker's group leaves the job.
         """
+        # Of several steps with one batch, an earlier one may have brought the number of a snapshot.
+        if len(self._worker.optimizers) > 1:
+            self._worker.client.values.settle()
         self._check_whether_it_leaves()
         # Only for a state that will be saved: reading all generators takes time in every step.
-        if self._worker.snapshot or self._worker.lazy:
+        if self._worker.snapshot or self._lazy:
             self._now = self._generator_state()
 
     def ended(self) -> None:
@@ -184,7 +199,7 @@ class ScriptResume(ScriptPosition):
             self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
         if self._worker.snapshot:
             self._save_for_snapshot()
-        if self._worker.lazy and self._latest_step != self._worker.tally.steps:
+        if self._lazy and self._latest_step != self._worker.tally.steps:
             # A lazy step is known to be applied only in the next one. By then the state is no longer that of the step.
             self._latest, self._latest_step = self._whole(self._now), self._worker.tally.steps
 
@@ -199,7 +214,7 @@ class ScriptResume(ScriptPosition):
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""
-        if self._worker.snapshot and self._worker.lazy:
+        if self._worker.snapshot and self._lazy:
             self._save_for_snapshot()
         # The last lazy step may bring another snapshot's number.
         self._worker.client.values.settle()
@@ -213,7 +228,7 @@ class ScriptResume(ScriptPosition):
     def _save_for_snapshot(self) -> None:
         # One state per snapshot: the number is taken with the save.
         number, self._worker.snapshot = self._worker.snapshot, 0
-        late = self._latest if self._worker.lazy else None
+        late = self._latest if self._lazy else None
         self._save(number, late or self._whole(self._now))
         self._now = {}
 
@@ -239,8 +254,12 @@ class ScriptResume(ScriptPosition):
             for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
             if not buffer.is_meta
         }
+        trains = {
+            described.name: tensor.requires_grad
+            for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
+        }
         steps = self._worker.tally.steps
-        whole = replace(self._at, steps=steps, kept=kept, now=now, buffers=buffers, tensors=tensors)
+        whole = replace(self._at, steps=steps, trains=trains, kept=kept, now=now, buffers=buffers, tensors=tensors)
         return self._rated(whole)
 
     def _rated(self, condition: WorkerState) -> WorkerState:
@@ -295,6 +314,7 @@ class ScriptResume(ScriptPosition):
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
             self._rates.restore(self._earlier.later or was)
+            self._restore_trains(was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())

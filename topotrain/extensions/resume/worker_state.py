@@ -30,6 +30,7 @@ class WorkerState:
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
         groups: the optimizer's parameter groups without their parameters, packed, by index.
         schedulers: LR schedulers, packed, by class.
+        trains: by parameter, whether it trains or is frozen.
         kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
         begin: random number generators before the pass began.
         now: the same before this batch, if it is not the first one.
@@ -47,6 +48,7 @@ class WorkerState:
     fresh: bool = True
     groups: list[Any] = field(default_factory=list)
     schedulers: dict[str, Any] = field(default_factory=dict)
+    trains: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     begin: Stand = field(default_factory=dict)
     now: Stand = field(default_factory=dict)

@@ -59,6 +59,8 @@ class UnitConfig:
     """The settings that all children of a unit share.
 
     sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
+    threads: of each worker, as `worker_threads` returns it.
+    link_mbit: the measured speed of the slowest link between units; 0: not measured.
     """
 
     job: Job
@@ -69,6 +71,8 @@ class UnitConfig:
     hosts: tuple[int, ...] = ()
     host: str = "127.0.0.1"
     attempt: AttemptInfo = AttemptInfo()
+    threads: int = 0
+    link_mbit: float = 0.0
 
     @property
     def logs(self) -> Path:
@@ -290,12 +294,14 @@ def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int
         "sockets": unit.sockets,
         "hosts": list(unit.hosts),
         "host": unit.host,
+        "link_mbit": unit.link_mbit,
         "program": unit.job.program,
         "args": list(unit.job.args),
         "incarnation": incarnation,
         "seats": seats,
         "resume": unit.attempt.resume,
         "shared_memfd": bool(child.fds),
+        "threads": 0 if child.is_server else unit.threads,
         "log": str(child.log),
     }
 

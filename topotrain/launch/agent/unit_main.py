@@ -20,6 +20,7 @@ from topotrain.launch import UnitPlace, add_arguments
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints, UnitConfig
 from topotrain.launch.agent.supervisor import Supervisor
+from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
 from topotrain.launch.agent.workspace import JOB_FILE
 
 _STDOUT = 1
@@ -62,7 +63,7 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
     """
     run_dir = Path(place.run_dir)
     job = job_file.load(run_dir / JOB_FILE)
-    topology = layout(job.cluster, place.host_numbers)
+    topology = layout(job.cluster, place.host_numbers, place.link_mbit)
     units = len(topology.units)
     if place.nprocs != units:
         raise ConfigError("nprocs", place.nprocs, f"must be {units}, the number of units of this job")
@@ -77,7 +78,19 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
             path = own.path
         # The forkserver's folder is private, and short enough for the path of a Unix socket.
         sockets = place.sockets or os.path.dirname(path)
-        unit = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, attempt)
+        threads = worker_threads(job, topology, place.rank, os.environ, allowed_cores())
+        unit = UnitConfig(
+            job=job,
+            unit=place.rank,
+            rendezvous=place.rendezvous,
+            run_dir=run_dir,
+            sockets=sockets,
+            hosts=topology.hosts,
+            host=place.host,
+            attempt=attempt,
+            threads=threads,
+            link_mbit=place.link_mbit,
+        )
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
         # Closed in reverse order: without its connection the forkserver kills what is left before it ends.

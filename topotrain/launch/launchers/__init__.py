@@ -38,9 +38,9 @@ class LauncherEntry:
 LAUNCHERS = {
     LOCAL: LauncherEntry("", "this machine, as `topotrain run`"),
     "torchrun": LauncherEntry("torchrun", "torch.distributed.run, on one node or started on each of several"),
-    "slurm": LauncherEntry("slurm", "a batch job of Slurm"),
+    "slurm": LauncherEntry("slurm", "a batch job of Slurm", ("requeue",)),
     "srun": LauncherEntry("srun", "a step of Slurm, in front, inside an allocation or with one of its own"),
-    "submitit": LauncherEntry("submitit", "a batch job of Slurm through submitit"),
+    "submitit": LauncherEntry("submitit", "a batch job of Slurm through submitit", ("requeue",)),
     "mpirun": LauncherEntry("mpirun", "Open MPI, in front"),
     "ray": LauncherEntry("ray", "actors in a Ray cluster, in front", ("max_restarts",)),
     KUBERNETES: LauncherEntry(

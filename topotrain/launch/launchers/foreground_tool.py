@@ -74,29 +74,31 @@ def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
         code = run(words, submission.environ, not submission.options.json)
     except StopRequested as came:
         return LaunchResult(128 + came.number)
-    return LaunchResult(agreed(submission, code))
+    return LaunchResult(agreed(submission.rendezvous, code))
 
 
-def agreed(submission: Submission, code: int) -> int:
+def agreed(rendezvous: str, code: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the exit code that the units of a failed job have agreed on."""
     # srun returns 143 when it had to end the other units, and torchrun returns 1 for every failure.
-    end = ending(submission) if code else None
+    end = ending(rendezvous, environ=environ) if code else None
     return code if end is None else end.code or code
 
 
-def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | None":
+def ending(rendezvous: str, said: "JobEnd | None" = None, environ: Mapping[str, str] = os.environ) -> "JobEnd | None":
     """Return how the job has ended, if it is in the store; set `said` if it is not."""
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, open_store, within
+    from topotrain.comm.store.store_url import parse
     from topotrain.launch.multinode.node_info import JobEnd, with_job
 
     try:
-        with contextlib.closing(open_store(with_job(submission.rendezvous, ""), load_secret(os.environ))) as store:
+        with contextlib.closing(open_store(with_job(rendezvous, ""), load_secret(environ))) as store:
             # Each start of the job has a prefix of its own, which unit 0 has named here.
-            word = store.get(f"jobs/{submission.id}/run")
+            job = parse(rendezvous).job
+            word = store.get(f"jobs/{job}/run")
             if word is None:
                 return None
-            run = within(store, f"jobs/{submission.id}.{word.decode()}")
+            run = within(store, f"jobs/{job}.{word.decode()}")
             if said is not None:
                 run.compare_and_set("end", None, said.dumped())
             end = run.get("end")

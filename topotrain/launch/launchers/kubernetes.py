@@ -26,13 +26,17 @@ FORMATS: Mapping[str, Callable[[ManifestConfig], list[Data]]] = MappingProxyType
     {"trainjob": kubernetes_manifests.trainjob, "jobset": kubernetes_manifests.jobset}
 )
 PORT, DOMAIN, NAMESPACE, PYTHON = 29400, "cluster.local", "default", "python"
+_LEAST_MEMORY = 256 << 20
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _PASSED: Mapping[str, tuple[str, re.Pattern[str]]] = MappingProxyType(
     {
         "cpu": ("cpu=4", _QUANTITY),
         "memory": ("memory=8Gi", _QUANTITY),
+        "shm": ("shm=1Gi", _QUANTITY),
         "gpu": ("gpu=1", re.compile(r"[0-9]+")),
+        "user": ("user=1000", re.compile(r"[1-9][0-9]{0,8}")),
+        "ttl": ("ttl=86400", re.compile(r"[0-9]{1,9}")),
         "python": ("python=/opt/venv/bin/python", re.compile(r".+")),
         "domain": ("domain=cluster.local", re.compile(r"[a-z0-9.-]+")),
         "port": ("port=29400", re.compile(r"[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}")),
@@ -85,6 +89,7 @@ def order(at: Submission) -> ManifestConfig:
         if not _LABEL.fullmatch(name) or len(name) > longest:
             raise ConfigError(option, name, f"must be at most {longest} of a-z, 0-9 and -, beginning with a letter")
     words = passed(options.extra)
+    _check_sizes(words, options.format)
     parse(at.rendezvous)
     open_url = without_password(at.rendezvous) == at.rendezvous
     volumes = [volume.partition(":") for volume in words.get("volume", "").splitlines()]
@@ -102,8 +107,26 @@ def order(at: Submission) -> ManifestConfig:
         words.get("cpu", ""),
         words.get("memory", ""),
         words.get("gpu", ""),
+        words.get("shm", ""),
         {path: claim for claim, _, path in volumes},
+        int(words.get("user", kubernetes_manifests.USER)),
+        int(words.get("ttl", kubernetes_manifests.TTL_S)),
     )
+
+
+def _check_sizes(words: Mapping[str, str], form: str) -> None:
+    """Raise ConfigError for sizes or a ttl that cannot be used."""
+    memory, shm = (kubernetes_manifests.size(words.get(name, "0")) for name in ("memory", "shm"))
+    if "memory" in words and memory < _LEAST_MEMORY:
+        raise ConfigError(
+            "--pass", f"memory={words['memory']}", "must be at least 256Mi: Python and torch need that much"
+        )
+    if "memory" in words and shm >= memory:
+        accepted = f"must be less than memory={words['memory']}, of which /dev/shm is a part"
+        raise ConfigError("--pass", f"shm={words['shm']}", accepted)
+    if "ttl" in words and form != "jobset":
+        accepted = "is for --format jobset: a TrainJob has no such field, and a JobSet that it has lost is made again"
+        raise ConfigError("--pass", f"ttl={words['ttl']}", accepted)
 
 
 def _secrets(at: Submission, open_url: bool) -> dict[str, str]:

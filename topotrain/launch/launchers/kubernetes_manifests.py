@@ -4,8 +4,10 @@ A TrainJob (Kubeflow Trainer v2) comes with its own TrainingRuntime. This module
 role, in which a pod is a unit. A failed pod fails its Job, and so the whole JobSet.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from topotrain.config.topology import Topology, Unit
@@ -16,7 +18,16 @@ MAIN, SERVERS = "node", "servers"
 CONF_FOLDER, CONF_FILE = "/etc/topotrain", "job.conf"
 MEETING_S = 1800
 """Seconds until the last pod has started: images may have to be pulled."""
+PROCESS_BYTES, LOADER_BYTES, LEAST_SHM_BYTES = 4 << 30, 512 << 20, 64 << 20
+"""The default memory of a process, the default /dev/shm for each worker, and the least /dev/shm."""
+TTL_S = 7 * 24 * 3600
+"""Seconds for which a JobSet that has ended is kept, with the logs of its pods."""
+USER = 1000
 _SETUP_CODE = 2
+_UNITS: Mapping[str, float] = MappingProxyType(
+    {"m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    | {unit: 1 << shift for unit, shift in (("Ki", 10), ("Mi", 20), ("Gi", 30), ("Ti", 40))}
+)
 Data = dict[str, Any]
 
 
@@ -27,8 +38,9 @@ class ManifestConfig:
     conf: the text of the job file.
     rendezvous: the store's URL. "": it has a password, which is in the Secret instead.
     secrets: the values of the Secret to write. None: it is created separately.
-    cpu, memory: quantities for each pod; "": as many CPUs as it has processes, and no memory limit.
-    volumes: the PersistentVolumeClaim of each path.
+    cpu, memory, shm: quantities for each pod; "": by its processes. /dev/shm is a part of the memory.
+    volumes: the PersistentVolumeClaim of each path. user: the user ID of all processes, and the group of the volumes.
+    ttl_s: seconds for which a JobSet that has ended is kept.
     """
 
     name: str
@@ -43,7 +55,10 @@ class ManifestConfig:
     cpu: str = ""
     memory: str = ""
     gpu: str = ""
+    shm: str = ""
     volumes: Mapping[str, str] = field(default_factory=dict)
+    user: int = USER
+    ttl_s: int = TTL_S
 
     @property
     def secret(self) -> str:
@@ -79,7 +94,8 @@ def jobset(order: ManifestConfig) -> list[Data]:
             "apiVersion": JOBSET_API,
             "kind": "JobSet",
             "metadata": _metadata(order, order.name),
-            "spec": _jobset_spec(order),
+            # Not in a TrainJob: its controller would make the JobSet again that has been deleted by its age.
+            "spec": {**_jobset_spec(order), "ttlSecondsAfterFinished": order.ttl_s},
         },
     ]
 
@@ -92,6 +108,12 @@ def roles(topology: Topology) -> list[tuple[str, tuple[Unit, ...]]]:
     # Ranks must be consecutive in each Job: the layout has the units of servers last.
     serving = topology.units[len(working) :]
     return [(MAIN, working), *([(SERVERS, serving)] if serving else [])]
+
+
+def size(quantity: str) -> float:
+    """Return the number of a quantity such as 512Mi."""
+    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", quantity).groups()  # type: ignore[union-attr]
+    return float(number) * _UNITS[unit]
 
 
 def address(name: str, namespace: str, domain: str) -> str:
@@ -163,6 +185,7 @@ def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
         "command": [order.python, "-m", "topotrain", "unit", f"{CONF_FOLDER}/{CONF_FILE}"],
         "env": _variables(order, units[0].rank),
         "resources": _resources(order, units),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": "conf", "mountPath": CONF_FOLDER, "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -172,10 +195,21 @@ def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
+        "securityContext": {
+            # A number: the kubelet cannot know that a user with a name is not root.
+            "runAsNonRoot": True,
+            "runAsUser": order.user,
+            "runAsGroup": order.user,
+            "fsGroup": order.user,
+            # A large volume is not walked through before each start.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": [
             {"name": "conf", "configMap": {"name": f"{order.name}-conf"}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a pod has 64 MB otherwise
+            # A pod has 64 MB otherwise. It is for the loaders of torch: the job's own buffers have no file system.
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm(order, units)}},
             *({"name": volume, "persistentVolumeClaim": {"claimName": claim}} for volume, _, claim in claims),
         ],
     }
@@ -200,12 +234,29 @@ def _from_secret(order: ManifestConfig, key: str) -> Data:
 
 
 def _resources(order: ManifestConfig, units: tuple[Unit, ...]) -> Data:
-    processes = max(len(unit.workers) + bool(unit.servers) for unit in units)
-    # A CPU for each process of the largest unit: all pods of a Job are alike.
-    requests = {"cpu": order.cpu or str(processes)}
-    limits: dict[str, str] = {}
-    if order.memory:
-        requests["memory"] = limits["memory"] = order.memory
+    # All pods of a Job are alike, so the largest unit counts. A process computes with one thread.
+    count = max(map(_processes, units))
+    memory = order.memory or _mebibytes(count * PROCESS_BYTES + size(_shm(order, units)))
+    requests = {"cpu": order.cpu or str(count), "memory": memory}
+    # Requests and limits are equal, so that a node that is full ends other pods first.
+    limits = dict(requests)
     if order.gpu and any(unit.workers for unit in units):
         limits["nvidia.com/gpu"] = order.gpu
-    return {"requests": requests, **({"limits": limits} if limits else {})}
+    return {"requests": requests, "limits": limits}
+
+
+def _processes(unit: Unit) -> int:
+    return len(unit.workers) + bool(unit.servers)
+
+
+def _shm(order: ManifestConfig, units: tuple[Unit, ...]) -> str:
+    """Return the size of /dev/shm, which counts in the pod's memory."""
+    if order.shm:
+        return order.shm
+    wanted = max(LEAST_SHM_BYTES, LOADER_BYTES * max(len(unit.workers) for unit in units))
+    # The processes need memory, too.
+    return _mebibytes(min(wanted, size(order.memory) / 4) if order.memory else wanted)
+
+
+def _mebibytes(nbytes: float) -> str:
+    return f"{max(1, int(nbytes) >> 20)}Mi"

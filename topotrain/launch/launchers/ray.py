@@ -22,7 +22,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Topology
 from topotrain.core.events import Failed
 from topotrain.launch.launchers import foreground_tool
-from topotrain.launch.launchers.ray_capacity import better, fits
+from topotrain.launch.launchers.ray_capacity import Amounts, better, fits
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, LaunchResult, Submission, without_password
 from topotrain.launch.multinode.node_info import JobEnd, with_job
 from topotrain.launch.runtime.child_channel import die_with_parent
@@ -45,6 +45,7 @@ class RayOptions:
 
     cpus: CPUs of each unit; 0: one for each of its processes. room: seconds to wait for capacity.
     grows: the user has set `room`, so nodes may still join the cluster.
+    chosen: the user has set `strategy`.
     """
 
     strategy: str
@@ -53,6 +54,7 @@ class RayOptions:
     gpus: float = 0.0
     room: float = ROOM_S
     grows: bool = False
+    chosen: bool = False
 
 
 def ask(topology: Topology, extra: Sequence[str]) -> RayOptions:
@@ -62,7 +64,7 @@ def ask(topology: Topology, extra: Sequence[str]) -> RayOptions:
     for word in extra:
         name, _, value = word.partition("=")
         if name == "strategy" and value in STRATEGIES:
-            given = replace(given, strategy=value)
+            given = replace(given, strategy=value, chosen=True)
         elif name == "address" and value:
             given = replace(given, address=value)
         elif name in ("cpus", "gpus", "room") and _is_number(value):
@@ -93,7 +95,10 @@ def bundles(submission: Submission, asked: RayOptions) -> list[dict[str, float]]
 def command(submission: Submission) -> str:
     """Return a description of the calls to Ray, which has no command line for them."""
     asked = ask(submission.topology, submission.options.extra)
-    lines = [f"ray.init(address={asked.address!r})", f"placement_group(strategy={asked.strategy!r}, bundles=["]
+    lines = [f"ray.init(address={asked.address!r})"]
+    if asked.strategy == "STRICT_SPREAD" and not (asked.chosen or asked.grows):
+        lines.append("# strategy='SPREAD' if the cluster has one node")
+    lines.append(f"placement_group(strategy={asked.strategy!r}, bundles=[")
     lines += [f"    {bundle},  # unit {rank}" for rank, bundle in enumerate(bundles(submission, asked))]
     unit = f"the actor in bundle R runs {shlex.join(submission.command)} --rank R --nprocs {submission.units}"
     return submission.show("\n".join([*lines, "])", unit]))
@@ -109,8 +114,10 @@ def start(submission: Submission) -> LaunchResult:
     from topotrain.launch.agent.stop_signals import signals
 
     with _connected(asked.address) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = _for_nodes(nodes, wanted, asked)
         # Before the folder is written: a job that can never run leaves nothing behind.
-        _check_room(ray, wanted, asked)
+        _check_room(nodes, wanted, asked)
         submission.write()
         with signals() as stop:
             count = 0
@@ -157,9 +164,21 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptions) -> None:
+def _for_nodes(nodes: Sequence[Amounts], wanted: Sequence[Amounts], asked: RayOptions) -> RayOptions:
+    """Return the options with the default strategy for a cluster of these nodes."""
+    # With `room` more nodes may join. A strategy of the user's is kept.
+    only = len(nodes) == 1 and len(wanted) > 1 and not asked.grows
+    if not only or asked.chosen or asked.strategy != "STRICT_SPREAD" or not fits(nodes, wanted, "SPREAD"):
+        return asked
+    _print(
+        "the Ray cluster has one node, so the copies of each shard share it and are lost with it: "
+        "strategy SPREAD in place of STRICT_SPREAD"
+    )
+    return replace(asked, strategy="SPREAD")
+
+
+def _check_room(nodes: Sequence[Amounts], wanted: Sequence[Amounts], asked: RayOptions) -> None:
     """Raise ConfigError where these nodes never have enough capacity."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # With `room` nodes may still join, so nothing is impossible yet.
     if asked.grows or fits(nodes, wanted, asked.strategy):
         return
@@ -171,7 +190,7 @@ def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptio
     raise ConfigError("--pass=strategy", asked.strategy, accepted)
 
 
-def _amounts(amounts: Mapping[str, float]) -> str:
+def _amounts(amounts: Amounts) -> str:
     return ", ".join(f"{amounts[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in amounts) or "0 CPU"
 
 
@@ -248,7 +267,7 @@ class _Attempt:
         if self.lost:
             return 1
         # The first nonzero code may be that of a unit that the others have ended.
-        return foreground_tool.agreed(self.at, next((code for code in self.codes.values() if code), 0))
+        return foreground_tool.agreed(self.at.rendezvous, next((code for code in self.codes.values() if code), 0))
 
     def _has_room(self, group: Any) -> bool:
         began = time.monotonic()
@@ -318,10 +337,10 @@ class _Attempt:
         if self.stop.came:
             number = self.stop.came[0]
             foreground_tool.ending(
-                self.at, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
+                self.at.rendezvous, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
             )
         elif self.lost is not None:
-            foreground_tool.ending(self.at, JobEnd.of(self.lost, self.lost_rank, ""))
+            foreground_tool.ending(self.at.rendezvous, JobEnd.of(self.lost, self.lost_rank, ""))
 
 
 def _reason(error: Exception) -> str:

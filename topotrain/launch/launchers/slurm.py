@@ -13,12 +13,15 @@ from pathlib import Path
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import write_text
 from topotrain.launch.agent.pipes import log_tail
-from topotrain.launch.launchers import foreground_tool, srun
+from topotrain.launch.agent.workspace import JOB_FILE
+from topotrain.launch.launchers import foreground_tool, slurm_requeue, srun
 from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
 LOOK_S = 0.5
-QUIET_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "OUT OF SIGHT"})
+QUIET_STATES = frozenset(
+    {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "OUT OF SIGHT", "REQUEUED"}
+)
 """A job in one of these states has not ended."""
 
 
@@ -40,11 +43,22 @@ def script(submission: Submission) -> str:
         f"--output={submission.folder / OUTPUT}",
         "--export=ALL",
         # Nothing is restarted unless the user asks for it: a later option wins.
-        "--no-requeue",
+        *(_requeue(submission) if submission.options.requeue else ["--no-requeue"]),
         *submission.options.extra,
     ]
     lines = ["#!/bin/sh", *(f"#SBATCH {_directive(option)}" for option in options)]
-    return "\n".join([*lines, "exec " + shlex.join(srun.Srun().words(submission, inside=True)), ""])
+    words = srun.Srun().words(submission, inside=True)
+    if submission.options.requeue:
+        words = [sys.executable, "-m", slurm_requeue.__name__, str(submission.folder / JOB_FILE), *words]
+    return "\n".join([*lines, "exec " + shlex.join(words), ""])
+
+
+def _requeue(submission: Submission) -> list[str]:
+    """Return the options of sbatch for a job that is requeued. Raises ConfigError."""
+    slurm_requeue.check(submission.job)
+    # B: the script alone, because the default of this signal would end a unit. The output of the next start follows
+    # that of this one.
+    return ["--requeue", f"--signal=B:USR1@{slurm_requeue.notice_s(submission.job)}", "--open-mode=append"]
 
 
 def _directive(option: str) -> str:
@@ -102,7 +116,8 @@ def wait_for_end(job: str, output: Path, submission: Submission) -> int:
         return 128 + came.number
     if code:
         print(log_tail(output), file=sys.stderr, flush=True)
-    return foreground_tool.agreed(submission, code)
+    # A later start of a requeued job has another name in the store. Its script ends with the units' code itself.
+    return code if submission.options.requeue else foreground_tool.agreed(submission.rendezvous, code)
 
 
 def query(job: str) -> tuple[str, int]:

@@ -41,7 +41,8 @@ class LaunchOptions:
 
     Only some launchers accept the rest: max_restarts: the number of restarts of all units after a failure. image: the
     container image. namespace, format, output: the namespace of manifests, their format, and their file ("" for
-    stdout). with_secret: whether the manifests contain the secret.
+    stdout). with_secret: whether the manifests contain the secret. requeue: before the time limit the job takes a
+    snapshot, is queued again, and goes on.
     """
 
     rendezvous: str = ""
@@ -57,6 +58,7 @@ class LaunchOptions:
     format: str = ""
     output: str = ""
     with_secret: bool = False
+    requeue: bool = False
 
 
 @dataclass(frozen=True, slots=True)

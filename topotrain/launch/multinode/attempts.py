@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Notifier, Saved
+from topotrain.extensions.elastic.eligibility import absent_groups
 from topotrain.extensions.replication.replica_placement import check
 from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
@@ -19,6 +20,14 @@ from topotrain.launch.multinode.control_connection import (
     News,
     UnitMessage,
     UnitVanished,
+)
+from topotrain.launch.multinode.election.succession import (
+    OF_A_REPORT,
+    EventReporter,
+    Succession,
+    Takeover,
+    is_shown,
+    lead_notice,
 )
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap
@@ -33,14 +42,6 @@ from topotrain.launch.multinode.restart_barrier import (
     await_ready,
     check_found,
     send_attempt,
-)
-from topotrain.launch.multinode.succession import (
-    OF_A_REPORT,
-    EventReporter,
-    Succession,
-    Takeover,
-    is_shown,
-    lead_notice,
 )
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
@@ -75,11 +76,18 @@ class Attempts(Notifier):
     succession: Succession
     origin: ResumeSource
     saved: Saved | None = None
+    job: Job = field(init=False)
+    """The job of the present attempt, with its number of workers."""
+
+    def __post_init__(self) -> None:
+        self.job = self.agreement.job
 
     def first(self) -> RestartInfo | None:
         """Return the first attempt for this unit; None if the job has ended."""
         if not self.rendezvous.returns:
-            return RestartInfo(AttemptInfo(resume=self.agreement.resume), self.agreement.hosts)
+            absent = absent_groups(self.job, layout(self.job.cluster))
+            attempt = AttemptInfo(resume=self.agreement.resume, absent=absent)
+            return RestartInfo(attempt, self.agreement.hosts)
         # It joins a running job: the next attempt is the first one that includes it.
         begun = self._follow((), 0)
         assert not isinstance(begun, LeaderElected), "a unit that no attempt includes cannot lead"
@@ -131,6 +139,7 @@ class Attempts(Notifier):
                 self._on_leader_changed(begun, number)
             elif isinstance(begun, Begin):
                 self.succession.log.replace(begun.decisions, time.monotonic())
+                self.job = begun.info.job or self.job
                 return begun.info
             else:
                 return begun
@@ -196,7 +205,11 @@ class Attempts(Notifier):
         if policy is None or leader is None:
             # The news that another unit leads is on its way.
             return await_leader(news, self.membership, self.stop)
-        topology, absent = layout(self.agreement.job.cluster, hosts.numbers), policy.absent_groups
+        resized, why = policy.resized, ""
+        if resized is not None:
+            why = f"the job goes on with nworkers_per_group: {resized.cluster.nworkers_per_group}"
+        self.job = resized or policy.job
+        topology, absent = layout(self.job.cluster, hosts.numbers), policy.absent_groups
         # The barrier does not wait for a vanished unit that would have no processes.
         vacant = [u.rank for u in topology.units if not u.servers and absent.issuperset(w.group for w in u.workers)]
         others = [unit.rank for unit in topology.units if unit.rank != self.succession.rank]
@@ -206,17 +219,21 @@ class Attempts(Notifier):
         if not isinstance(ready, bool):
             return ready
         hosts = self.rendezvous.regather(barrier.back, hosts)
-        topology = layout(self.agreement.job.cluster, hosts.numbers)
+        topology = layout(self.job.cluster, hosts.numbers)
         # Replacements may run on hosts where a server and its backup would share a failure domain.
-        check(self.agreement.job, topology)
-        policy.begin_attempt(topology)
+        check(self.job, topology)
+        if resized is None:
+            policy.begin_attempt(topology)
+        else:
+            policy.begin_resized(resized, topology)
         self.succession.decide((), time.monotonic())
         resume = self.origin.newest(self)
-        check_found(resume, self.saved, self.agreement.job)
-        attempt = AttemptInfo(number + 1, resume, policy.absent_groups)
+        check_found(resume, self.saved, self.job)
+        attempt = AttemptInfo(number + 1, resume, policy.absent_groups, why)
         # Last: a unit that gets this message starts its processes.
-        send_attempt(leader, barrier, hosts, attempt, self.succession.log.decisions)
-        return RestartInfo(attempt, hosts)
+        begun = RestartInfo(attempt, hosts, self.job)
+        send_attempt(leader, barrier, begun, self.succession.log.decisions)
+        return begun
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

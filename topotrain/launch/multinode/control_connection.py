@@ -30,7 +30,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Failed
 from topotrain.core.protocol import Message, ProtocolError
-from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, LeaderElection, LeaderRecord
+from topotrain.launch.multinode.election.leader_election import FIRST_TERM, KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.node_info import NodeInfo
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, welcome_key
 from topotrain.launch.multinode.reliable_messages import ReliableEnd, UnitPart, Words

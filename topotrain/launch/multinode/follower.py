@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from topotrain.core.events import (
     Agreed,
+    Bounded,
     Covered,
     Differs,
     Event,
@@ -128,7 +129,7 @@ class Follower:
                 self._first.discard(who)
             case Finished() | Agreed() | Frozen() | Thawed():
                 self._leader.emit(event)
-            case Covered() | Missed() | Differs() | Saved() | Unsaved():
+            case Bounded() | Covered() | Missed() | Differs() | Saved() | Unsaved():
                 self._leader.emit(event)
             case _:
                 pass

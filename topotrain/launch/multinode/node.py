@@ -31,17 +31,18 @@ from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, write_run_files
+from topotrain.launch.control_socket import linked_folder
 from topotrain.launch.grace_period import LEADER
 from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
 from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
 from topotrain.launch.launchers.foreground_tool import StopRequested, interruptible
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
 from topotrain.launch.multinode.control_connection import ControlAccess
+from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
 from topotrain.launch.multinode.restart_barrier import RestartInfo
-from topotrain.launch.multinode.succession import Succession
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
@@ -208,12 +209,15 @@ class Node:
             began = time.monotonic()
             succession = Succession(job, rank, hosts.numbers, hosts)
             attempts = Attempts(rendezvous, agreement, membership, stop, record, succession, agreement.origin)
-            host = self._context(attempts)
+            folder = stack.enter_context(linked_folder(agreement.workspace, rank))
+            host = self._context(attempts, folder)
             stack.enter_context(closing(host.forkserver))
             try:
                 if rendezvous.opens:
                     succession.open(topology, began)
                 outcome, again = self._run_attempts(attempts, host, secret)
+                for promise in host.promises:
+                    promise.send("the job ended before it trained again")
             # The other units must not wait for this one until its silence counts as its loss.
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
@@ -231,13 +235,16 @@ class Node:
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank, membership.leader is not None)
 
-    def _context(self, attempts: Attempts) -> LauncherContext:
-        """Return the settings and resources that all attempts share."""
+    def _context(self, attempts: Attempts, folder: Path) -> LauncherContext:
+        """Return the settings and resources that all attempts share.
+
+        folder: that of the control socket.
+        """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
         forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
-        files = RunFiles(workspace / f"processes-{rank}.json", logs)
-        control = membership.control if attempts.agreement.job.on_failure is OnFailure.kContinue else None
+        files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
+        continues = attempts.agreement.job.on_failure is OnFailure.kContinue
         return LauncherContext(
             attempts.on_event,
             files,
@@ -245,9 +252,11 @@ class Node:
             forkserver,
             mark,
             membership,
-            control,
-            None if control is None else attempts.succession,
+            membership.control if continues else None,
+            attempts.succession if continues else None,
             self.outlet,
+            requests=membership.requests,
+            forwards=membership.forwards if continues else None,
         )
 
     def _run_attempts(self, attempts: Attempts, host: LauncherContext, secret: bytes) -> tuple[JobOutcome, bool]:
@@ -255,10 +264,11 @@ class Node:
 
         Returns the outcome of the last one, and whether the job was to restart after it.
         """
-        outcome, again, job = JobOutcome(0, 0.0), True, attempts.agreement.job
+        outcome, again = JobOutcome(0, 0.0), True
         begun = attempts.first()
         while begun is not None:
-            # A new unit may run on another host, which changes the layout.
+            job = attempts.job
+            # A new unit may run on another host, and workers may have left, which changes the layout.
             here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
             run = RunLoop(job, here, host, attempts.policy(here, begun))
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from topotrain.comm.store import Store, StoreError
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.store.discovery.job_registry import STOP_SAVING, JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError
@@ -34,6 +34,7 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
     ControlClient,
@@ -42,11 +43,13 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
+from topotrain.launch.multinode.election.leader_election import FIRST_TERM, LeaderElection
+from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
 from topotrain.launch.multinode.job_ending import JobEnding
-from topotrain.launch.multinode.leader_election import FIRST_TERM, LeaderElection
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, is_local
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.store_requests import StoreRequests
 
 LOST_S = 10.0
 """Seconds of silence after which a unit is gone, regardless of its peers."""
@@ -169,6 +172,7 @@ class FollowerMembership(NodeMembership):
         context, hosts, ending: as for `NodeMembership`.
         queue: receives messages for the run loop.
         election: of the leader.
+        forwards: gets the answers to requests of the user.
         replaceable: another unit takes over when the leader is lost.
     """
 
@@ -179,10 +183,11 @@ class FollowerMembership(NodeMembership):
         ending: JobEnding,
         queue: NewsQueue,
         election: LeaderElection,
+        forwards: ForwardedRequests,
         replaceable: bool,
     ) -> None:
         super().__init__(context, hosts, ending)
-        self._lost_peer, self._replaceable = False, replaceable
+        self._lost_peer, self._forwards, self._replaceable = False, forwards, replaceable
         self.control = ControlClient(
             context.access, context.rank, context.word, self, queue, election.term, election.leader
         )
@@ -244,6 +249,8 @@ class FollowerMembership(NodeMembership):
             self._ending.deliver(JobEnd.loaded(words["end"]))
         elif "save" in words:
             self._request_save(JobEnd.loaded(words["save"]))
+        elif "answer" in words:
+            self._forwards.receive(words["answer"])
         else:
             return False
         return True
@@ -281,6 +288,7 @@ class LeaderMembership(NodeMembership):
         context, hosts, ending: as for `NodeMembership`.
         control: the connections of the other units; it listens.
         queue: receives the losses and returns of units.
+        requests: of the user, from other units and the store.
         replaceable: another unit takes over when this one is lost, so the end of the job has to be in the store first.
     """
 
@@ -291,10 +299,12 @@ class LeaderMembership(NodeMembership):
         ending: JobEnding,
         control: ControlServer,
         queue: NewsQueue,
+        requests: JobRequests,
         replaceable: bool,
     ) -> None:
         super().__init__(context, hosts, ending)
-        self.control, self._queue, self._replaceable = control, queue, replaceable
+        self.control, self._queue, self._requests = control, queue, requests
+        self._replaceable = replaceable
         self._local = is_local(hosts.addresses[self._rank])
         self._kept, self._kept_of_job = MaintainedValues(context.stores.run), MaintainedValues(context.stores.shared)
         # The unit that has opened the job maintains these by itself.
@@ -305,6 +315,7 @@ class LeaderMembership(NodeMembership):
         self._gone: set[int] = set()  # units that are not looked after
         self._words = {unit.word for unit in hosts.units}  # of units that are members, or were reported
         self._registered = 0.0
+        self._asked_in_store = StoreRequests(context.stores.shared, requests)
         # Not the lock of `_ending`, which is taken inside.
         self._deciding = threading.Lock()
         others = {unit.rank: unit.word for unit in hosts.units if unit.rank != self._rank}
@@ -338,6 +349,8 @@ class LeaderMembership(NodeMembership):
         elif "report" in words:
             self.reports[rank] = [from_json(line) for line in words["report"]]
             self._end_if_complete()
+        elif "ask" in words:
+            accept(self._requests, self.control, rank, words["ask"])
         else:
             return False
         return True
@@ -409,6 +422,7 @@ class LeaderMembership(NodeMembership):
     def leave(self, end: JobEnd, state: str) -> None:
         """Record in the registry how the job ended. Raises StoreError."""
         self.close()  # otherwise removed keys would be written again
+        self._asked_in_store.write()
         if end.code:
             self._stores.run.set("end", end.dumped())  # the user may ask why the job failed
         self._stores.registry.keep(self._stores.record)
@@ -438,7 +452,11 @@ class LeaderMembership(NodeMembership):
         return [rank for rank in self.watched if self.control.silence_s(rank) > seconds]
 
     def _look_into_store(self) -> None:
-        if self._stores.shared.get("stop") is not None:
+        self._asked_in_store.look()
+        stop = self._stores.shared.get("stop")
+        if stop == STOP_SAVING:
+            self.announce_save(JobEnd(143, text="asked to end after a last snapshot"))
+        elif stop is not None:
             self.request_end(JobEnd(130, text="stopped by `topotrain jobs stop`"))
         raw = self._stores.run.get("end")
         if raw is not None:  # of a unit that could not start, or of a former leader

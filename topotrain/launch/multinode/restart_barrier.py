@@ -13,6 +13,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notifier, Saved
 from topotrain.launch.agent.children import AttemptInfo
@@ -25,10 +26,10 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.decision_log import Decision
+from topotrain.launch.multinode.election.decision_log import Decision
+from topotrain.launch.multinode.election.succession import Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.node_membership import LeaderMembership
-from topotrain.launch.multinode.succession import Takeover
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
@@ -37,10 +38,14 @@ _LOOK_S = 1.0  # between two looks whether the leader is silent
 
 @dataclass(frozen=True, slots=True)
 class RestartInfo:
-    """The attempt that a unit begins, and the hosts of all units in it."""
+    """The attempt that a unit begins, and the hosts of all units in it.
+
+    job: the job, if it is not the first attempt. Its number of workers may have changed.
+    """
 
     attempt: AttemptInfo
     hosts: HostMap
+    job: Job | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +186,17 @@ def await_leader(
 
 
 def send_attempt(
-    leader: LeaderMembership,
-    barrier: RestartBarrier,
-    hosts: HostMap,
-    attempt: AttemptInfo,
-    decisions: Sequence[Decision] = (),
+    leader: LeaderMembership, barrier: RestartBarrier, begun: RestartInfo, decisions: Sequence[Decision] = ()
 ) -> None:
     """Send the next attempt from the leader to all units that are present."""
+    attempt, hosts = begun.attempt, begun.hosts
     for rank, unit in barrier.back.items():  # before `expect`: the silence of the former process must not count
         leader.control.open(rank, unit.word)
     leader.expect(hosts, barrier.there)
     # The seal lets each unit check that it sees the same snapshot under this name.
     words: dict[str, Any] = {"name": Path(attempt.resume).name, "seal": seal(attempt.resume)}
-    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "log": list(decisions)}
+    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why, "log": list(decisions)}
+    words |= {} if begun.job is None else {"job": job_file.dumps(begun.job)}
     for rank in sorted(barrier.there):
         leader.control.send(rank, {"life": attempt.number, "begin": words})
 
@@ -241,8 +244,9 @@ def _begun(news: News, number: int, workspace: Path) -> Begin | LeaderElected | 
         return None
     words = news.words["begin"]
     path = seen(workspace, words["name"], words["seal"])
-    attempt = AttemptInfo(news.words["life"], path, frozenset(words["absent"]))
-    return Begin(RestartInfo(attempt, HostMap.of(words["hosts"])), words["log"])
+    attempt = AttemptInfo(news.words["life"], path, frozenset(words["absent"]), words["why"])
+    job = job_file.loads(words["job"], "the job of the leader") if "job" in words else None
+    return Begin(RestartInfo(attempt, HostMap.of(words["hosts"]), job), words["log"])
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:

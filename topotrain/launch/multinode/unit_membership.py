@@ -23,6 +23,7 @@ from dataclasses import replace
 from topotrain.comm.store import StoreError
 from topotrain.comm.transport import TransportError
 from topotrain.core.events import Event, Failed
+from topotrain.launch.job_requests import LEADER_LOST, JobRequests
 from topotrain.launch.multinode import node_membership
 from topotrain.launch.multinode.control_connection import (
     ControlChannel,
@@ -31,8 +32,9 @@ from topotrain.launch.multinode.control_connection import (
     LeaderElected,
     NewsQueue,
 )
+from topotrain.launch.multinode.election.leader_election import FIRST_TERM, KEY, SHARE, LeaderElection
+from topotrain.launch.multinode.forwarded_requests import ForwardedRequests
 from topotrain.launch.multinode.job_ending import JobEnding
-from topotrain.launch.multinode.leader_election import FIRST_TERM, KEY, SHARE, LeaderElection
 from topotrain.launch.multinode.node_info import HostMap, JobEnd
 from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, UnitContext
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
@@ -158,6 +160,7 @@ class UnitMembership:
     def __init__(self, context: UnitContext, hosts: HostMap, leads: bool) -> None:
         self._context, self._hosts = context, hosts
         self._ending, self.control = JobEnding(), ControlChannel(node_membership.AWAY_S)
+        self.requests, self.forwards = JobRequests(), ForwardedRequests()
         self._election = LeaderElection(context.rank, context.word, ALIVE_S, leads, time.monotonic())
         self._closed = threading.Event()
         self._replaceable = context.recovers and not hosts.served and len(hosts.names) > 1
@@ -263,6 +266,7 @@ class UnitMembership:
         with self._lock:
             self._closed.set()
         self._ending.close()
+        self.forwards.close()
         self._role.close()
         self.control.close()
         self._lease.drop_candidate()
@@ -336,19 +340,27 @@ class UnitMembership:
         else:
             self._lease.drop_candidate()
             self._ending.retract()
+            # The next leader answers those that came over the store.
+            self.requests.close(LEADER_LOST)
             self._role = self._follow()
             queue.put(LeaderChanged(term, self._election.leader, isinstance(former, LeaderMembership)))
         self._repeat()
 
     def _lead(self, server: ControlServer) -> LeaderMembership:
         self.control.use(server)
+        self.forwards.use(None)
         queue = self.control.queue
-        return LeaderMembership(self._context, self._hosts, self._ending, server, queue, self._replaceable)
+        return LeaderMembership(
+            self._context, self._hosts, self._ending, server, queue, self.requests, self._replaceable
+        )
 
     def _follow(self) -> FollowerMembership:
         queue, election = self.control.queue, self._election
-        role = FollowerMembership(self._context, self._hosts, self._ending, queue, election, self._replaceable)
+        role = FollowerMembership(
+            self._context, self._hosts, self._ending, queue, election, self.forwards, self._replaceable
+        )
         self.control.use(role.control)
+        self.forwards.use(role.control if election.leader >= 0 else None)
         return role
 
     def _repeat(self) -> None:

@@ -101,6 +101,10 @@ class AttemptState:
         """Return the processes of a unit."""
         return {who for who, unit in self._unit_of.items() if unit == rank}
 
+    def lost_units_of(self, group: int) -> list[int]:
+        """Return the lost units that have workers of a group."""
+        return sorted({self._unit_of[who] for who in self.members(group)} & self.lost_units)
+
     def members(self, group: int) -> set[str]:
         """Return the workers of a group."""
         return {who for who, number in self.group_of.items() if number == group}

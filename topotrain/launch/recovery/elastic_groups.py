@@ -171,12 +171,10 @@ class GroupChanges:
     Args:
         states: of the job's groups.
         attempt, restarts: of the job.
-        returnable: a group that was given up can be asked to join again.
     """
 
-    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts, returnable: bool = True) -> None:
+    def __init__(self, states: GroupStates, attempt: AttemptState, restarts: Restarts) -> None:
         self._states, self._attempt, self._restarts = states, attempt, restarts
-        self._returnable = returnable
 
     def _incarnation(self, group: int) -> int:
         return self._attempt.incarnations.get(group, 0)
@@ -190,13 +188,21 @@ class GroupChanges:
 
     def on_request(self, request: GroupRequest) -> list[Action]:
         """Return the actions after a request. The servers are asked, or it is refused."""
-        why = self._states.refusal(request)
+        why = self._states.refusal(request) or self._gone(request)
         if why:
             return [refused(request, why)]
         # The servers decide: only they have the job's progress.
         state = GroupState.COMING if request.verb == JOIN else GroupState.ASKED
         self._states[request.group] = replace(self._states[request.group], state=state, within_s=request.within_s)
         return [AskServers(request.verb, request.group, self._incarnation(request.group))]
+
+    def _gone(self, request: GroupRequest) -> str:
+        """Return why a group cannot join because one of its units is lost; "": it can."""
+        gone = self._attempt.lost_units_of(request.group) if request.verb == JOIN else []
+        if not gone:
+            return ""
+        unit = f"unit {gone[0]}, which had its workers, is gone"
+        return f"group {request.group} cannot join: {unit}, and returns only when the whole job starts again"
 
     def on_agreed(self, event: Agreed, now: float) -> list[Action]:
         """Return the actions after an answer of the servers."""
@@ -259,7 +265,7 @@ class GroupChanges:
         self._forget(group)
         # No step of this group will come that could end its incidents.
         self._restarts.times.drop(group)
-        back = ", which `topotrain join` can bring back" if self._returnable else ""
+        back = "" if self._attempt.lost_units_of(group) else ", which `topotrain join` can bring back"
         incident = self._restarts.incident(lost, f"the job goes on without group {group}{back}", now)
         ask = AskServers(LOSE, group, self._incarnation(group))
         return [incident, *self.dismiss(group), ask, *answers]

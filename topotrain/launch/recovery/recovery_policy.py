@@ -70,7 +70,6 @@ class RestartTerms:
     absent: the groups that are absent at the start.
     singly: a worker restarts without the others of its group.
     cause_s: seconds for which an error waits for a death that may have caused it.
-    returnable: groups can be asked to leave and join through the control socket.
     """
 
     groups: frozenset[int]
@@ -79,7 +78,6 @@ class RestartTerms:
     absent: frozenset[int] = frozenset()
     singly: bool = False
     cause_s: float = CAUSE_S
-    returnable: bool = True
 
 
 class RecoveryPolicy:
@@ -112,7 +110,7 @@ class RecoveryPolicy:
         attempt, restarts = self._attempt, self._restarts
         self._topology, self._terms, self._resizing = topology, terms, resizing
         self._states = GroupStates(terms.refusals, terms.absent)
-        self._groups = GroupChanges(self._states, attempt, restarts, terms.returnable)
+        self._groups = GroupChanges(self._states, attempt, restarts)
         self._replicas = ServerReplacement(topology, attempt, restarts) if replicated else None
 
     @property
@@ -182,15 +180,15 @@ class RecoveryPolicy:
         if self._replicas is not None:
             self._replicas.reset(self._topology)
         # The scripts report their limits anew.
-        self._resizing = None if self._resizing is None else ResizeState(self._resizing.job)
+        self._resizing = None if self._resizing is None else self._resizing.again(self._resizing.job)
 
     def begin_resized(self, job: Job, topology: Topology) -> None:
         """Reset the state for a restart of the whole job with another layout."""
-        terms = _terms(job, topology)
+        terms = replace(_terms(job, topology), cause_s=self._terms.cause_s)
         # `_attempt` and `_restarts` stay the same objects: restarts are counted over all attempts.
         self._attempt.reset(topology, terms.absent)
         self._restarts.times.reset(self._attempt.group_of)
-        self._use(topology, terms, job.cluster.replicas > 1, ResizeState(job))
+        self._use(topology, terms, job.cluster.replicas > 1, self._resizing and self._resizing.again(job))
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event, with the event if it is shown."""
@@ -395,7 +393,7 @@ class RecoveryPolicy:
         if True in self._attempt.bounds:
             text = f"it would resume from a snapshot, but cannot: {self._attempt.bounds[True]}"
             return [ResizeRefused(request, text)]
-        return [self._resizing.on_request(request, now)]
+        return [self._resizing.on_request(request, now, self._attempt.lost_units)]
 
     def on_stop_request(self) -> list[Action]:
         """Return the actions when the job is asked to end after its next step."""
@@ -419,13 +417,12 @@ def recovery(
     replica_placement.check(job, topology)
     if job.on_failure is not OnFailure.kContinue:
         return None
-    terms = _terms(job, topology)
+    terms, resizing = _terms(job, topology), ResizeState(job)
     if near is not None:
         # The death of a host is noticed after a lease, and so later than the errors that it causes.
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
-        # Another tool starts the units, so there is no control socket for `topotrain join`.
-        terms = replace(terms, cause_s=cause_s, returnable=False)
-    return kind(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
+        terms, resizing = replace(terms, cause_s=cause_s), ResizeState(job, len(topology.units))
+    return kind(topology, terms, began, job.cluster.replicas > 1, near, resizing)
 
 
 def _terms(job: Job, topology: Topology) -> RestartTerms:

@@ -4,7 +4,7 @@ This module is pure. The job takes a snapshot after the next step, as before an 
 with another layout. Until that snapshot is on disk nothing has changed, and any failure leaves the job as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from topotrain.config.intervals import wants_snapshots
@@ -46,35 +46,58 @@ class ResizeState:
     """The state of resizing in one attempt of a job.
 
     job: the job as it is now.
+    units: the number of units, where another tool has started them. 0: the launcher starts as many as are needed.
     """
 
     job: Job
+    units: int = 0
     under_way: ResizeRequest | None = None
     due: float | None = None
     """The time at which the snapshot has to be complete."""
     _next: Job | None = None
     _bound: Bounded | None = None
 
-    def on_request(self, wish: ResizeRequest, now: float) -> RequestSnapshot | ResizeRefused:
+    def again(self, job: Job) -> "ResizeState":
+        """Return the state for the next attempt, as this job."""
+        return ResizeState(job, self.units)
+
+    def on_request(
+        self, wish: ResizeRequest, now: float, lost_units: Collection[int] = ()
+    ) -> RequestSnapshot | ResizeRefused:
         """Begin a resize, or refuse it if the job file or a reported limit rules it out."""
         try:
-            self._next = self._wanted(wish)
+            self._next = self._wanted(wish, lost_units)
         except ConfigError as error:
             return ResizeRefused(wish, str(error))
         # A synchronous group makes its steps together, so the change waits for the end of a step.
         self.under_way, self.due = wish, now + wish.within_s
         return RequestSnapshot()
 
-    def _wanted(self, wish: ResizeRequest) -> Job:
+    def _wanted(self, wish: ResizeRequest, lost_units: Collection[int]) -> Job:
         workers = self._count(wish)
         self._check(wish, workers)
         try:
             job = replace(self.job, cluster=resized(self.job.cluster, workers))
             # Now, and not at the restart: a refused request must leave the job as it is.
             replica_placement.check(job, layout(job.cluster))
+            self._check_units(job, lost_units)
         except ConfigError as error:
             raise ConfigError("", None, f"the job cannot go on with {_workers(workers)}: {error}") from None
         return job
+
+    def _check_units(self, job: Job, lost_units: Collection[int]) -> None:
+        """Raise ConfigError where the units of another tool do not suffice for this job."""
+        needed = len(layout(job.cluster).units)
+        if not self.units:
+            return
+        # No launcher could start more of them.
+        if needed > self.units:
+            accepted = f"they need {needed} units, and {self.units} were started: start all again with more of them"
+            raise ConfigError("", None, f"{accepted} and resume: true")
+        topology = layout(job.cluster, (0,) * self.units)
+        gone = {unit.rank for unit in topology.units if unit.workers or unit.servers} & set(lost_units)
+        if gone:
+            raise ConfigError("", None, f"unit {min(gone)} is gone, and returns only when the whole job starts again")
 
     def _count(self, wish: ResizeRequest) -> int:
         return self.job.cluster.nworkers_per_group + (-wish.workers if wish.verb == LEAVE else wish.workers)

@@ -19,8 +19,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from topotrain.config.job import ConfigError
@@ -28,7 +29,7 @@ from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread per process by default: the number changes the bits of results, and many processes share the cores."""
+"""One thread for servers and libraries of a script. `worker_threads` divides the cores among the workers' torch."""
 _OMP = "OMP_NUM_THREADS"
 _MOST_THREADS = 4096
 CHECK_S = 1.0
@@ -133,17 +134,29 @@ def leave_with_group() -> None:
     os._exit(1)
 
 
-def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Call "module:function" as function(spec, channel, fds); return its exit code.
+ProcessMain = Callable[[dict[str, Any], socket.socket, Sequence[int]], int]
+"""The main function of a process: it gets the specification, the channel to the unit, and further descriptors."""
+
+
+def call(
+    target: str,
+    spec: dict[str, Any],
+    channel: socket.socket,
+    fds: Sequence[int],
+    functions: Mapping[str, ProcessMain] = MappingProxyType({}),
+) -> int:
+    """Call "module:function", or one of `functions`; return its exit code.
 
     An exception is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with exit code 2,
     and otherwise "internal", with exit code 1.
     """
     try:
         if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
-            sys.modules["torch"].set_num_threads(threads(os.environ))
-        module, _, name = target.partition(":")
-        function = getattr(importlib.import_module(module), name)
+            sys.modules["torch"].set_num_threads(spec.get("threads") or threads(os.environ))
+        function = functions.get(target)
+        if function is None:
+            module, _, name = target.partition(":")
+            function = getattr(importlib.import_module(module), name)
         return int(function(spec, channel, fds) or 0)
     except SystemExit as leaving:
         return exit_code(leaving.code)
@@ -195,8 +208,11 @@ class ForkedChild:
     parent: int
 
 
-def run_forked(child: ForkedChild) -> NoReturn:
-    """Turn a forked process into the requested one, run it, and end it."""
+def run_forked(child: ForkedChild, functions: Mapping[str, ProcessMain] = MappingProxyType({})) -> NoReturn:
+    """Turn a forked process into the requested one, run it, and end it.
+
+    functions: as for `call`.
+    """
     code = 1
     try:
         for fd in child.fds:  # a program that replaces this one (os.exec…) must not hold them open
@@ -205,7 +221,7 @@ def run_forked(child: ForkedChild) -> NoReturn:
         control, fds = child.fds[0], child.fds[3:]
         # The file is compared at the end, when the program may have closed the descriptor.
         channel, file = socket.socket(fileno=control), _file(control)
-        code = call(child.request["call"], child.request["spec"], channel, fds)
+        code = call(child.request["call"], child.request["spec"], channel, fds, functions)
         if _file(control) == file:
             _announce(child.request["who"], channel)
         else:

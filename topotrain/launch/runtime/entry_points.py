@@ -6,7 +6,7 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from topotrain.config import job_file
 from topotrain.config.job import OnFailure
 from topotrain.config.private_files import open_file
 from topotrain.config.python_module import module_of
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
     Apart,
     Counted,
@@ -212,7 +212,8 @@ def _place(spec: dict[str, Any]) -> RouterConfig:
     job = job_file.loads(spec["job"], "the job")
     token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
     store = open_store(spec["rendezvous"])
-    place = RouterConfig.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    topology = layout(job.cluster, spec["hosts"], spec["link_mbit"])
+    place = RouterConfig.of(topology, job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["host"])
     return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
 
 
@@ -228,8 +229,13 @@ def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChann
     return writer_for(place.job, place.topology, servers, resumed, again, control)
 
 
-def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Run one worker: the user's program in its job; return the exit code."""
+def run_worker(
+    spec: dict[str, Any], channel: socket.socket, fds: Sequence[int], function: Callable[[], object] | None = None
+) -> int:
+    """Run one worker: the user's program in its job; return the exit code.
+
+    function: the program, if it is a function of this process.
+    """
     ((group, index),) = spec["workers"]
     me, server = Address(Role.WORKER, group, index), Address(Role.SERVER, 0, index)
     control, sigterm = ChildChannel(channel), SigtermHandler()
@@ -262,7 +268,10 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     hook.watch()
     here.owned_by(hook)
     with ProgramGuard(here, log) as guard:
-        run_program(spec["program"], spec["args"])
+        if function is None:
+            run_program(spec["program"], spec["args"])
+        else:
+            run_function(function)
     # From here on an exit is the runtime's own, and not the script's.
     hook.forget()
     return work.leave(guard.code)
@@ -321,10 +330,23 @@ def run_program(program: str, args: Sequence[str]) -> None:
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)  # replaces "-m" by the module's file
     except SystemExit as leaving:
-        code = exit_code(leaving.code)
-        if code:
-            trace = _users_part(leaving.__traceback__)
-            raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
+        _check_exit(leaving)
+
+
+def run_function(function: Callable[[], object]) -> None:
+    """Run a function as the program."""
+    try:
+        function()
+    except SystemExit as leaving:
+        _check_exit(leaving)
+
+
+def _check_exit(leaving: SystemExit) -> None:
+    """Raise RuntimeError where the program left with an exit code for a failure."""
+    code = exit_code(leaving.code)
+    if code:
+        trace = _users_part(leaving.__traceback__)
+        raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
 
 
 class ProgramGuard:

@@ -1,6 +1,7 @@
 """The extensions of `tt.prepare`: the only place that names them."""
 
 # Here, and not inside the function: a forkserver imports them once for all workers that it forks.
+from topotrain.extensions.assignment.parameter_assignment import AssignmentExtension
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
@@ -10,4 +11,4 @@ from topotrain.training.context import PrepareExtension
 
 def prepare_extensions() -> tuple[PrepareExtension, ...]:
     """Return new extensions of `tt.prepare`, in the order in which they are called."""
-    return SplitExtension(), TableExtension(), BackupExtension(), ResumeExtension()
+    return SplitExtension(), TableExtension(), BackupExtension(), AssignmentExtension(), ResumeExtension()

@@ -84,6 +84,10 @@ def _extensions(
         from topotrain.extensions.tables.table_server import TableServer
 
         yield TableServer(me, job, topology, resumed)
+    if installed("extensions.assignment"):
+        from topotrain.extensions.assignment.assignment_server import AssignmentServer
+
+        yield AssignmentServer(server)
     # One queue for the whole job: a batch must not be handed out twice.
     if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
         from topotrain.training.data.lease_queue import LeaseQueue

@@ -55,8 +55,15 @@ def device(name: str | None = None) -> torch.device | AbstractContextManager[Non
 def place(module: Module, name: str) -> Module:
     """Give a module, as one piece, to a worker of the group.
 
-    For example `tt.place(model.head, "/job:worker/task:1")`. Its forward is not looked into. Returns the module.
-    Outside a job this does nothing.
+    For example `tt.place(model.head, "/job:worker/task:1")`. Its forward is not looked into. Outside a job this does
+    nothing.
+
+    Args:
+        module: a part of the model that `tt.prepare` gets.
+        name: a task of the job "worker", in TensorFlow's form.
+
+    Returns:
+        the module.
 
     Raises:
         ConfigError: it is no module; the name is none, or leaves open which task.

@@ -27,7 +27,7 @@ class PreparedArguments:
     """The arguments that a script passes to `tt.prepare`."""
 
     model: Any
-    optimizer: Any
+    optimizers: Sequence[torch.optim.Optimizer]
     loader: Any
 
     def parameters(self) -> tuple[Parameter, ...]:
@@ -36,20 +36,28 @@ class PreparedArguments:
         Raises:
             ConfigError: a parameter cannot be trained on servers.
         """
-        ours = isinstance(self.optimizer, torch.optim.Optimizer)
-        sparse = find_sparse(self.model, self.optimizer) if ours else []
+        # Jobs with several optimizers have no tables.
+        sparse = find_sparse(self.model, self.optimizers[0]) if len(self.optimizers) == 1 else []
         aside = [entry.weight for entry in sparse]  # servers hold these as tables of rows
-        return describe_model(self.model, aside).parameters
+        return describe_model(self.model, aside, self.optimizers).parameters
 
     def momentum(self, updater: Updater | None) -> float:
-        """Return the momentum of the optimizer, or of the updater block without one."""
-        if self.optimizer is None:
+        """Return the largest momentum of the optimizers, or that of the updater block."""
+        if not self.optimizers:
             return 0.0 if updater is None else updater.momentum
-        return momentum_of(type(self.optimizer).__name__, self.optimizer.param_groups)
+        return max(momentum_of(type(each).__name__, each.param_groups) for each in self.optimizers)
+
+    def optimizer_names(self, updater: Updater | None) -> tuple[str, ...]:
+        """Return the class names of the optimizers, or the type of the updater block."""
+        if not self.optimizers:
+            return () if updater is None else (updater.type.name,)
+        return tuple(type(each).__name__ for each in self.optimizers)
 
     def state_factor(self) -> float:
-        """Return the elements of optimizer state per element of a parameter."""
-        return state_factor(self.optimizer)
+        """Return the elements of optimizer state per element of a parameter, on average."""
+        sizes = [sum(p.numel() for g in each.param_groups for p in g["params"]) for each in self.optimizers]
+        factors = [state_factor(each) for each in self.optimizers]
+        return float(sum(size * factor for size, factor in zip(sizes, factors, strict=True)) / max(1, sum(sizes)))
 
 
 def look(program: str, args: Sequence[str]) -> PreparedArguments:
@@ -72,7 +80,7 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
             else:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except PlanRun as seen:
-        return PreparedArguments(seen.model, seen.optimizer, seen.loader)
+        return PreparedArguments(seen.request.model, seen.request.optimizers, seen.request.loader)
     except AttributeError as error:
         name_nearest(error)
         raise

@@ -303,4 +303,9 @@ class SplitExtension(PrepareExtension):
 
     def divide(self, here: Context, request: PrepareRequest) -> DividedModel | None:
         """As `PrepareExtension` has it."""
-        return split(here, request.model, request.optimizer, request.loader)
+        if request.several or len(request.optimizers) > 1:
+            if here.will_split(request.model):
+                request.only_optimizer("a model that is split over the workers of a group is trained by one optimizer")
+                raise ConfigError("tt.prepare", "several models", "must be one model, where it is split")
+            return None
+        return split(here, request.model, request.optimizers[0], request.loader)

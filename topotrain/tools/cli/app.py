@@ -24,7 +24,6 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
-from topotrain.tools.cli import resume as commands_resume
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
@@ -386,6 +385,10 @@ def launch(
     form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
     output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
     with_secret: Annotated[bool, typer.Option("--with-secret", help="kubernetes: include the job's secret.")] = False,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="slurm, submitit: before the time limit save, queue the job again, and go on."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -398,16 +401,13 @@ def launch(
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
         from topotrain.launch.launchers.submission import LaunchOptions
-        from topotrain.tools.cli.resume import refuse_elsewhere
 
         launchers.check_name(name)
         job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
         topology = layout(job.cluster)
-        if name != launchers.LOCAL:
-            refuse_elsewhere(job)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
-        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret)
+        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret, requeue)
         try:
             if name == launchers.LOCAL and not dry_run:
                 # Options of other launchers must not be ignored in silence.
@@ -422,10 +422,11 @@ def launch(
 
 
 def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
+    from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.monitor.result_tables import console
 
     terminal = console(stderr=True)
-    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=commands_resume.asked_for(job)))
+    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=asked_for(job)))
     show(result, terminal, False, as_json, None)
     return result.outcome.code
 
@@ -453,41 +454,44 @@ def compare(
 ) -> None:
     """Train one program under several job files, in turn.
 
-    Ends with one table, and with one picture: loss over time, a line per job.
+    Ends with one table, and with one picture: loss over time, a line per job. Without matplotlib there is no picture.
     """
     with refusing():
         from topotrain.launch.agent import forkserver
+        from topotrain.tools.cli.resume import asked_for
         from topotrain.tools.monitor import compare_jobs as side_by_side
         from topotrain.tools.monitor import loss_plot
         from topotrain.tools.monitor.result_tables import comparison, console
 
         confs, program, args = _sort_out(files)
-        # Before hours of training, and not when the picture is due.
-        if not loss_plot.available():
-            raise BadInput(loss_plot.MISSING)
         # Where one file can be made, the others can be made, too.
         check_writable("--out", out / side_by_side.DATA, private=True)
         compared = side_by_side.entries(
             [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
         )
         terminal = console(stderr=True)
+        picture = loss_plot.available()
+        # Before hours of training, and not when the picture is due.
+        if not picture:
+            terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
 
         def results() -> "Iterator[tuple[side_by_side.ComparedJob, JobResult]]":
             for entry in compared:
                 terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-                options = RunOptions(False, as_json, served_at, resume=commands_resume.asked_for(entry.job))
+                options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
                 yield entry, train(entry.job, entry.topology, terminal, options)
 
         make_folder(out)
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
-            code, rows = side_by_side.compare(results(), out)
+            code, rows = side_by_side.compare(results(), out, picture)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:
             console().print(comparison(rows))
-        terminal.print(f"picture: {out / side_by_side.PICTURE}   data: {out / side_by_side.DATA}", soft_wrap=True)
+        drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
+        terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
         raise typer.Exit(code)
 
 
@@ -499,13 +503,15 @@ def _job_and_snapshot(
     resume: Path | None,
 ) -> "tuple[Job, str]":
     """Return the requested job, and the folder of the snapshot to resume from, if any."""
+    from topotrain.tools.cli.resume import asked_for, earlier
+
     if resume is None:
         if conf is None:
             raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
         job = load_job(conf, sets, program, args)
-        return job, commands_resume.asked_for(job)
+        return job, asked_for(job)
     # With a job file the overrides are of that file.
-    found = commands_resume.earlier(resume, sets or () if conf is None else ())
+    found = earlier(resume, sets or () if conf is None else ())
     if conf is not None:
         return load_job(conf, sets, program, args), found.path
     check_program(found.job.program)
@@ -525,14 +531,14 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
     except Exception:
         complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None
-    momentum = seen.momentum(job.updater)
+    momentum, names = seen.momentum(job.updater), seen.optimizer_names(job.updater)
     if job.cluster.nworkers_per_group > 1:
         from topotrain.tools.plan.model_cut import cut_of
 
         cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
-            return PlannedSchema(cut.parameters, seen.state_factor(), momentum), cut.plan
-    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum), None
+            return PlannedSchema(cut.parameters, seen.state_factor(), momentum, names), cut.plan
+    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum, names), None
 
 
 def _drawable(file: Path | None) -> None:

@@ -10,7 +10,6 @@ import typer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, program_words, refusing
-from topotrain.tools.cli.resume import asked_for
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
 if TYPE_CHECKING:
@@ -93,6 +92,7 @@ def register(app: typer.Typer) -> None:
         """
         with refusing():
             from topotrain.config.topology import layout
+            from topotrain.tools.cli.resume import asked_for
             from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
             from topotrain.tools.monitor.result_tables import console
 

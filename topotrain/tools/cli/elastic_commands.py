@@ -4,14 +4,17 @@ Worker groups leave or join an asynchronous job, workers a job of one group.
 """
 
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.chaos import seconds
-from topotrain.tools.cli.job_arguments import AsJson, refusing
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
+from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
@@ -20,16 +23,24 @@ LEAVE_EXAMPLE = """\b
 Example:
   topotrain leave workspace/digits --group 2
   topotrain leave workspace/digits --workers 1
+  topotrain leave --rendezvous redis://store/0 --job night7 --group 2
 """
 JOIN_EXAMPLE = """\b
 Example:
   topotrain join workspace/digits --group 2
   topotrain join workspace/digits --workers 1
+  topotrain join --rendezvous redis://store/0 --job night7 --group 2
 """
 
 Workspace = Annotated[
-    Path, typer.Argument(metavar="WORKSPACE", help="The folder of a job that `topotrain run` runs here.")
+    Path | None,
+    typer.Argument(metavar="WORKSPACE", help="The folder of a job of which a part runs on this machine."),
 ]
+Rendezvous = Annotated[
+    str,
+    typer.Option("--rendezvous", metavar="URL", help="With --job, from any machine: the store in which its units met."),
+]
+JobName = Annotated[str, typer.Option("--job", metavar="ID", help="As `topotrain jobs list` shows it.")]
 Group = Annotated[
     int | None, typer.Option("--group", metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
 ]
@@ -49,10 +60,12 @@ def register(app: typer.Typer) -> None:
 
     @app.command("leave", epilog=LEAVE_EXAMPLE)
     def leave(
-        workspace: Workspace,
+        workspace: Workspace = None,
         group: Group = None,
         workers: Workers = None,
         within: Within = "10s",
+        rendezvous: Rendezvous = "",
+        job: JobName = "",
         as_json: AsJson = False,
     ) -> None:
         """Let a worker group leave a running job, or a worker a job of one group.
@@ -61,14 +74,17 @@ def register(app: typer.Typer) -> None:
         worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
         again.
         """
-        _request(workspace, "leave", group, workers, within, as_json)
+        with refusing():
+            _print(_answer(workspace, rendezvous, job, _meant("leave", group, workers, within)), as_json)
 
     @app.command("join", epilog=JOIN_EXAMPLE)
     def join(
-        workspace: Workspace,
+        workspace: Workspace = None,
         group: Group = None,
         workers: Workers = None,
         within: Within = "10s",
+        rendezvous: Rendezvous = "",
+        job: JobName = "",
         as_json: AsJson = False,
     ) -> None:
         """Let a worker group join a running job (again), or a worker a job of one group.
@@ -76,21 +92,48 @@ def register(app: typer.Typer) -> None:
         A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more.
         The command returns when it trains again.
         """
-        _request(workspace, "join", group, workers, within, as_json)
+        with refusing():
+            _print(_answer(workspace, rendezvous, job, _meant("join", group, workers, within)), as_json)
 
 
-def _request(workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool) -> None:
-    with refusing():
+def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
+    """Send a request, and return the answer. Raises ConfigError or BadInput."""
+    url = rendezvous or (os.environ.get(RENDEZVOUS_VARIABLE, "") if job else "")
+    if (workspace is None) is not bool(job) or bool(rendezvous) > bool(job):
+        raise BadInput("give either the WORKSPACE of the job, or --rendezvous URL and --job ID")
+    if workspace is not None:
         from topotrain.launch.control_socket import ask
 
-        answer = ask(workspace, _meant(verb, group, workers, seconds("--within", within)))
-        print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
+        return ask(workspace, wish)
+    if not url:
+        raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
+    from topotrain.comm.store import StoreError
+    from topotrain.comm.store.discovery.job_registry import UnknownJob
+    from topotrain.comm.store.store_url import parse
+    from topotrain.launch.store_requests import ask_over_store
+
+    try:
+        parse(url)
+    except StoreError as error:
+        raise BadInput(str(error)) from None
+    try:
+        return ask_over_store(url, job, wish, os.environ)
+    except UnknownJob as error:
+        raise BadInput(str(error)) from None
+    except StoreError as error:
+        complain(str(error))
+        raise typer.Exit(1) from None
 
 
-def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "GroupRequest | ResizeRequest":
+def _print(answer: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
+
+
+def _meant(verb: str, group: int | None, workers: int | None, within: str) -> "GroupRequest | ResizeRequest":
     """Return a request for the named group, or else for workers. Raises ConfigError."""
     from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 
+    within_s = seconds("--within", within)
     if group is None:
         return ResizeRequest(verb, 1 if workers is None else workers, within_s)
     if workers is not None:

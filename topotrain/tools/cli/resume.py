@@ -50,13 +50,3 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
 def asked_for(job: Job) -> str:
     """See `resume_point.asked_for`."""
     return resume_point.asked_for(job, Path(job.workspace))
-
-
-def refuse_elsewhere(job: Job) -> None:
-    """Raise ConfigError where units are started one by one, if groups join later.
-
-    No launcher could start those groups there.
-    """
-    if job.start_groups:
-        accepted = "needs `topotrain run`, through which groups join"
-        raise ConfigError("start_groups", job.start_groups, accepted)

@@ -12,6 +12,7 @@ import typer
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.job_arguments import refusing
+from topotrain.tools.monitor.live_terminal import redraws
 
 if TYPE_CHECKING:
     from topotrain.config.job import Job
@@ -140,7 +141,7 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
 
     begun, wrong = time.monotonic(), list["TrialVerdict"]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
-    shows = sys.stderr.isatty()
+    shows = redraws(sys.stderr)
     for done, verdict in enumerate(run_seeds(seeds, job, name), 1):
         for what in counts:
             counts[what] += getattr(verdict, what)

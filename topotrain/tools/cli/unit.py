@@ -91,11 +91,8 @@ def register(app: typer.Typer) -> None:
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
             from topotrain.launch.multinode.node import Node
-            from topotrain.tools.cli.resume import refuse_elsewhere
 
             job = None if conf is None else load_job(conf, sets, program, args)
-            if job is not None:
-                refuse_elsewhere(job)
             # The environment comes before the job file: a launcher sets it for this start.
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
             start = _start(args or (), rank, nprocs, rendezvous or named, host)

@@ -51,10 +51,13 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
     return found
 
 
-def compare(results: Iterable[tuple[ComparedJob, JobResult]], out: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Collect the results of jobs in order, and write data and picture to `out`.
+def compare(
+    results: Iterable[tuple[ComparedJob, JobResult]], out: Path, picture: bool = True
+) -> tuple[int, list[dict[str, Any]]]:
+    """Collect the results of jobs in order, and write data to `out`, and the picture if asked for.
 
     Returns the first exit code that is not 0, and the rows. Raises OSError if `out` is not a folder.
+    The picture needs matplotlib.
     """
     make_folder(out)
     rows: list[dict[str, Any]] = []
@@ -66,9 +69,10 @@ def compare(results: Iterable[tuple[ComparedJob, JobResult]], out: Path) -> tupl
     # After hours of training the table must be shown, even where the disk is full.
     with complaining_of(out / DATA):
         write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
-    curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
-    with complaining_of(out / PICTURE):
-        draw(curves, out / PICTURE, "training loss over time")
+    if picture:
+        curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
+        with complaining_of(out / PICTURE):
+            draw(curves, out / PICTURE, "training loss over time")
     return next((int(row["code"]) for row in rows if row["code"]), 0), rows
 
 

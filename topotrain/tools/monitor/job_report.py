@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from topotrain.config.job import Job
+from topotrain.config.slice_size import slice_bytes
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.events import (
     Apart,
@@ -287,6 +288,7 @@ class Report:
             "code": outcome.code,
             "cause": _cause(outcome.cause),
             "layout": self._topology.as_data(),
+            "slice_bytes": slice_bytes(self._topology),
             "seconds": seconds,
             "wall_seconds": outcome.seconds,
             "steps": max((tally.whole.steps for tally in workers), default=0),

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,15 @@ def train(
     listener: "EventListener | None" = None,
 ) -> "JobResult":
     """Run one job with its displays; listener: also receives every event."""
+    from topotrain.comm.link_speed import loopback_mbit
+    from topotrain.config.job import TransportChoice
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.tools.monitor.job_report import JobResult, Report, story
 
+    if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
+        topology = replace(topology, link_mbit=loopback_mbit())
     report = Report(job, topology)
     saved: Saved | None = None
     with display(job, topology, terminal, options.quiet, options.as_json) as (window, made):

@@ -37,8 +37,10 @@ from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.job_report import moved
 from topotrain.tools.monitor.stragglers import stragglers
 
-LINE_EVERY = 5.0
-"""Seconds between two plain lines."""
+LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
+"""Seconds between two plain lines, at first and in a long job."""
+_SHARE = 20
+"""A line comes after a twentieth of the time so far."""
 
 REFRESH_PER_SECOND = 4
 
@@ -215,7 +217,7 @@ class QuietProgress:
 
 
 class PlainProgress(QuietProgress):
-    """Prints one line every few seconds, and a last one."""
+    """Prints a line now and then, less often in a long job, and a last one."""
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
@@ -225,8 +227,12 @@ class PlainProgress(QuietProgress):
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
         # By events and not by a timer: a job that stands still prints nothing new.
-        if isinstance(event, StepDone) and monotonic() - self._last >= LINE_EVERY:
+        if isinstance(event, StepDone) and monotonic() - self._last >= self._interval():
             self._line()
+
+    def _interval(self) -> float:
+        # A log of a night would have thousands of lines otherwise.
+        return min(max(LINE_EVERY, (self._last - self._began) / _SHARE), LINE_AT_MOST_EVERY)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

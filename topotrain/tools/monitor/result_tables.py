@@ -3,6 +3,7 @@
 Numbers are rounded for readability. The JSON has the exact numbers.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topotrain.core.profiling.spans import PHASES
+from topotrain.tools.monitor.live_terminal import redraws
 from topotrain.tools.monitor.trace_export import ProcessShare
 
 MB = 1_000_000
@@ -19,10 +21,12 @@ FULL_WIDTH = 160
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console that never cuts tables in a file or a pipe."""
-    found = Console(stderr=stderr, highlight=False)
-    # Elsewhere rich assumes 80 columns, and would cut a table in a log.
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=FULL_WIDTH)
+    """Return a console that cuts no table in a file or a pipe, nor redraws there."""
+    if redraws(sys.stderr if stderr else sys.stdout):
+        return Console(stderr=stderr, highlight=False)
+    # rich would follow FORCE_COLOR into a pipe, and would make HTML in a notebook. It assumes 80 columns elsewhere, and
+    # would cut a table in a log.
+    return Console(stderr=stderr, highlight=False, width=FULL_WIDTH, force_terminal=False, force_jupyter=False)
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -28,6 +28,7 @@ class PlannedSchema:
     parameters: tuple[Parameter, ...]
     state_factor: float = 0.0  # optimizer state elements per element: plain SGD 0, momentum 1, Adam 2
     momentum: float = 0.0  # of the optimizer
+    optimizers: tuple[str, ...] = ()  # class names
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,11 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     """Plan `job`. Raises ConfigError where the cluster's counts do not fit together."""
     topology = layout(job.cluster)
     if schema is None:
-        # Without a program only the job's updater block can name a momentum.
-        momentum = 0.0 if job.updater is None else job.updater.momentum
-        warning = async_momentum.warning(job, topology, momentum)
+        # Without a program only the job's updater block can name an optimizer.
+        momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
+        warning = async_momentum.warning(job, topology, momentum, names)
         return LayoutPlan(topology, warning=warning, note=store_advice(job, topology))
-    warning = async_momentum.warning(job, topology, schema.momentum)
+    warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
         _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)

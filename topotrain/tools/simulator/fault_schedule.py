@@ -22,6 +22,9 @@ ECHO = NetworkFaults(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
 VIEWS = NetworkFaults(delay=(0.0005, 0.01), snapshots=False)
 """As on real transports with shared memory: in order and once, with bodies read on arrival."""
 
+ASSIGNED = 3
+"""Number of the parameter that scripts assign."""
+
 NETWORKS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
 _DRAWN = ("calm", "far", "storm", "views")
 # The share of storms that become echoes. A fifth network in _DRAWN would have changed every seed.
@@ -97,6 +100,7 @@ class FaultSchedule:
     faults: tuple[Fault, ...]
     every: float = 0.0  # seconds between snapshots; 0: only where a clock jumps, without worker states
     opens: float = 0.0  # servers start within so many seconds
+    assigns: bool = False  # the scripts assign the cells of one parameter, before the step of each batch
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:
@@ -143,6 +147,12 @@ def draw_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]
     verbs = (FaultKind.LEAVE, FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN, FaultKind.JOIN)
     drawn = [(rng.uniform(0.0, 0.12), rng.choice(groups), rng.choice(verbs)) for _ in range(rng.randint(1, 5))]
     return tuple(Fault(g, at=at, away=rng.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
+
+
+def draw_assigns(name: str, seed: int) -> bool:
+    """Draw whether the scripts of a simulation assign parameters."""
+    # A generator of its own, as for `draw_moves`.
+    return random.Random(f"{name} {seed} assigns").random() < 0.3
 
 
 def _draw_fault(rng: random.Random, what: FaultKind, groups: int, workers: int, shards: int) -> Fault:

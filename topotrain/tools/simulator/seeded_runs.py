@@ -5,6 +5,7 @@ finding can be reproduced. A run is right if all of these hold:
 
 * Every batch is counted exactly once, on all shards, in the end and in every snapshot.
 * No worker saw fewer updates than before (`worker_observer`).
+* Values that scripts assign (`tt.assign`) are there with their steps, and no assignment is made twice.
 * No actor waits forever.
 
 A schedule that shows a bug is shortened as long as it still does (delta debugging: Zeller and Hildebrandt, 2002, one
@@ -21,7 +22,7 @@ from topotrain.config.job import Apply, Cluster, Compression, ConfigError, Grads
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_moves
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_assigns, draw_moves
 from topotrain.tools.simulator.group_churn import ElasticTrial
 
 
@@ -113,7 +114,9 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
-    return replace(schedule, faults=(*schedule.faults, *moves))
+    # A batch that goes to another server group with the lease of a dead group would be assigned in both.
+    assigns = not singly(job) and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
+    return replace(schedule, faults=(*schedule.faults, *moves), assigns=assigns)
 
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:

@@ -20,10 +20,17 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import Client, StepEnd, StepOutcome
+from topotrain.core.client.client_context import VALUE_CHANGE
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.extensions.assignment.assignment_client import (
+    AssignmentPlace,
+    changed_bucket,
+    decided_by,
+    send_assignment,
+)
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
@@ -194,6 +201,20 @@ class SimWorker:
         else:
             self.push(gradient)
         return self.commit(**more)
+
+    def assign(self, number: int, values: torch.Tensor, place: AssignmentPlace) -> None:
+        """Change a parameter as `tt.assign` does, before the step of a batch."""
+        for index, now in enumerate(self.values()):
+            self.view("assigned", index).copy_(values if index == number else now)
+        apart = self.cluster.topology.worker_groups > 1
+        found = (
+            changed_bucket(b, range(len(b.pieces)), self.flats.view("assigned", b), self.flats.view("params", b), apart)
+            for b in decided_by(self.client)
+        )
+        send_assignment(self.client, self.steps, place, [each for each in found if each is not None], False)
+        self.client.steps.commit(self.steps, VALUE_CHANGE)
+        self.steps += 1
+        self.client.values.fetch()
 
     def finish(self) -> "SimWorker":
         """Finish the script."""

@@ -3,6 +3,8 @@
 Every batch has its own cell in each parameter, for each worker of the group that reads it. The gradient there is -1,
 gradients are summed, and SGD has rate 1. At the end every cell must be exactly 1; otherwise a batch was lost or counted
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
+
+Some scripts also assign the cells of their batches in one more parameter (ASSIGNED), before each step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import singly
@@ -22,7 +25,7 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.fault_schedule import NETWORKS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults
@@ -73,6 +76,8 @@ class TrialScript:
                 begins = False
                 batch = epoch * trial.batches + number
                 cells = range(batch * workers, (batch + 1) * workers)
+                if trial.schedule.assigns:
+                    self._assign(cells, AssignmentPlace(stream, seq, 0))
                 outcome = self._step(observer, cells[worker.me.index], (stream, seq, seq))
                 snapshot = outcome.snapshot
                 # The step of a process that died in it may count or not.
@@ -108,6 +113,17 @@ class TrialScript:
                     self._record(observer, [cell])
             # A worker that has read its batches early joins the others for the next epoch.
             worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
+
+    def _assign(self, cells: range, place: AssignmentPlace) -> None:
+        """Assign the cells of a batch.
+
+        With one group each assignment adds 1, so that a repeated one is found.
+        """
+        trial, values = self._trial, self._worker.values()[ASSIGNED]
+        here = slice(cells.start, cells.stop)
+        adds = trial.topology.worker_groups == 1 and trial.schedule.mode == "static"
+        values[here] = values[here] + 1 if adds else 1
+        self._worker.assign(ASSIGNED, values, place)
 
     def _step(self, observer: WorkerObserver, cell: int, marks: tuple[int, int, int]) -> StepOutcome:
         """Take the step of one batch, with a gradient of -1 in this cell."""
@@ -164,6 +180,8 @@ class TrialScript:
         found = [torch.zeros(p.shape) for p in self._trial.map.parameters]
         for part in found:
             part[cell] = -1.0
+        if self._trial.schedule.assigns:
+            found[ASSIGNED].zero_()
         return found
 
 
@@ -220,7 +238,8 @@ class Trial(SimCluster):
         self.resumed: PublishedSnapshot | None = None if before is None or before.disks is None else before.disks.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
-        schema = parameters(cells, max(cells, 150), max(cells, 256))
+        counts = (cells, max(cells, 150), max(cells, 256), *((max(cells, 64),) if schedule.assigns else ()))
+        schema = parameters(*counts)
         super().__init__(job, seed, network_faults or NETWORKS[schedule.network], schema, resumed=self.resumed)
         if before is not None:
             self._continue(before)

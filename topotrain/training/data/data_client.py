@@ -87,8 +87,12 @@ class DataClient(ClientExtension):
 
     def applied(self, stream: int) -> int:
         """Batches of a stream that the servers have applied; of -1, the group's steps."""
+        return self.progress(stream).count
+
+    def progress(self, stream: int) -> m.AppliedBatchesReply:
+        """The progress of the servers in a stream."""
         question = m.AppliedBatchesRequest(stream)
-        return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream).count
+        return self._ask(self._coordinator, question, m.AppliedBatchesReply, lambda at: at.stream == stream)
 
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
         """Send the samples of batches to the other workers of the job."""

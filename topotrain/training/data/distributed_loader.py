@@ -270,7 +270,7 @@ class _Pass(Iterator[Any]):
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
         self._feed.send_draw()
-        self._accounting.drawn(place.stream, place.seq, float(samples), samples)
+        self._accounting.drawn(place.stream, place.seq, float(samples), samples, place.made)
         self._given += 1
         return data
 

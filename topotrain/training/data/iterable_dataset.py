@@ -20,6 +20,7 @@ from topotrain.training.data.map_dataset import (
     LoaderCopy,
     ResumePoint,
     ResumeRecorder,
+    progress_of,
 )
 from topotrain.training.data.sampling import epoch_seed, leading, length_of, share_of_loaded
 from topotrain.training.rng_state import RngState
@@ -79,8 +80,9 @@ class IterableEpoch(EpochReader):
         self._inner, self._plan, self._accounting, self._epoch = inner, plan, accounting, epoch
         self._opening = opening
         self._leases = LeaseIterator(client, epoch, -1, 0) if plan.mode == "lease" else None
-        returned = opening.returned and self._leases is None
-        self._seq = client.applied(self._place(0).stream) if returned else 0
+        self._applied = self._seq = self._made = 0
+        if self._leases is None:
+            self._applied, self._seq, self._made = progress_of(client, opening, plan.stream(epoch))
         # The reader's `iter` uses another generator than the script's, which the plain loader's would have moved.
         if not is_own(plan, opening):
             inner.draw_seed()
@@ -91,6 +93,7 @@ class IterableEpoch(EpochReader):
     def next(self) -> LoadedBatch:
         if self._leases is None:
             place = self._place(self._seq)
+            place = place._replace(made=self._made if self._seq < self._applied else 0)
             self._seq += 1
             unit = self._unit(place.number)
             if unit is _END:

@@ -95,7 +95,8 @@ class BatchPosition(NamedTuple):
     """The position of a batch.
 
     stream, seq: its stream, and its number there. ordinal: number of its lease among those of the group. number: its
-    number in the epoch. last: it ends the lease.
+    number in the epoch. last: it ends the lease. made: the number of steps of an earlier process with this batch, which
+    count already.
     """
 
     stream: int
@@ -103,6 +104,7 @@ class BatchPosition(NamedTuple):
     ordinal: int
     number: int
     last: bool
+    made: int = 0
 
 
 LoadedBatch = tuple[BatchPosition, int, Any]
@@ -137,6 +139,7 @@ class ResumePoint:
         fresh: the loader's iterator was a new one then.
         again: batches that are left out are loaded all the same, for the generators of the loader's processes.
         restored: the generators of this process are restored once the pass has begun.
+        unfinished: an earlier process may have died between two steps with its last batch, which is given again.
     """
 
     done: Runs = ()
@@ -146,6 +149,7 @@ class ResumePoint:
     fresh: bool = True
     again: bool = False
     restored: bool = False
+    unfinished: bool = False
 
 
 PLAIN = ResumePoint()
@@ -408,6 +412,20 @@ class LeaseIterator:
 # --- the pass ----------------------------------------------------------------------------------------------------
 
 
+def progress_of(client: DataClient, opening: ResumePoint, stream: int) -> tuple[int, int, int]:
+    """Where a pass goes on in a stream of this worker's group that is no lease.
+
+    Returns:
+        The number of applied batches, the first batch that is given, and the number of steps that are made already with
+        those that are given again.
+    """
+    if not opening.returned:
+        return 0, 0, 0
+    found = client.progress(stream)
+    again = opening.unfinished and found.made > 0
+    return found.count, found.first if again else found.count, found.made if again else 0
+
+
 class MapEpoch(EpochReader):
     """One pass over a loader with a sampler."""
 
@@ -567,12 +585,15 @@ class MapEpoch(EpochReader):
         """This group's units, numbered from `first` on, without those that are applied."""
         plan = self._plan
         stream = plan.stream(self._epoch)
-        applied = self._client.applied(stream) if self._opening.returned else 0
+        applied, made_from, made = progress_of(self._client, self._opening, stream)
         if plan.own_streams:
             # The last round of an epoch may have fewer batches than workers.
             units = (unit for unit in units if plan.index < len(unit))
-        numbered = islice(enumerate(units, first), applied, None)
-        return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
+        numbered = islice(enumerate(units, first), made_from, None)
+        return (
+            (BatchPosition(stream, seq, 0, seq, False, made if seq < first + applied else 0), unit)
+            for seq, unit in numbered
+        )
 
     def _units_done(self) -> int:
         """The number of units that a synchronous group, which reads in order, has read."""

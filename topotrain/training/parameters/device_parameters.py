@@ -19,6 +19,11 @@ from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, copiers_for
 
 
+def move_to(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a parameter this memory, and the values in it. It stays the same object."""
+    tensor.data = memory
+
+
 class ParameterViews(ABC):
     """The parameters' places in the flat buffers."""
 
@@ -125,7 +130,7 @@ class HostParameters(ParameterHolder):
             # A meta tensor belongs to another worker of the group and must not get memory.
             if not tensor.is_meta:
                 # A storage of its own: torch.save and pickle would write the whole storage of a view.
-                tensor.data = self._own("params", index)
+                move_to(tensor, self._own("params", index))
 
     def address(self, index: int) -> int:
         """Return the address in "params"."""
@@ -222,7 +227,7 @@ class DeviceParameters(ParameterHolder):
         for index, tensor in self._here.items():
             # An expanded or overlapping tensor cannot be the target of a copy, and gets new memory.
             if tensor.stride() != self._view("params", index).stride():
-                tensor.data = self._like("params", index)
+                move_to(tensor, self._like("params", index))
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.after_values()
 

@@ -9,22 +9,25 @@ The parameters stay connected to the buffers after `load_state_dict`, `deepcopy`
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import FlatBuffers, ModelBuffer, plain_name
-from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for
+from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for, move_to
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
 """Attribute of a parameter: the number of the server that stores it."""
+# Integer dtypes by element size.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,13 @@ class ModelParts:
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
 
 
-def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> ModelParts:
+def describe_model(
+    model: nn.Module, aside: Collection[nn.Parameter] = (), optimizers: Sequence[Optimizer] = ()
+) -> ModelParts:
     """Take a model apart. Parameters in `aside` are left out.
+
+    Args:
+        optimizers: the job's. A parameter of none of them counts as one of the first.
 
     Raises:
         ConfigError: a parameter cannot be trained (it is on an unknown device, lazy, or sparse), or there is no
@@ -64,7 +72,10 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
     if not tensors and not aside:
         raise ConfigError("model", None, "has no parameters: nothing to train")
     unique = tuple(tensors.values())
-    described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
+    number_of = {id(p): k for k, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]}
+    described = tuple(
+        replace(_describe(names[key], tensor), optimizer=number_of.get(key, 0)) for key, tensor in tensors.items()
+    )
     modules = dict(model.named_modules())
     # torch has no public name for this set.
     passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
@@ -164,7 +175,7 @@ class ModelBuffers(ParameterViews):
         if isinstance(self.mirror, HostParameters):
             for index, tensor in enumerate(self._parts.tensors):
                 if not tensor.is_meta:
-                    tensor.data = self.own(name, index)
+                    move_to(tensor, self.own(name, index))
 
     def make(self, name: str) -> None:
         """Allocate this worker's part of a flat buffer, before other code uses it."""
@@ -207,7 +218,8 @@ class ModelBuffers(ParameterViews):
             if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
                 raise RuntimeError(
                     f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
-                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare"
+                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare; values alone are "
+                    f"changed in `with tt.assign(model):`"
                 )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
@@ -215,18 +227,37 @@ class ModelBuffers(ParameterViews):
             if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
                     f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
-                    f".to() and p.data = … must come before tt.prepare"
+                    f".to() and p.data = … must come before tt.prepare; values alone are changed in "
+                    f"`with tt.assign(model):`"
                 )
             if version_of(tensor) != self._versions[index]:
                 raise RuntimeError(
                     f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
-                    f"so the change would be lost; load or edit parameters before tt.prepare"
+                    f"so the change would be lost; load or edit parameters before tt.prepare, or in a block "
+                    f"`with tt.assign(model):`"
                 )
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place. torch has no public name for it."""
     return int(tensor._version)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and layout have the same bits."""
+    return torch.equal(_integers(a), _integers(b))
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a bool for each element of two 1-D tensors: whether their bits differ."""
+    found = _integers(a) != _integers(b)
+    return found.any(dim=-1) if a.is_complex() else found
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    # Compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.element_size()])
 
 
 class FileMemory:

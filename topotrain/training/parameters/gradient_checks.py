@@ -48,9 +48,10 @@ class HeldGradients:
         self._parts = parts
         self._held: list[tuple[int, torch.Tensor, int]] = []  # parameter, gradient, its version
 
-    def hold(self) -> None:
-        """The step is about to be committed."""
-        gradients = ((index, tensor.grad) for index, tensor in enumerate(self._parts.tensors))
+    def hold(self, number: int) -> None:
+        """The step of this optimizer is about to be committed."""
+        described = enumerate(self._parts.parameters)
+        gradients = ((i, self._parts.tensors[i].grad) for i, known in described if known.optimizer == number)
         self._held = [(index, gradient, version_of(gradient)) for index, gradient in gradients if gradient is not None]
 
     def release(self) -> None:

@@ -9,6 +9,8 @@ There are several paths. The job chooses one (see `core.server.gradients`).
   during the backward that is expected to be the last of the step, and at `step()` again if it is another one then.
 - *ArrivalPath* (`apply: kOnArrival`): each bucket is applied as soon as all workers have pushed it.
 
+A step of one of several optimizers takes the gradients of its own parameters only, and leaves all others as they are.
+
 If parameters are on a device, a gradient arrives in "local" some time after its hook (`device_parameters`). A bucket
 then leaves at a later hook, or at the end of the backward.
 """
@@ -17,6 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from weakref import ref
 
 import torch
@@ -27,11 +30,21 @@ from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, version_of
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, same_bits, version_of
 from topotrain.training.worker_stats import StepBatches
 
-# Integer dtypes by element size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@contextmanager
+def _thawed(tensor: nn.Parameter) -> Iterator[None]:
+    """Inside, hooks can be registered. They fire when the tensor trains."""
+    trains = tensor.requires_grad
+    tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        tensor.requires_grad_(trains)
 
 
 class GradientPath(ABC):
@@ -57,22 +70,28 @@ class GradientPath(ABC):
         self._task: int | None = None  # autograd's number of the backward that has begun
         self.private = False
         self.backwards = 0
+        # The optimizer of each parameter, and of each bucket, which has parameters of one only.
+        self._optimizers = [parameter.optimizer for parameter in parts.parameters]
+        self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
         self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
-        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
-        self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
+        self._trains: list[bool] = []  # by parameter, at the last backward
+        self._expected: list[int] = []  # bit per piece of a bucket that gets a gradient
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)  # bit per piece with a gradient of this backward
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         # With several devices autograd runs hooks on a thread for each.
         self._turn = threading.Lock()
+        self._look_what_trains()
         for index, tensor in enumerate(parts.tensors):
-            if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
+            # Another worker holds a meta tensor, and integers have no gradients.
+            if not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
                 self._hooked.add(index)
-                self._hook(index, tensor)
+                with _thawed(tensor):
+                    self._hook(index, tensor)
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
@@ -87,6 +106,11 @@ class GradientPath(ABC):
         # It fires once per parameter and backward, also for a tied weight that is used several times.
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of the coming step were sent."""
+        return self.backwards > 0
+
     @contextmanager
     def keep_private(self) -> Iterator[None]:
         """Inside, a backward sends nothing, and `.grad` is this worker's own."""
@@ -97,8 +121,11 @@ class GradientPath(ABC):
             self.private = False
 
     @abstractmethod
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Send the rest; return (revisions, edited bits, dropped bits) for the commit."""
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
+        """Send the rest; return (revisions, edited bits, dropped bits) for the commit.
+
+        optimizer: the number of the optimizer of the step.
+        """
 
     @abstractmethod
     def _after(self, index: int, tensor: torch.Tensor) -> None:
@@ -108,13 +135,17 @@ class GradientPath(ABC):
     def _end(self) -> None:
         """Handle the end of a backward."""
 
-    def _trainable_pieces(self, bucket: Bucket) -> int:
-        """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
-        bits = 0
-        for i, piece in enumerate(bucket.pieces):
-            if self._tensors[self._map.segments[piece.segment].parameter].requires_grad:
-                bits |= 1 << i
-        return bits
+    def _look_what_trains(self) -> None:
+        """Look which parameters the script has frozen or thawed since the last backward."""
+        trains = list(map(_REQUIRES_GRAD, self._tensors))
+        if trains == self._trains:
+            return
+        self._trains = trains
+        # Without frozen pieces: no hook fires for them, and their bucket would never be full.
+        self._expected = [
+            sum(1 << i for i, piece in enumerate(bucket.pieces) if trains[self._map.segments[piece.segment].parameter])
+            for bucket in self._map.buckets
+        ]
 
     def _arm(self) -> bool:
         """Register a call for the end of a backward; whether this is its first gradient."""
@@ -125,6 +156,7 @@ class GradientPath(ABC):
             return False
         # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
         self._gradients.values.settle()
+        self._look_what_trains()
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -173,6 +205,11 @@ class GradientPath(ABC):
                 self._zero_absent(bucket)
                 yield bucket
 
+    def _gradients_of(self, optimizer: int) -> dict[int, torch.Tensor]:
+        """Return the gradients of one optimizer's parameters, as the script left them."""
+        tensors = zip(self._tensors, self._optimizers, strict=True)
+        return {index: t.grad for index, (t, of) in enumerate(tensors) if of == optimizer and t.grad is not None}
+
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
         self._step += 1
@@ -181,16 +218,6 @@ class GradientPath(ABC):
     def go_to(self, step: int) -> None:
         """Continue at this step. The group made the steps before it without this worker."""
         self._step = step
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # As integers: compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
-    return torch.equal(_integers(a), _integers(b))
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.view(_BITS[real.element_size()])
 
 
 class _SentGradient:
@@ -273,6 +300,10 @@ class MeanPath(GradientPath):
         self._earlier.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _finish_backward(self, task: int) -> None:
         if task != self._task:
@@ -389,26 +420,26 @@ class MeanPath(GradientPath):
     def _arrived_for(self, index: int) -> bool:
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         # The script may call step() after a backward that raised.
         self._give_up()
         edited = dropped = 0
-        left = self._mirror.bring("grad", {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None})
+        mine = self._gradients_of(optimizer)
+        left = self._mirror.bring("grad", mine)
         for index, tensor in enumerate(self._tensors):
             if not self._pieces[index]:  # a parameter without elements
                 continue
-            if tensor.grad is not None and index not in self._hooked:
-                raise RuntimeError(
-                    f"parameter {self._parameters[index].name} was frozen at tt.prepare and has a gradient now: "
-                    f"thaw parameters before tt.prepare"
-                )
+            # `.grad` keeps the mean for the step of its own optimizer, which sends it as an edit: the servers forget.
+            if self._optimizers[index] != optimizer:
+                dropped |= self._bits(index)
+                continue
             has = all(self._union[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
             if tensor.grad is None:
                 dropped |= self._bits(index) if has else 0
                 continue
-            mine = self._buffers.view("grad", index)
-            if left[index].data_ptr() != mine.data_ptr():
-                mine.copy_(left[index])
+            kept = self._buffers.view("grad", index)
+            if left[index].data_ptr() != kept.data_ptr():
+                kept.copy_(left[index])
             # No worker had a gradient and the script has made one; or a collective, whose means the servers never saw.
             if not has or self._gradients.model.sends_own_shard:
                 edited |= self._bits(index)
@@ -431,7 +462,7 @@ class MeanPath(GradientPath):
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
             part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            if not _same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
+            if not same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
                 bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
@@ -450,6 +481,29 @@ class MeanPath(GradientPath):
         self._union = [0] * len(self._union)
         self._sums.clear()
         self._own_sums = False
+
+
+class StepHabits:
+    """The order of a script's last steps, to guess the next one.
+
+    Attributes:
+        optimizer: the number of the optimizer of the next step.
+        backwards: the number of backwards before it.
+    """
+
+    def __init__(self, backwards: int) -> None:
+        self.optimizer, self.backwards = 0, backwards
+        self._of: dict[int, int] = {}
+        self._after: dict[int, int] = {}
+        self._last = 0
+
+    def note(self, optimizer: int, backwards: int) -> None:
+        """A step of this optimizer is made, after so many backwards."""
+        # Most scripts make as many backwards in each step of an optimizer, and its steps in the same order.
+        self._of[optimizer], self._after[self._last] = max(1, backwards), optimizer
+        self._last = optimizer
+        self.optimizer = self._after.get(optimizer, optimizer)
+        self.backwards = self._of.get(self.optimizer, 1)
 
 
 class PushPath(GradientPath):
@@ -477,14 +531,18 @@ class PushPath(GradientPath):
         # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
         # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
         self._sees = eager and (gradients.model.windowed or not compare)
-        self._guess = 1 if eager else 0  # number of backwards in a step, of which the last one sends
         self._eager = eager
+        self._habits = StepHabits(1 if eager else 0)
         self._revision = [NO_REVISION] * len(slice_map.buckets)
         self._sent = [0] * len(slice_map.buckets)  # bit per piece with a gradient in the last push
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
         self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return any(self._pushes) or super().begun
 
     def begin(self) -> None:
         """Begin a backward that may reach no parameter of this worker (a split model)."""
@@ -503,8 +561,11 @@ class PushPath(GradientPath):
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
         self._seen[index] = _SentGradient(tensor.grad)
-        if self.backwards == self._guess - 1:
+        if self.backwards == self._habits.backwards - 1:
             for bucket in full:
+                # What another optimizer's step takes would be pushed for nothing.
+                if self._takes[bucket.id] != self._habits.optimizer:
+                    continue
                 # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
                 if self._pushes[bucket.id] < NO_REVISION - 2:
                     self._push(bucket, self._arrived[bucket.id])
@@ -520,10 +581,12 @@ class PushPath(GradientPath):
         self._mirror.drain()
         self.backwards += 1
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         self._mirror.drain()
+        if self._eager:
+            self._habits.note(optimizer, self.backwards)
         wanted = [0] * len(self._map.buckets)
-        gradients = {index: tensor.grad for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
+        gradients = self._gradients_of(optimizer)
         # Where an edit is an error, only gradients that no hook has seen have to be read.
         unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._seen}
         left = self._mirror.bring("local" if self._sees else "left", unknown)
@@ -570,13 +633,11 @@ class PushPath(GradientPath):
         if gradient.stride() != local.stride():
             return torch.equal(gradient, local)
         flat = (gradient.numel(),), (1,)
-        return _same_bits(
+        return same_bits(
             gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
         )
 
     def after_step(self) -> None:
-        # Most scripts make as many backwards in each step.
-        self._guess = max(1, self.backwards) if self._eager else 0
         super().after_step()
         self._revision = [NO_REVISION] * len(self._revision)
         self._sent = [0] * len(self._sent)
@@ -608,6 +669,10 @@ class ArrivalPath(GradientPath):
         self._open = False  # a backward has begun and has not ended
         self._seen: dict[int, _SentGradient] = {}
         super().__init__(parts, buffers, gradients, slice_map, batches)
+
+    @property
+    def begun(self) -> bool:
+        return self._open or super().begun
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
@@ -648,7 +713,7 @@ class ArrivalPath(GradientPath):
         self.backwards = 1
         self._open = False
 
-    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         if self.backwards and self._hyper() != self._sent_hyper:
             raise RuntimeError(
                 "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "

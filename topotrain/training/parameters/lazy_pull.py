@@ -28,4 +28,6 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
         # `wanted` as a default: a closure would see the buckets of the last module of the loop.
         if buckets:
             module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.client.values.wait_for(wanted))
-    model.register_state_dict_pre_hook(lambda *_: worker.client.values.settle())  # type: ignore[no-untyped-call]
+    # Also of the children: a model may be one of several that are trained together.
+    for module in (model, *model.children()):
+        module.register_state_dict_pre_hook(lambda *_: worker.client.values.settle())  # type: ignore[no-untyped-call]

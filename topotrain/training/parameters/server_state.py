@@ -1,5 +1,7 @@
 """The optimizer's state, as the servers hold it and as `optimizer.state` has it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.optim import Optimizer
 
@@ -9,11 +11,18 @@ from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import StatePart
 from topotrain.training.parameters.flat_parameters import ModelParts
 
+NEW_GROUP = (
+    "add_param_group after tt.prepare: give the optimizer all its groups before, also those of layers that train "
+    "later; until then they are frozen with requires_grad_(False)"
+)
+"""The servers make the state of the optimizer's parameters before the first step."""
+
 
 class ServerState:
-    """Copies the state between one worker's optimizer and the servers.
+    """Copies the state between one worker's optimizers and the servers.
 
     Args:
+        optimizers: the job's, by number.
         client: reads and loads the pieces.
         index: index of this worker in its group, if the group loads the state into its servers. None: another does.
     """
@@ -22,19 +31,21 @@ class ServerState:
         self,
         parts: ModelParts,
         slice_map: SliceMap,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         client: OptimizerStateClient,
         index: int | None,
     ) -> None:
-        self._parts, self._map, self._optimizer = parts, slice_map, optimizer
+        self._parts, self._map, self._optimizers = parts, slice_map, optimizers
         self._client, self._index = client, index
 
-    def gather(self) -> None:
-        """Fill `optimizer.state` with the servers' state."""
+    def gather(self, number: int = 0) -> None:
+        """Fill `state` of this optimizer with the servers' state."""
         held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         whole: set[tuple[torch.Tensor, str]] = set()
         for part in self._client.get():
             segment = self._map.segments[self._map.buckets[part.bucket].pieces[part.piece].segment]
+            if self._map.parameters[segment.parameter].optimizer != number:
+                continue
             tensor = self._parts.tensors[segment.parameter]
             entry = held.setdefault(tensor, {})
             if part.body is None:
@@ -47,8 +58,8 @@ class ServerState:
         for parameter, key in whole:
             if not parameter.is_meta:
                 held[parameter][key] = held[parameter][key].to(parameter.device)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(held)
+        self._optimizers[number].state.clear()
+        self._optimizers[number].state.update(held)
 
     def _place(self, entry: dict[str, torch.Tensor], part: StatePart, body: torch.Tensor) -> None:
         piece = self._map.buckets[part.bucket].pieces[part.piece]
@@ -62,17 +73,18 @@ class ServerState:
         at = segment.start + piece.lo - segment.lo
         flat[at : at + piece.hi - piece.lo] = body.view(flat.dtype)
 
-    def scatter(self) -> None:
-        """Load `optimizer.state` into the servers and clear it here."""
+    def scatter(self, number: int = 0) -> None:
+        """Load `state` of this optimizer into the servers and clear it here."""
+        state = self._optimizers[number].state
         if self._index is not None:
             index_of = {id(tensor): index for index, tensor in enumerate(self._parts.tensors)}
-            for tensor, entry in self._optimizer.state.items():
+            for tensor, entry in state.items():
                 space, _ = self._map.offsets[index_of[id(tensor)]]
                 # One worker of the group loads each parameter. In a split model that is not always worker 0.
                 if self._map.spaces[space].sending_worker == self._index:
                     for key, value in entry.items():
                         self._put(index_of[id(tensor)], key, value)
-        self._optimizer.state.clear()
+        state.clear()
 
     def _put(self, index: int, key: str, value: object) -> None:
         described = self._map.parameters[index]

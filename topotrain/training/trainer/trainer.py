@@ -90,7 +90,7 @@ class Trainer:
         """
         # Nothing may be read or written: the plan needs only the model.
         if process.planning():
-            api.prepare(self.model, self.optimizer, self._train)
+            self._prepare_all()
         here = process.current()
         job = self._job(here)
         _check(job, self._loaders, here)
@@ -130,8 +130,7 @@ class Trainer:
 
     def _prepare(self, job: Job, here: Context | None) -> tuple[Optimizer, Any]:
         if here is not None:
-            _, self.optimizer, loader = api.prepare(self.model, self.optimizer, self._train)
-            assert self.optimizer is not None
+            _, self.optimizer, loader = self._prepare_all()
             return self.optimizer, loader
         if self.optimizer is None:
             if job.updater is None:
@@ -140,7 +139,14 @@ class Trainer:
                 )
             self.optimizer = build(job.updater, self.model.named_parameters())
             _follow_updater(self.optimizer, job.updater)
-        return api.prepare(self.model, self.optimizer, self._train)[1:]
+        return self._prepare_all()[1:]
+
+    def _prepare_all(self) -> tuple[nn.Module, Optimizer, Any]:
+        if self.optimizer is None:
+            model, optimizer, loader = api.prepare(self.model, None, self._train)
+        else:
+            model, optimizer, loader = api.prepare(self.model, self.optimizer, self._train)
+        return model, optimizer, loader
 
     def _loop(
         self, job: Job, here: Context | None, optimizer: Optimizer, loader: Any, watch: TrainerCallbacks | None

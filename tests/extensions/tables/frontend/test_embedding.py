@@ -40,7 +40,7 @@ def test_touched_rows_are_those_of_a_sparse_embedding(rule):
         start = table(torch.arange(50))
     reference = nn.Embedding(50, 3, sparse=True, _weight=start.clone())
     model, other = Tail(table), Tail(reference)
-    model, optimizer, _ = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     its = theirs(reference.parameters())
     for step in range(4):
         optimizer.zero_grad()
@@ -59,7 +59,7 @@ def test_touched_rows_are_those_of_a_sparse_embedding(rule):
 def test_zero_grad_forgets_and_eval_gathers_nothing():
     table = tt.Embedding(None, 3, init="zeros", optimizer=tt.kvstore.SGD(lr=1.0))
     model = Tail(table)
-    model, optimizer, _ = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     table(torch.tensor([5])).sum().backward()
     optimizer.zero_grad()
     model.eval()
@@ -108,7 +108,7 @@ def test_ids_of_any_shape_and_the_rates_of_a_schedule():
     assert table(torch.zeros(0, dtype=torch.int64)).shape == (0, 3)
     table.forget()
     model = Tail(table)
-    model, optimizer, _ = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = tt.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     rule.param_groups[0]["lr"] = 0.25
     table(torch.tensor(2)).sum().backward()
     optimizer.step()

@@ -18,6 +18,8 @@ from topotrain.comm.store.store_base import Store
 KEEP = 7 * 86_400.0
 BEAT_TTL = 30.0
 """Seconds after which a job without a heartbeat counts as lost."""
+STOP_SAVING = b"stop after a snapshot"
+"""The request to end after a last snapshot, as after SIGTERM."""
 RUNNING, LOST = "running", "lost"
 ENDED = ("done", "failed", "stopped")
 _LONG = 120  # characters of a name
@@ -111,11 +113,14 @@ class Registry:
         # An ended job needs no heartbeat, and a lost one is recognized by its absence.
         self._store.delete(_alive(id))
 
-    def stop(self, id: str) -> JobRecord:
-        """Ask a job to end, if it has not; return its record. Raises UnknownJob."""
+    def stop(self, id: str, saves: bool = False) -> JobRecord:
+        """Ask a job to end, if it has not; return its record. Raises UnknownJob.
+
+        saves: a job of several units takes a last snapshot first.
+        """
         record = self.view(id)
         if record.state not in ENDED:
-            self._store.set(stop_key(id), b"stop", KEEP)
+            self._store.set(stop_key(id), STOP_SAVING if saves else b"stop", KEEP)
         return record
 
     def _raw(self, id: str) -> bytes:

@@ -130,7 +130,7 @@ class SessionWorker:
             job,
             place.topology,
             self._localised.parts,
-            self._optimizer,
+            (self._optimizer,),
             connections.exchange,
             WorkerMemory(connections),
         )

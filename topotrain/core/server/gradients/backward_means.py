@@ -99,12 +99,12 @@ class BackwardsOfStep:
         """Whether a worker has ended a backward that is not over."""
         return any(backward.ends and not backward.closed for backward in self._known.values())
 
-    def check_commit(self, worker: int, backwards: int) -> None:
+    def check_commit(self, worker: int, commit: Commit) -> None:
         """Raise StepError if a worker is in a later backward than this commit names."""
         for ordinal, backward in self._known.items():
-            if ordinal >= backwards:
+            if ordinal >= commit.backwards:
                 later = next(iter([*backward.ends, *(w for p in backward.pushes.values() for w in p)]))
-                _refuse_backward(worker, backwards, later, ordinal)
+                _refuse_backward(worker, commit, later, ordinal)
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
@@ -123,12 +123,18 @@ def check_ordinal(commits: Mapping[int, Commit], worker: int, ordinal: int) -> N
     """Raise StepError if a worker's backward is one that a committed worker left out."""
     for other, commit in commits.items():
         if ordinal >= commit.backwards:
-            _refuse_backward(other, commit.backwards, worker, ordinal)
+            _refuse_backward(other, commit, worker, ordinal)
 
 
-def _refuse_backward(done: int, backwards: int, later: int, ordinal: int) -> None:
+def _refuse_backward(done: int, commit: Commit, later: int, ordinal: int) -> None:
+    if not commit.counts:
+        raise StepError(
+            f"worker {done} of the group changes parameters in tt.assign, and worker {later} goes backward meanwhile; "
+            f"all workers of a group must enter tt.assign between the same two steps, and not inside a condition such "
+            f"as `if tt.is_main():`"
+        )
     raise StepError(
-        f"unequal numbers of backwards in one step: worker {done} of the group called step() after {backwards}, "
+        f"unequal numbers of backwards in one step: worker {done} of the group called step() after {commit.backwards}, "
         f"worker {later} is in backward number {ordinal + 1}; all workers of a group must run the same backwards "
         f"(or make one private: `with tt.local():`)"
     )
@@ -176,7 +182,7 @@ class BackwardMeans(GradientSource):
         """As `GradientSource.commit`."""
         if worker not in self.commits:
             super().commit(worker, message)
-            self._backwards.check_commit(worker, message.backwards)
+            self._backwards.check_commit(worker, message)
 
     # --- the means -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,9 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 
 _MUST_AGREE = {
+    # First: workers of which only some are in `tt.assign` differ in other fields, too.
+    "counts": "whether this is a step (True) or a change of parameters in tt.assign (False)",
+    "optimizer": "the optimizer (its number, from 0) that makes the step",
     "backwards": "the number of backwards",
     "hyper": "the optimizer's hyper-parameters",
     "inv_scale": "the loss scale",

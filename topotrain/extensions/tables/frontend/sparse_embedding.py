@@ -51,6 +51,12 @@ class SparseWeight:
         return spec
 
 
+def has_rows(module: nn.Module) -> bool:
+    """Return whether the servers keep a table of rows for this module."""
+    sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    return sparse or isinstance(module, Embedding)
+
+
 def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
     """Return the trained weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag`.
 
@@ -144,7 +150,7 @@ class RowPaths(WorkerExtension):
     def attach(self, worker: Worker) -> None:
         if self._weights or self._tables:
             worker.attach(self)
-            clear_with(worker.optimizer, self._tables)
+            clear_with(worker.optimizers[0], self._tables)
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         # The scaler unscales, and checks for overflow, only the gradients of parameters.

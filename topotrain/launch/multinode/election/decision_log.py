@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from topotrain.config import job_file
+from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import (
     Agreed,
@@ -38,7 +40,7 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
-from topotrain.launch.recovery.recovery_actions import Action, GroupRequest
+from topotrain.launch.recovery.recovery_actions import Action, GroupRequest, ResizeRequest, RestartResized
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTerms
 from topotrain.launch.recovery.resize import ResizeState
 
@@ -101,6 +103,8 @@ class LoggedPolicy(RecoveryPolicy):
         self._inputs: list[dict[str, Any]] = []
         self._origin: Mapping[str, Any] = {}
         self._stepped: set[str] = set()
+        self.resized: Job | None = None
+        """The job to restart as, with another layout, if that is decided and has not begun."""
 
     def take(self) -> list[dict[str, Any]]:
         """Return what was received since the last call."""
@@ -110,6 +114,12 @@ class LoggedPolicy(RecoveryPolicy):
     def since_start(self, now: float) -> float:
         """Return the seconds since the start of the job."""
         return now - self._began
+
+    @property
+    def job(self) -> Job:
+        """The job as it is now."""
+        assert self._resizing is not None
+        return self._resizing.job
 
     @property
     def over(self) -> bool:
@@ -130,7 +140,9 @@ class LoggedPolicy(RecoveryPolicy):
     def on_event(self, event: Event, now: float) -> list[Action]:
         """As in the base class."""
         found = super().on_event(event, now)
-        # Of steps the first one after a start counts, and those that complete a recovery.
+        for action in found:
+            if isinstance(action, RestartResized):
+                self.resized = action.job
         if self._matters(event, len(found) > 1):
             self._note(now, event=_short(event), **self._origin)
         return found
@@ -174,10 +186,30 @@ class LoggedPolicy(RecoveryPolicy):
         self._inputs.append({"group": asdict(request)})
         return found
 
+    def on_resize_request(self, request: ResizeRequest, now: float) -> list[Action]:
+        """As in the base class."""
+        found = super().on_resize_request(request, now)
+        self._note(now, resize=asdict(request))
+        return found
+
+    def on_stop_request(self) -> list[Action]:
+        """As in the base class."""
+        found = super().on_stop_request()
+        if found:
+            self._inputs.append({"stop": True})
+        return found
+
     def begin_attempt(self, topology: Topology | None = None) -> None:
         """As in the base class."""
         super().begin_attempt(topology)
+        self.resized = None
         self._inputs.append({"hosts": list((topology or self._topology).hosts)})
+
+    def begin_resized(self, job: Job, topology: Topology) -> None:
+        """As in the base class."""
+        super().begin_resized(job, topology)
+        self.resized = None
+        self._inputs.append({"hosts": list(topology.hosts), "job": job_file.dumps(job)})
 
     def _note(self, now: float, **values: Any) -> None:
         self._inputs.append({"at": self.since_start(now), **values})
@@ -201,7 +233,16 @@ class LoggedPolicy(RecoveryPolicy):
             return self.poll(now)
         if "group" in given:
             return self.on_group_request(GroupRequest(**given["group"]))
-        self.begin_attempt(layout(self._topology.cluster, tuple(given["hosts"])))
+        if "resize" in given:
+            return self.on_resize_request(ResizeRequest(**given["resize"]), now)
+        if "stop" in given:
+            return self.on_stop_request()
+        hosts = tuple(given["hosts"])
+        if "job" in given:
+            job = job_file.loads(given["job"], "the job of a former leader")
+            self.begin_resized(job, layout(job.cluster, hosts))
+        else:
+            self.begin_attempt(layout(self._topology.cluster, hosts))
         return []
 
 

@@ -34,7 +34,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitMessage,
     UnitVanished,
 )
-from topotrain.launch.multinode.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
+from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
 from topotrain.launch.multinode.node_info import HostMap
 from topotrain.launch.multinode.reliable_messages import Words, shortened
 from topotrain.launch.recovery.recovery_actions import Action
@@ -80,7 +80,8 @@ class EventReporter:
         # A step that is not known costs a new leader nothing but the time of a recovery.
         if isinstance(event, Saved):
             self.saved = data
-        elif not isinstance(event, StepDone):
+        # A snapshot that was asked for may be what a change of the number of workers waits for.
+        if not isinstance(event, StepDone | Saved) or (isinstance(event, Saved) and event.why == "end"):
             self.told.append((self._number, data))
         self._control.report({"life": self._attempt, "number": self._number, "event": data})
 

@@ -1,0 +1,117 @@
+"""Settings of the documentation site: `make docs`.
+
+The pages are those of the repository, in their places, so that links between them are the same as in the repository.
+The table of contents is made here, because the pages do without it.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import topotrain  # noqa: E402  - the checkout that this file is in, and no other
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "topotrain"
+release = version = topotrain.__version__
+language = "en"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = ["*.md", "docs/*.md", "docs/site/api.rst", "benchmarks/RESULTS.md"]
+exclude_patterns = [".*", "build", "workspace", "topotrain", "tests", "scripts"]  # not even looked into
+root_doc = "docs/index"
+html_theme = "furo"
+html_title = f"topotrain {release}"
+html_extra_path = ["extra"]  # index.html, which leads to docs/index.html
+html_copy_source = False
+html_show_sphinx = False
+
+myst_heading_anchors = 4  # the same names of headings as in the repository's links
+smartquotes_action = "D"  # dashes; quotation marks in docstrings are those of code
+html_show_sourcelink = False
+highlight_language = "none"  # a block without a language is a picture or a job file
+
+default_role = "code"  # docstrings write `name`
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+maximum_signature_line_length = 88
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+add_module_names = False
+
+CONTENTS: Mapping[str, Iterable[str]] = {
+    "Begin": ["README", "docs/topologies", "docs/modes", "docs/examples", "docs/coming-from"],
+    "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
+    "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
+    "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/security"],
+    "Speed": ["docs/performance", "docs/profiling", "docs/slow-links", "benchmarks/RESULTS"],
+    "Other interfaces": [
+        *("docs/integrations", "docs/pserver", "docs/clusterspec", "docs/session", "docs/data-parallel"),
+        "docs/torch-store",
+    ],
+    "Inside": ["docs/exactness", "docs/journey", "docs/journey-batch", "docs/journey-snapshot", "docs/differences"],
+    "Project": ["CONTRIBUTING", "SECURITY", "CHANGELOG"],
+}
+"""The pages by caption. A page that is not named here comes last."""
+
+
+def contents(pages: Iterable[str]) -> str:
+    """Return the tables of contents of the first page: one for each caption, with the pages that exist."""
+    there = {*pages} - {root_doc}
+    named = {page for names in CONTENTS.values() for page in names}
+    sections = {**CONTENTS, "More": sorted(there - named)}
+    lines = []
+    for caption, names in sections.items():
+        if found := [f"/{name}" for name in names if name in there]:
+            lines += ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *found, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def other_names(text: str) -> str:
+    """Return entries for the public names that the API page does not name itself."""
+    missing = [name for name in topotrain.__all__ if f":: topotrain.{name}\n" not in text and f"tt.{name}`" not in text]
+    entries = (
+        f".. auto{'class' if isinstance(getattr(topotrain, name), type) else 'function'}:: topotrain.{name}\n"
+        for name in missing
+    )
+    return "\n".join(("", "Further names", "-------------", "", *entries)) if missing else ""
+
+
+def complete(app: "Sphinx", page: str, source: list[str]) -> None:
+    """Complete the pages that are made of others."""
+    if page == root_doc:
+        source[0] += contents(app.env.found_docs)
+    elif page.endswith("/api"):
+        source[0] += other_names(source[0])
+
+
+def with_code_blocks(app: "Sphinx", kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Mark indented paragraphs of a docstring as code: `::` is not written there."""
+    for number in range(len(lines) - 1, 1, -1):
+        before = lines[number - 2]
+        begins = lines[number].startswith("    ") and not lines[number - 1].strip()
+        if begins and before.strip() and not before.startswith(" ") and not re.match(r"[*-] |\w+:$|\.\. ", before):
+            lines[number:number] = ["::", ""]
+
+
+def without_check_functions(
+    app: "Sphinx", kind: str, name: str, thing: object, options: object, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """Leave the fields of job blocks to their page, where each has its meaning and what is accepted."""
+    if name in {f"topotrain.{block}" for block in ("Job", "Cluster", "Updater")}:
+        return "(**fields)", None
+    return None
+
+
+def setup(app: "Sphinx") -> dict[str, bool]:
+    app.connect("source-read", complete)
+    app.connect("autodoc-process-docstring", with_code_blocks, priority=400)  # before napoleon, which indents
+    app.connect("autodoc-process-signature", without_check_functions)
+    return {"parallel_read_safe": True}

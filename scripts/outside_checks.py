@@ -1,0 +1,302 @@
+"""What is tried in a project outside the repository. A new check is a function with the decorator `check`.
+
+A check gets the project and returns what it has seen, in a few words. It raises CheckFailed where a promise is not
+kept, and NotRun where it cannot be made.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outside_environment import REPOSITORY, CheckFailed, NotRun, OutsideProject, build_packages
+
+EXTRAS = ("matplotlib", "yaml", "redis", "cryptography", "submitit", "transformers", "pytorch_lightning", "ray")
+"""Modules that only the extras bring along."""
+SAMPLES = 480
+"""Of an epoch of the sample project."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is tried: its name, and whether the short form tries it, too."""
+
+    name: str
+    short: bool
+    function: Callable[[OutsideProject], str]
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, short: bool = False) -> Callable[[Callable[[OutsideProject], str]], Callable[..., str]]:
+    """Add a function to the checks, which are made in the order of this file."""
+
+    def add(function: Callable[[OutsideProject], str]) -> Callable[..., str]:
+        CHECKS.append(Check(name, short, function))
+        return function
+
+    return add
+
+
+def must(holds: object, text: str) -> None:
+    """Raise CheckFailed with the text unless the condition holds."""
+    if not holds:
+        raise CheckFailed(text)
+
+
+# ---- packages --------------------------------------------------------------------------------------------------------
+
+
+@check("the wheel has what it needs, and no more", short=True)
+def wheel_contents(project: OutsideProject) -> str:
+    wheel = project.packages.wheel
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
+    package = REPOSITORY / "topotrain"
+    there = {path.relative_to(REPOSITORY).as_posix() for path in package.rglob("*") if path.is_file()}
+    expected = {name for name in there if "__pycache__" not in name}
+    must({"topotrain/config/job.proto", "topotrain/config/job.binpb", "topotrain/py.typed"} <= expected, "no job.proto")
+    inside = {name for name in names if ".dist-info/" not in name}
+    must(inside == expected, f"the wheel and topotrain/ differ in {sorted(inside ^ expected)[:5]}")
+    must("Requires-Python: >=3.11" in metadata, "no Requires-Python")
+    must(re.search(r"^License-Expression: Apache-2.0$", metadata, re.MULTILINE), "no License-Expression")
+    must("Classifier: License" not in metadata, "a classifier of the license beside its expression")
+    return f"{len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB"
+
+
+@check("the source distribution builds the same wheel", short=True)
+def same_wheel(project: OutsideProject) -> str:
+    unpacked = project.packages.sdist.parent / "unpacked"
+    with tarfile.open(project.packages.sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    missing = [name for name in ("tests", "docs", "examples", "benchmarks", "scripts", "Makefile", "LICENSE")
+               if not (source / name).exists()]  # fmt: skip
+    must(not missing, f"the source distribution has no {', '.join(missing)}")
+    again = build_packages(unpacked / "dist", source)
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (project.packages.wheel, again.wheel)}
+    must(len(digests) == 1, "the wheel that is built from the source distribution has other bytes")
+    return f"sha256 {digests.pop()[:12]}"
+
+
+IMPORTS = """
+import json, sys
+from importlib.metadata import version
+from importlib.util import find_spec
+import topotrain as tt
+extras = [name for name in sys.argv[1:] if find_spec(name)]
+home = tt.__file__
+for name in tt.__all__:
+    getattr(tt, name)
+print(json.dumps({"extras": extras, "file": home, "version": version("topotrain"), "own": tt.__version__}))
+"""
+
+
+@check("installed without extras, every public name is there", short=True)
+def names_without_extras(project: OutsideProject) -> str:
+    found = json.loads(project.run("python", "-c", IMPORTS, *EXTRAS).stdout)
+    must(not found["extras"], f"the environment has {', '.join(found['extras'])}")
+    must(Path(found["file"]).is_relative_to(project.python.parents[1]), f"imported from {found['file']}")
+    must(found["version"] == found["own"], f"the wheel is {found['version']}, topotrain.__version__ {found['own']}")
+    return f"topotrain {found['version']}"
+
+
+@check("pip finds no conflict")
+def no_conflict(project: OutsideProject) -> str:
+    return project.run("python", "-m", "pip", "check").stdout.strip().splitlines()[-1]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@check("python -m orchard.train, one ordinary process")
+def ordinary_process(project: OutsideProject) -> str:
+    out = project.run("python", "-m", "orchard.train", "--epochs", "3").stdout
+    must("epoch 3 of 3" in out, f"printed {out!r}")
+    return "3 epochs"
+
+
+@check("topotrain run JOB.conf -m package.module, relative imports")
+def run_module(project: OutsideProject) -> str:
+    report = project.job("conf/downpour.conf", "-m", "orchard.train", "--epochs", "4")
+    must(report["samples"] == 4 * SAMPLES, f"{report['samples']} samples, must be {4 * SAMPLES}")
+    must(report["metrics"]["accuracy"] > 0.9, f"accuracy {report['metrics']['accuracy']}")
+    must((project.folder / "workspace/downpour/final.safetensors").exists(), "no final.safetensors")
+    return f"{report['framework']}, accuracy {report['metrics']['accuracy']:.1%}"
+
+
+@check("topotrain compare without matplotlib: the table", short=True)
+def compare_without_matplotlib(project: OutsideProject) -> str:
+    jobs = ["conf/downpour.conf"] if project.short else ["conf/allreduce.conf", "conf/downpour.conf"]
+    done = project.topotrain("compare", *jobs, "-m", "orchard.train", "--", "--epochs", "4")
+    must("framework" in done.stdout and "Downpour" in done.stdout, f"no table: {done.stdout!r}")
+    told = [line for line in done.stderr.splitlines() if "topotrain[plot]" in line]
+    must(len(told) == 1, f"{len(told)} lines name topotrain[plot]")
+    results = project.folder / "workspace" / "compare"
+    must(not (results / "frameworks.png").exists(), "there is a picture")
+    rows = json.loads((results / "compare.json").read_text(encoding="utf-8"))["jobs"]
+    must([row["samples"] for row in rows] == [4 * SAMPLES] * len(jobs), "not every sample was trained")
+    return told[0]
+
+
+@check("topotrain env, doctor and plan", short=True)
+def asking_commands(project: OutsideProject) -> str:
+    env = json.loads(project.topotrain("env", "--json").stdout)
+    must(Path(env["topotrain"]["folder"]).is_relative_to(project.python.parents[1]), str(env["topotrain"]))
+    checks = json.loads(project.topotrain("doctor", "conf/downpour.conf", "--json").stdout)["checks"]
+    bad = [one["text"] for one in checks if one["state"] == "failed"]
+    must(not bad, "; ".join(bad))
+    plan = json.loads(project.topotrain("plan", "conf/downpour.conf", "--json").stdout)
+    must(plan["nprocs"] == 3, f"{plan['nprocs']} processes, must be 3")
+    return f"Python {env['python']['version']}, torch {env['torch']['version']}"
+
+
+@check("topotrain init, and its script trains")
+def start_anew(project: OutsideProject) -> str:
+    made = json.loads(project.topotrain("init", "starter", "--framework", "downpour", "--json").stdout)
+    must(len(made["files"]) == 2, str(made))
+    report = project.job("job.conf", "train.py", "--epochs", "2", within="starter")
+    return f"accuracy {report['metrics']['accuracy']:.1%} after 2 epochs"
+
+
+@check("a typo is an error of one line, code 2", short=True)
+def typos(project: OutsideProject) -> str:
+    err = project.topotrain("run", "conf/downpour.conf", "-m", "orchard.trian", code=2).stderr
+    must("orchard.train?" in err and len(err.splitlines()) == 1, err)
+    return err.strip()
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def processes(project: OutsideProject, workspace: str) -> dict[str, int]:
+    """Return the process ids of a running job by role."""
+    entries = json.loads((project.folder / workspace / "processes.json").read_text(encoding="utf-8"))
+    return {role: entry["pid"] for entry in entries for role in entry["roles"]}
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> None:
+    """Read the output of a job until a line has the text."""
+    heard = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        heard.append(line)
+        if text in line:
+            return
+    raise CheckFailed(f"the job ended before it printed {text!r}:\n{''.join(heard[-10:])}")
+
+
+@check("a worker is killed: the job goes on, every sample counts once", short=True)
+def killed_worker(project: OutsideProject) -> str:
+    epochs = 100
+    words = ["--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
+    with project.training(*words) as process:
+        read_until(process, "epoch 5 of")
+        os.kill(processes(project, "workspace/downpour")["worker 1/0"], signal.SIGKILL)
+        said = process.communicate(timeout=300)[0]
+    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
+    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+    must(report["incidents"], "the kill came too late")
+    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
+
+
+@check("all processes are killed: topotrain run --resume goes on")
+def resumed(project: OutsideProject) -> str:
+    epochs = 60
+    # A folder of its own, for that of the other checks has snapshots already.
+    setting = ["--set", "cluster.workspace=workspace/resumed"]
+    with project.training(*setting, "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)) as process:
+        read_until(process, "epoch 30 of")
+        for pid in set(processes(project, "workspace/resumed").values()):
+            os.kill(pid, signal.SIGKILL)
+    report = project.job("--resume", "workspace/resumed")
+    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    return f"{report['samples']:,} samples, accuracy {report['metrics']['accuracy']:.1%}"
+
+
+@check("Ctrl-C ends the job with code 130 and leaves no process")
+def interrupted(project: OutsideProject) -> str:
+    with project.training("conf/allreduce.conf", "-m", "orchard.train", "--epochs", "100000") as process:
+        read_until(process, "epoch 2 of")
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[0]
+        must(process.returncode == 130, f"exit code {process.returncode}:\n{said[-1000:]}")
+    left = project.leftovers()
+    must(not left, f"still running: {left}")
+    return "code 130"
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+MISSPELLED = "import topotrain as tt\n\ntt.prepair()\n"
+
+
+@check("mypy --strict on the project; a misspelled name is found")
+def types(project: OutsideProject) -> str:
+    install(project, "mypy")
+    said = project.run("python", "-m", "mypy").stdout.strip()
+    (project.folder / "misspelled.py").write_text(MISSPELLED, encoding="utf-8")
+    out = project.run("python", "-m", "mypy", "--strict", "misspelled.py", code=1).stdout
+    must('"prepair"' in out, out)
+    return said
+
+
+# ---- extras and the README -------------------------------------------------------------------------------------------
+
+
+def install(project: OutsideProject, *names: str) -> None:
+    """Install packages from the registry, in the versions of constraints.txt."""
+    pip = ("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    try:
+        project.run(*pip, "-c", str(REPOSITORY / "constraints.txt"), *names)
+    except CheckFailed as error:
+        raise NotRun(str(error).splitlines()[-1]) from None
+
+
+@check("topotrain[plot]: compare draws the picture")
+def compare_with_matplotlib(project: OutsideProject) -> str:
+    install(project, f"{project.packages.wheel}[plot]")
+    done = project.topotrain("compare", "conf/downpour.conf", "-m", "orchard.train")
+    picture = project.folder / "workspace" / "compare" / "frameworks.png"
+    must(picture.read_bytes().startswith(b"\x89PNG") and "topotrain[plot]" not in done.stderr, done.stderr)
+    return f"{picture.stat().st_size:,} bytes"
+
+
+def copy_examples(project: OutsideProject) -> None:
+    """Copy the examples into the project."""
+    ignored = shutil.ignore_patterns("__pycache__", "workspace")
+    shutil.copytree(REPOSITORY / "examples", project.folder / "examples", ignore=ignored, dirs_exist_ok=True)
+
+
+@check("examples of a language model and of tables, without extras")
+def larger_examples(project: OutsideProject) -> str:
+    copy_examples(project)
+    seen = []
+    for name in ("language_model", "embedding"):
+        metrics = project.job("examples/conf/sandblaster.conf", f"examples/{name}.py", "--epochs", "1")["metrics"]
+        seen += [f"{metric} {value:.3g}" for metric, value in metrics.items()]
+    return ", ".join(seen)
+
+
+@check("topotrain[examples]: the commands of the README")
+def first_steps(project: OutsideProject) -> str:
+    install(project, f"{project.packages.wheel}[examples]")
+    copy_examples(project)
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    shown = "\n".join(re.findall(r"^```sh\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE))
+    lines = re.findall(r"^((?:python|topotrain) .*?)(?:\s+#.*)?$", shown, re.MULTILINE)
+    must(len(lines) >= 2, f"the README has {len(lines)} commands")
+    for line in lines:
+        project.run(*line.split())
+    return "; ".join(lines)

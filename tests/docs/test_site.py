@@ -1,0 +1,155 @@
+"""The documentation site that `make docs` builds: no dead link, nothing from other hosts, search, every public name."""
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import topotrain
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = ROOT / "docs" / "site"
+MISSING = [name for name in ("sphinx", "furo", "myst_parser") if find_spec(name) is None]
+
+needs_sphinx = pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'topotrain[docs]', or make docs)"
+)
+
+
+def build(source: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    """Build as the Makefile does."""
+    (line,) = re.findall(r"^\t\$\(BIN\)/python (-m sphinx .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name, value in {"docs/site": str(SETTINGS), "build/doctrees": str(site.with_name("trees"))}.items():
+        line = line.replace(f" {name} ", f" {value} ")
+    words = [str(source) if word == "." else word for word in line.replace("$(SITE)", str(site)).split()]
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """The names of a page's parts, the addresses that it links to, and those that it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.ids.add(values.get("id", ""))
+        if tag == "a":
+            self.links.add(values.get("href", "#"))
+        elif address := values.get("src", values.get("href")):
+            self.loaded.add(address)
+
+
+def pages(site: Path) -> Iterator[tuple[Path, Page]]:
+    yield from ((path, Page(path)) for path in sorted(site.rglob("*.html")))
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_every_page_of_the_repository_is_there(site: Path) -> None:
+    expected = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
+    expected |= {path.stem for path in ROOT.glob("*.md")} | {"benchmarks/RESULTS", "index"}
+    built = {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
+    assert expected <= built
+    contents = Page(site / "docs" / "index.html").links
+    there = {(site / "docs" / urlsplit(link).path).resolve() for link in contents}
+    assert {(site / name).with_suffix(".html") for name in expected - {"index", "docs/index"}} <= there
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_no_link_leads_nowhere(site: Path) -> None:
+    read = dict(pages(site))
+    seen = 0
+    for path, page in read.items():
+        for link in page.links | page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or link.startswith("//"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.is_file(), f"{path.relative_to(site)} links to {link}"
+            if parts.fragment and target in read:
+                assert unquote(parts.fragment) in read[target].ids, f"{path.relative_to(site)} links to {link}"
+            seen += 1
+    assert seen > 1000
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    for path, page in pages(site):
+        for address in page.loaded:
+            assert not urlsplit(address).netloc, f"{path.relative_to(site)} loads {address}"
+    for path in site.rglob("*.css"):
+        assert not re.findall(r"(?:@import\s+['\"]?|url\(['\"]?)(?:https?:)?//", path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_search_knows_pages_and_names(site: Path) -> None:
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for term in ("sandblast", "downpour", "The journey of one gradient", "clip_grad_norm_"):
+        assert term in index
+    assert any("searchtools" in address for address in Page(site / "search.html").loaded)
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_every_public_name_has_its_docstring(site: Path) -> None:
+    page = site / "docs" / "site" / "api.html"
+    text, ids = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")), Page(page).ids
+    for name in topotrain.__all__:
+        thing = getattr(topotrain, name)
+        where = f"module-{thing.__name__}" if isinstance(thing, ModuleType) else f"topotrain.{name}"
+        assert where in ids, name
+    assert "ConfigError – " in text  # what a function raises
+    assert "rows of ids of any shape: [..., embedding_dim]" in text  # shapes
+
+
+@pytest.mark.journey
+@needs_sphinx
+def test_a_dead_link_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs" / "site").mkdir(parents=True)
+    page = tmp_path / "docs" / "index.md"
+    page.write_text("# A page\n\nIt leads to [another](index.md#a-page).\n")
+    done = build(tmp_path, tmp_path / "out" / "site")
+    assert done.returncode == 0, done.stderr
+    page.write_text("# A page\n\nIt leads to [another](gone.md) and [a part](index.md#gone).\n")
+    done = build(tmp_path, tmp_path / "out" / "site")
+    assert done.returncode != 0
+    assert "gone.md" in done.stderr and "#gone" in done.stderr.replace("'gone'", "#gone")
+
+
+def test_names_and_pages_that_the_settings_do_not_name_come_last() -> None:
+    settings = runpy.run_path(str(SETTINGS / "conf.py"))
+    page = (SETTINGS / "api.rst").read_text(encoding="utf-8")
+    without = page.replace(".. autofunction:: topotrain.keep\n", "").replace(".. autoclass:: topotrain.Cluster\n", "")
+    assert settings["other_names"](page) == ""
+    added = settings["other_names"](without)
+    assert re.findall(r"^\.\. auto\w+:: .*", added, re.MULTILINE) == [
+        ".. autoclass:: topotrain.Cluster",
+        ".. autofunction:: topotrain.keep",
+    ]
+    contents = settings["contents"](["docs/index", "README", "docs/anew"])
+    assert contents.index("/README") < contents.index(":caption: More") < contents.index("/docs/anew")
+    assert "/docs/python" not in contents

@@ -1,0 +1,88 @@
+"""Jobs of real processes whose scripts change parameters (`tt.assign`)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, JobRunner
+from killed_jobs import killed, resumed
+from test_resume import INLINE, SYNC
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
+
+pytestmark = pytest.mark.journey
+
+PROGRAM = "assigning.py"
+
+
+def plainly(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """What `python assigning.py` leaves."""
+    out = folder / "plain.pt"
+    program = str(Path(__file__).parents[1] / "programs" / PROGRAM)
+    subprocess.run([sys.executable, program, kind, "--out", str(out)], check=True, capture_output=True, timeout=120)
+    found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return found
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    a, b = (torch.cat([v.double().flatten() for _, v in sorted(each.items())]) for each in (one, other))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "clusters"),
+    [
+        ("after", (SYNC, INLINE)),
+        ("before", (f"{SYNC} transport: kTcp",)),
+        ("average", (ALLREDUCE,)),
+        ("anew", (SYNC,)),
+    ],
+)
+def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, clusters: tuple[str, ...]) -> None:
+    expected = plainly(runner.folder, kind)
+    for number, cluster in enumerate(clusters):
+        final = runner.run(cluster, PROGRAM, kind, name=f"job{number}").final
+        assert distance(final, expected) < 1e-6, (kind, cluster)
+
+
+@pytest.mark.parametrize(("kind", "cluster"), [("after", SYNC), ("before", INLINE)])
+def test_a_job_whose_processes_all_died_has_the_same_bits(runner: JobRunner, kind: str, cluster: str) -> None:
+    """Every change counts once: those in the snapshot, and those behind it."""
+    undisturbed = runner.run(cluster, PROGRAM, kind, name="undisturbed").final
+    workspace = killed(runner, cluster, kind, program=PROGRAM)
+    found = latest(workspace)
+    assert found is not None and 0 < found.steps(0) <= 30
+    ended = resumed(runner, workspace)
+    different = [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+    assert not different, (found.steps(0), different)
+
+
+def test_a_group_that_died_between_a_change_and_its_step_repeats_neither(runner: JobRunner) -> None:
+    """The servers go on, and know which changes they have made."""
+    undisturbed = runner.run(SYNC, PROGRAM, "before", name="undisturbed").final
+    once = runner.folder / "once"
+    ended = runner.run(SYNC, PROGRAM, "before", "--once", str(once), extra="on_failure: kContinue")
+    assert once.exists() and ended.report["incidents"][0]["action"] == "group 0 starts again (incarnation 1)"
+    different = [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+    assert not different
+
+
+def test_the_second_copy_of_a_server_has_the_changes(runner: JobRunner) -> None:
+    cluster = f"{SYNC} transport: kTcp"
+    undisturbed = runner.run(cluster, PROGRAM, "before", name="undisturbed").final
+    once, job = runner.folder / "once", runner.folder / "job"
+    words = ("before", "--once", str(once), "--job", str(job))
+    ended = runner.run(f"{cluster} replicas: 2", PROGRAM, *words, extra="on_failure: kContinue restarts: 2")
+    assert ended.report["incidents"][0]["action"].startswith("its second copy goes on")
+    assert not [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
+
+
+def test_asynchronous_groups_have_the_changes_in_their_result(runner: JobRunner) -> None:
+    """Weights that every group clamps behind each of its steps: only a last step of another group is not clamped."""
+    for number, cluster in enumerate(
+        ("nworker_groups: 2 server_worker_separate: true", "nworker_groups: 2 nserver_groups: 2")
+    ):
+        final = runner.run(cluster, PROGRAM, "after", name=f"job{number}").final
+        assert all(float(value.abs().max()) < 0.33 for value in final.values()), cluster

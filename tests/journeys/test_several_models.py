@@ -1,0 +1,79 @@
+"""Jobs with several models and optimizers through real processes: as plain PyTorch, and whatever happens to them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
+from killed_jobs import killed, resumed
+from safetensors.torch import load_file
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
+
+pytestmark = pytest.mark.journey
+
+EPOCHS = 3
+GOES_ON = "on_failure: kContinue reduce: kSum"
+
+
+def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, all values together."""
+    assert a.keys() == b.keys()
+    mine, theirs = (torch.cat([values[name].double().reshape(-1) for name in sorted(a)]) for values in (a, b))
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE], ids=["Sandblaster", "AllReduce"])
+def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str) -> None:
+    several = runner.run(cluster, "pair.py", "plain", "--calls", name="calls").final
+    one = runner.run(cluster, "pair.py", "plain", name="one").final
+    assert all(torch.equal(several[name], one[name]) for name in one)
+    saved = runner.folder / "plain.safetensors"
+    subprocess.run([sys.executable, str(PROGRAMS / "pair.py"), "plain", "--save", str(saved)], check=True, timeout=100)
+    assert far(one, load_file(saved)) < 1e-5
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["between", "behind"])
+@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE, DOWNPOUR, HOGWILD], ids=["S", "A", "D", "H"])
+def test_every_step_with_every_batch_counts_once_whenever_a_worker_dies(
+    runner: JobRunner, cluster: str, after: bool
+) -> None:
+    words = ("--die", "1", "--at", "7", "--lived", str(runner.folder / "lived"), *(("--after",) if after else ()))
+    extra = f"{GOES_ON} snapshot_s: 0.1"
+    ended = runner.run(cluster, "pair.py", "ledger", "--epochs", str(EPOCHS), *words, extra=extra)
+    assert ended.report["incidents"][0]["who"].startswith("worker")
+    for name, cells in ended.final.items():
+        assert torch.equal(cells, torch.full_like(cells, EPOCHS)), (name, cells)
+
+
+SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
+INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
+
+
+@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+def test_a_gan_goes_on_with_the_same_bits(runner: JobRunner, cluster: str) -> None:
+    """The main worker is killed between two steps with a batch, and the snapshot is of another moment."""
+    undisturbed = runner.run(cluster, "pair.py", "gan", name="undisturbed").final
+    workspace = killed(runner, cluster, "gan", program="pair.py")
+    found = latest(workspace)
+    assert found is not None and 0 < found.version <= 60 and found.version % 2 == 0
+    ended = resumed(runner, workspace)
+    different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, ended.final[name])]
+    assert not different, (found.version, different)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true",
+        "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true",
+    ],
+    ids=["synchronous", "downpour"],
+)
+def test_every_step_counts_once_on_another_layout(runner: JobRunner, after: str) -> None:
+    workspace = killed(runner, SYNC, "ledger", "snapshot_s: 0.1 reduce: kSum", program="pair.py")
+    conf = runner.folder / "other.conf"
+    conf.write_text(f'name: "job"\nreduce: kSum\ncluster {{ {after} workspace: "{workspace}" }}\n')
+    for name, cells in resumed(runner, workspace, str(conf), str(PROGRAMS / "pair.py"), "ledger").final.items():
+        assert torch.equal(cells, torch.full_like(cells, EPOCHS)), (name, cells)

@@ -1,0 +1,246 @@
+"""Requests of the user to a running job: who is answered, and over which way a request comes."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topotrain.comm.store import open_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
+from topotrain.config.job import ConfigError
+from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
+from topotrain.launch.job_requests import ENDED, LEADER_LOST, JobRequests, RequestClient, from_data, to_data
+from topotrain.launch.multinode.control_connection import ControlClient
+from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
+from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
+from topotrain.launch.store_requests import StoreRequests, ask_over_store
+
+SECRET = "5e" * 32
+
+
+class Heard(RequestClient):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def reply(self, said: dict[str, Any]) -> None:
+        self.said.append(said)
+
+
+def test_everybody_who_asked_for_a_change_is_answered_once() -> None:
+    requests, first, second, other = JobRequests(), Heard(), Heard(), Heard()
+    requests.add(GroupRequest("leave", 1), first)
+    requests.add(GroupRequest("leave", 1, 3.0), second)
+    requests.add(GroupRequest("join", 1), other)
+    assert len(requests.take()) == 3 and requests.take() == []
+    for _ in range(2):
+        requests.answer(AnswerRequest("leave", 1, "has left"))
+    assert first.said == second.said == [{"group": 1, "text": "has left"}]
+    assert other.said == [] and requests.waiting == 1
+    requests.close()
+    requests.close()
+    assert other.said == [{"error": ENDED}]
+
+
+def test_a_promise_outlives_the_attempt_in_which_it_was_made() -> None:
+    requests, clients = JobRequests(), [Heard(), Heard()]
+    wishes = [ResizeRequest("leave", 1), ResizeRequest("leave", 1)]
+    for wish, client in zip(wishes, clients, strict=True):
+        requests.add(wish, client)
+    promise = requests.promise(wishes[1], 4, {"workers": 2})
+    requests.refuse(wishes[0], "another change is under way")  # equal requests are two
+    assert clients[0].said == [{"error": "another change is under way"}]
+    requests.close()
+    assert clients[1].said == []
+    promise.send()
+    promise.send("too late")
+    assert clients[1].said == [{"workers": 2}]
+
+
+@pytest.mark.parametrize("wish", [GroupRequest("join", 3, 2.5), ResizeRequest("leave", 1, 9.0)])
+def test_requests_travel_as_data(wish: GroupRequest | ResizeRequest) -> None:
+    assert from_data(to_data(wish)) == wish
+
+
+# ---- over the store --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(folder: Path, answers: dict[str, Any]) -> Iterator[tuple[str, JobRequests]]:
+    """A job that looks for requests in its store, and gives these answers by group."""
+    url = folder.as_uri()
+    requests, over = JobRequests(), threading.Event()
+    with closing(open_store(url)) as root:
+        registry = Registry(root)
+        registry.add(JobRecord("j1", "ours"))
+        asked = StoreRequests(within(root, "jobs/j1"), requests)
+
+        def serve() -> None:
+            while not over.wait(0.01):
+                asked.look()
+                for wish in requests.take():
+                    assert isinstance(wish, GroupRequest)
+                    if wish.group == 9:
+                        registry.end("j1", "done")
+                    elif wish.group in answers:
+                        requests.answer(AnswerRequest(wish.verb, wish.group, **answers[wish.group]))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield url, requests
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_a_request_over_the_store_is_answered(tmp_path: Path) -> None:
+    environ = {"TOPOTRAIN_TOKEN": SECRET}
+    with served(tmp_path, {1: {"text": "has left"}, 2: {"text": "", "error": "is not there"}}) as (url, _):
+        assert ask_over_store(url, "j1", GroupRequest("leave", 1), environ) == {"group": 1, "text": "has left"}
+        with pytest.raises(ConfigError, match="--group = 2: is not there"):
+            ask_over_store(url, "j1", GroupRequest("leave", 2), environ)
+        with pytest.raises(UnknownJob, match="known jobs: j1"):
+            ask_over_store(url, "j2", GroupRequest("leave", 1), environ)
+        # a job that ends meanwhile does not let its user wait
+        with pytest.raises(ConfigError, match="--job = 'j1': must be a job that runs, and this one has ended: done"):
+            ask_over_store(url, "j1", GroupRequest("leave", 9), environ)
+        with closing(open_store(url)) as root:
+            assert root.keys("jobs/j1/") == ["jobs/j1/asked"], "no request and no answer is left in the store"
+
+
+def test_nonsense_in_the_store_is_answered(tmp_path: Path) -> None:
+    with served(tmp_path, {}) as (url, requests), closing(open_store(url)) as root:
+        root.set("jobs/j1/requests/ab", b'{"verb": "sing"}')
+        root.set("jobs/j1/asked", b"ab")
+        assert b"cannot be read" in root.watch("jobs/j1/answers/ab", 10.0)
+        assert requests.waiting == 0
+
+
+# ---- over another unit -----------------------------------------------------------------------------------------------
+
+
+class Wire(ControlClient):
+    """The two ends of a connection between units; what is sent is kept."""
+
+    def __init__(self, leader: int = 0) -> None:
+        self.leader = leader
+        self.sent: list[tuple[int, dict[str, Any]]] = []
+
+    def send(self, rank: int, words: Any) -> None:
+        self.sent.append((rank, words))
+
+
+def test_a_request_at_another_unit_is_answered_by_the_leader() -> None:
+    there, here, requests = Wire(2), Wire(), JobRequests()
+    forwards, clients = ForwardedRequests(), [Heard(), Heard()]
+    forwards.use(there)
+    for number, client in enumerate(clients):
+        forwards.send(GroupRequest("leave", number, 2.0), client)
+    for rank, words in there.sent:
+        assert rank == 2
+        accept(requests, here, 3, words["ask"])
+    assert requests.take() == [GroupRequest("leave", 0, 2.0), GroupRequest("leave", 1, 2.0)]
+    requests.answer(AnswerRequest("leave", 1, "has left"))
+    ((rank, words),) = here.sent
+    assert rank == 3
+    for _ in range(2):
+        forwards.receive(words["answer"])
+    forwards.close()
+    assert [client.said for client in clients] == [[{"error": ENDED}], [{"group": 1, "text": "has left"}]]
+
+
+def test_a_request_that_a_lost_leader_has_not_answered_is_an_error() -> None:
+    former, present, requests = Wire(0), Wire(2), JobRequests()
+    forwards, clients = ForwardedRequests(), [Heard(), Heard(), Heard()]
+    forwards.use(former)
+    forwards.send(GroupRequest("leave", 0, 2.0), clients[0])
+    forwards.use(None)
+    assert not forwards.has_leader
+    forwards.send(GroupRequest("leave", 1, 2.0), clients[1])
+    forwards.use(present)
+    forwards.send(GroupRequest("leave", 2, 2.0), clients[2])
+    assert [client.said for client in clients] == [[{"error": LEADER_LOST}], [{"error": LEADER_LOST}], []]
+    # What the former leader says about the first request is not an answer to the third one.
+    forwards.receive({"number": former.sent[0][1]["ask"]["number"], "said": {"error": "late"}})
+    ((rank, words),) = present.sent
+    accept(requests, Wire(), 2, words["ask"])
+    assert rank == 2 and requests.take() == [GroupRequest("leave", 2, 2.0)]
+    assert clients[2].said == []
+
+
+def test_a_request_in_the_store_that_a_lost_leader_has_taken_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    with closing(open_store((tmp_path / "store").as_uri())) as store:
+        former, present = JobRequests(), JobRequests()
+        store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
+        store.set("asked", b"ab")
+        StoreRequests(store, former).look()
+        assert former.take() == [ResizeRequest("leave", 1, 5.0)]
+        store.set("requests/cd", b'{"verb": "leave", "workers": 2, "within_s": 5}')
+        store.set("asked", b"cd")
+        taker = StoreRequests(store, present)
+        for _ in range(2):
+            taker.look()
+        assert present.take() == [ResizeRequest("leave", 2, 5.0)], "a request is carried out once"
+        assert json.loads(store.get("answers/ab") or b"") == {"error": LEADER_LOST}
+        assert store.keys("requests/") == ["requests/cd"]
+
+
+# ---- by workspace ----------------------------------------------------------------------------------------------------
+
+
+def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}-0").symlink_to(tmp_path / "on another machine")
+    requests, selector, over = JobRequests(), selectors.DefaultSelector(), threading.Event()
+    with linked_folder(tmp_path, 2) as folder:
+        assert (folder.stat().st_mode & 0o777) == 0o700
+        ControlSocket(folder, selector, requests).close()
+        socket = ControlSocket(folder, selector, requests)  # the next attempt of the job
+
+        def loop() -> None:
+            while not over.is_set():
+                for key, _ in selector.select(0.01):
+                    key.data()
+                for wish in requests.take():
+                    assert isinstance(wish, GroupRequest)
+                    requests.answer(AnswerRequest(wish.verb, wish.group, "has left"))
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            assert ask(tmp_path, GroupRequest("leave", 2)) == {"group": 2, "text": "has left"}
+        finally:
+            over.set()
+            thread.join()
+            socket.close()
+    assert not (tmp_path / f"{NAME}-2").is_symlink() and not folder.exists()
+    with pytest.raises(ConfigError, match=r"on this machine; from elsewhere use --rendezvous URL --job NAME"):
+        ask(tmp_path, GroupRequest("leave", 2))
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give either the WORKSPACE of the job, or --rendezvous URL and --job ID"),
+        (["w", "--job", "j1"], "give either the WORKSPACE"),
+        (["--rendezvous", "tcp://h:1"], "give either the WORKSPACE"),
+        (["--job", "j1"], "no store: give --rendezvous URL or set TOPOTRAIN_RENDEZVOUS"),
+        (["--job", "j1", "--rendezvous", "reddis://h"], "unknown kind 'reddis'"),
+    ],
+)
+def test_how_a_job_may_not_be_named(words: list[str], said: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TOPOTRAIN_RENDEZVOUS"}
+    command = [sys.executable, "-m", "topotrain", "leave", *words, "--group", "1"]
+    done = subprocess.run(command, env=environ | {"TOPOTRAIN_TOKEN": SECRET}, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr

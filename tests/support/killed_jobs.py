@@ -1,0 +1,54 @@
+"""Jobs of which every process is killed, and that go on from their newest snapshot."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+from job_runner import Ended, JobRunner
+from process_pool import client
+
+
+def killed(
+    runner: JobRunner,
+    cluster: str,
+    kind: str,
+    extra: str = "snapshot_s: 0.1",
+    at: int = 30,
+    program: str = "resuming.py",
+) -> Path:
+    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
+    hold = runner.folder / "hold"
+    hold.touch()
+    command = runner.command(cluster, program, kind, "--hold", str(hold), "--at", str(at), extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
+    assert process.stdout is not None
+    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
+    patience.start()
+    heard = ""
+    for line in process.stdout:
+        heard += line
+        if line.strip() == "holding":
+            break
+    else:
+        raise AssertionError(f"the job ended early:\n{heard}")
+    patience.cancel()
+    workspace = runner.folder / "job"
+    pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    hold.unlink()
+    return workspace
+
+
+def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
+    words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
+    command = [*client(runner.warm_at), "-m", "topotrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
+    return Ended(done.returncode, done.stdout, done.stderr, at, {})

@@ -1,0 +1,274 @@
+"""Functions of an interactive session that become the program of a job."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import topotrain as tt
+from topotrain.config.job import ConfigError
+from topotrain.launch import fork_safety
+from topotrain.tools.notebook import job_of
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = "nworkers_per_group: 2 server_worker_separate: true"
+
+# What a user types first. There is no file with these lines, and `shift` exists only in this process.
+BEGIN = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import topotrain as tt
+
+torch.set_num_threads(2)
+(torch.randn(600, 600) @ torch.randn(600, 600)).sum()  # torch has threads from here on
+data = TensorDataset(torch.arange(48))
+seen = []
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(48))
+
+def make(shift, epochs):
+    def train():
+        model = Cells()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        model, optimizer, loader = tt.prepare(model, optimizer, loader)
+        seen.append(tt.rank())
+        print("here", seen, flush=True)
+        for _ in tt.epochs(epochs):
+            for step, (numbers,) in enumerate(loader):
+                die(step)
+                optimizer.zero_grad()
+                (-shift * model.cells[numbers].sum()).backward()
+                optimizer.step()
+        tt.report(total=lambda: float(model.cells.detach().sum()))
+    return train
+
+def die(step):
+    pass
+"""
+
+
+@contextmanager
+def session(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """An interpreter that reads what is typed, as `python -i`."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("OMP_NUM_THREADS", None)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-i", "-q", "-c", "", str(folder), *words]
+    with subprocess.Popen(command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def typed(text: str) -> str:
+    """The text as one statement of an interactive session, which has no file."""
+    return f"exec({text!r}, globals())\n"
+
+
+def left(folder: Path, but: int) -> list[str]:
+    """The processes of a session that are left after some patience: its forks have its words, its units its folder."""
+    until = time.monotonic() + 10
+    while True:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, IndexError):
+                continue
+            if entry.name.isdecimal() and int(entry.name) != but and str(folder) in words and state != "Z":
+                found.append(f"{entry.name} {words}")
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
+@pytest.mark.journey
+def test_a_function_that_is_in_no_file_trains_and_is_restarted(tmp_path: Path) -> None:
+    text = f"""
+def die(step):
+    if step == 3 and tt.rank() == 1 and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+report = tt.notebook_launch(make(2, 3), 'cluster {{ {CLUSTER} workspace: "w" }}')
+print("total", report["metrics"]["total"], report["program"], seen, len(report["incidents"]), flush=True)
+"""
+    with session(tmp_path) as process:
+        out, err = process.communicate(typed(BEGIN) + typed(text), timeout=120)
+    # each of 48 samples has counted three times, with the mean of two workers; the session itself has trained nothing
+    assert "total 144.0 make.<locals>.train() [] 1" in out, out + err
+    assert "here [0]" in out
+    assert "training again" in out
+    assert (tmp_path / "died").exists()
+    assert left(tmp_path, process.pid) == []
+
+
+@pytest.mark.journey
+def test_the_error_of_a_worker_has_the_lines_of_the_cell(tmp_path: Path) -> None:
+    # IPython keeps the lines of a cell where tracebacks look for those of files
+    cell = "def die(step):\n    if step == 2 and tt.rank() == 1:\n        raise ValueError('a fault of the cell')\n"
+    text = f"""
+import linecache
+cell = {cell!r}
+linecache.cache["<cell 7>"] = (len(cell), None, cell.splitlines(True), "<cell 7>")
+exec(compile(cell, "<cell 7>", "exec"), globals())
+try:
+    tt.notebook_launch(make(1, 2), {{"cluster": {{"nworkers_per_group": 2, "workspace": "w"}}}}, quiet=True)
+except RuntimeError as error:
+    print(type(error).__name__, error, flush=True)
+report = tt.notebook_launch(make(1, 1), tt.Job(cluster=tt.Cluster(workspace="v")), quiet=True) if not die(0) else 0
+print("total", report["metrics"]["total"], flush=True)
+"""
+    with session(tmp_path) as process:
+        out, err = process.communicate(typed(BEGIN) + typed(text), timeout=120)
+    assert "JobFailed worker 0/1 (unit 1) failed: ValueError: a fault of the cell" in out, out + err
+    assert 'File "<cell 7>", line 3, in die' in out
+    assert "raise ValueError('a fault of the cell')" in out
+    assert "total 48.0" in out, out + err
+
+
+ENDLESS = f"""
+try:
+    tt.notebook_launch(make(1, 10**6), 'cluster {{ {CLUSTER} workspace: "w" }}')
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("and on", 6 * 7, flush=True)
+"""
+
+
+@pytest.mark.journey
+def test_an_interrupt_leaves_a_session_and_no_process(tmp_path: Path) -> None:
+    with session(tmp_path) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(typed(BEGIN) + typed(ENDLESS))
+        process.stdin.flush()
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("here"):
+                # as the terminal, or a notebook's server, sends it: to the whole group
+                os.killpg(process.pid, signal.SIGINT)
+            if line.startswith("and on"):
+                break
+        assert said[-2:] == ["interrupted\n", "and on 42\n"]
+        assert left(tmp_path, process.pid) == []
+
+
+@pytest.mark.journey
+def test_a_killed_session_leaves_no_process(tmp_path: Path) -> None:
+    with session(tmp_path) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(typed(BEGIN) + typed(ENDLESS))
+        process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith("here"):
+                process.kill()
+                break
+        process.wait(30)
+        assert left(tmp_path, process.pid) == []
+
+
+def test_what_a_job_may_be(tmp_path: Path) -> None:
+    cluster = tt.Cluster(nworkers_per_group=2)
+    text = 'name: "a" cluster { nworkers_per_group: 2 }'
+    (tmp_path / "a.conf").write_text(text)
+    wanted = tt.Job(name="a", cluster=cluster)
+    data = {"name": "a", "cluster": {"nworkers_per_group": 2}}
+    for given in (wanted, text, data, tmp_path / "a.conf", str(tmp_path / "a.conf")):
+        assert job_of(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nothing.conf", ["nothing.conf", "cannot be read"]),
+        ("nothing", ["nothing", ".conf"]),
+        ("cluster { nworkers_per_grup: 2 }", ["nworkers_per_grup"]),
+        ({"cluster": {"nworkers_per_grup": 2}}, ["nworkers_per_grup"]),
+        (7, ["job", "int", "a dict"]),
+    ],
+)
+def test_what_a_job_may_not_be(given: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tt.notebook_launch(print, given)  # type: ignore[arg-type]
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        tt.notebook_launch(lambda: None, tt.Job(cluster=tt.Cluster(workspace=str(folder / "w"))))
+    assert not (folder / "w").exists()
+    return str(refused.value)
+
+
+def test_the_result_of_a_function_is_no_function() -> None:
+    with pytest.raises(ConfigError, match="must be a function without arguments, and not its result"):
+        tt.notebook_launch(None, "cluster {}")  # type: ignore[arg-type]
+
+
+def test_threads_of_the_user_are_named(tmp_path: Path) -> None:
+    held = threading.Event()
+    thread = threading.Thread(target=held.wait, name="downloads")
+    thread.start()
+    try:
+        text = refusal(tmp_path)
+    finally:
+        held.set()
+        thread.join()
+    assert "tt.notebook_launch = 'downloads': this thread runs (threading.wait)" in text
+
+
+def test_only_the_main_thread_may_launch() -> None:
+    found = []
+
+    def launch() -> None:
+        try:
+            fork_safety.check("tt.notebook_launch")
+        except ConfigError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=launch, name="other")
+    thread.start()
+    thread.join()
+    assert "'other': must be called on the main thread" in found[0]
+
+
+def test_cuda_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    text = refusal(tmp_path)
+    assert "CUDA has been used in this process" in text
+    assert "restart the kernel" in text
+
+
+@pytest.mark.parametrize(
+    ("native", "threads", "words"),
+    [
+        ("pt_autograd_0", "1", "gradients of GPUs"),
+        ("python", "4", "OMP_NUM_THREADS = '4': must be 1 here, or not set"),
+        ("python", "1", ""),
+        ("ZMQbg/IO/0", "4", ""),
+    ],
+)
+def test_threads_of_libraries(native: str, threads: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_safety, "_foreign_threads", lambda: iter(()))
+    monkeypatch.setattr(fork_safety, "_native_threads", lambda: [native])
+    if not words:
+        fork_safety.check("here", {"OMP_NUM_THREADS": threads})
+        return
+    with pytest.raises(ConfigError, match=words):
+        fork_safety.check("here", {"OMP_NUM_THREADS": threads})

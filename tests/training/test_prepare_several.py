@@ -1,0 +1,242 @@
+"""`tt.prepare` with several models and optimizers, in one call and in several."""
+
+import linecache
+import sys
+
+import pytest
+import torch
+from in_process_job import adam, cross_entropy, mlp, sgd
+from safetensors.torch import load_file
+from script_job import job as job  # a fixture
+from script_job import loader
+from torch import nn
+
+import topotrain as tt
+from topotrain.config.job import ConfigError, Pull, Shard
+from topotrain.extensions.resume.lr_schedulers import OptimizerRates
+from topotrain.parallel.api.dry_run import PreparedArguments
+from topotrain.training import context, finish_job
+from topotrain.training.parameters.prepared_objects import later_calls
+
+
+def pair():
+    torch.manual_seed(3)
+    body, head = nn.Linear(12, 9), nn.Linear(9, 5)
+    # What plain torch takes on the CPU; a job would choose fused kernels, whose last bits are others.
+    one = torch.optim.Adam(body.parameters(), lr=0.01, fused=False)
+    return body, head, one, torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9, fused=False)
+
+
+def play(body, head, one, two, batches, scaler=None):
+    """Two steps of the head for each of the body, and the body leaves gradients in the head."""
+    for _ in tt.epochs(2):
+        for number, (x, y) in enumerate(batches):
+            for optimizer in (two, one) if number % 2 else (two,):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(head(torch.tanh(body(x))), y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+
+
+def values(*models):
+    return {f"{k}.{name}": v.clone() for k, m in enumerate(models) for name, v in m.state_dict().items()}
+
+
+def plain(scaler=None):
+    made = pair()
+    play(*made, loader(), scaler)
+    return values(*made[:2])
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("pull", Pull)
+def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path, pull):
+    here = job(pull=pull)
+    body, head, one, two, batches = tt.prepare(*pair(), loader())
+    play(body, head, one, two, batches)
+    here.finish()
+    assert same(values(body, head), plain()) and same(load_file(tmp_path / "final.safetensors"), plain())
+
+
+def test_a_scaler_of_several_optimizers_does_as_in_torch(job):
+    here = job()
+    body, head, one, two, batches, scaler = tt.prepare(*pair(), loader(), torch.amp.GradScaler("cpu", 64.0))
+    play(body, head, one, two, batches, scaler)
+    here.finish()
+    assert same(values(body, head), plain(torch.amp.GradScaler("cpu", 64.0)))
+
+
+def test_calls_that_follow_one_another_are_one_job(job):
+    here = job()
+    body, head, one, two = pair()
+    tt.prepare(body, one)
+    with_loader = tt.prepare(head, two, loader())
+    batches = with_loader[2]
+    play(body, head, one, two, batches)
+    here.finish()
+    assert same(values(body, head), plain())
+
+
+def test_the_loader_belongs_to_the_first_call_that_has_one(job):
+    here = job()
+    body, head, one, two = pair()
+    _, _, batches = tt.prepare(body, one, loader())
+    found = tt.prepare(two, head)
+    assert found == (two, head)
+    assert len(batches) == 5 and batches.batch_size == 8
+    play(body, head, one, two, batches)
+    here.finish()
+    assert same(values(body, head), plain())
+
+
+def test_a_second_optimizer_over_other_parameters_of_the_same_model(job):
+    here = job()
+    model = mlp()
+    first, second = sgd(model[0]), adam(model[2])
+    tt.prepare(model, first)
+    found = tt.prepare(second)
+    assert found is second
+    cross_entropy(model, torch.ones(2, 12), torch.ones(2, dtype=torch.int64)).backward()
+    before = [p.clone() for p in model.parameters()]
+    second.step()
+    assert [torch.equal(p, q) for p, q in zip(model.parameters(), before)] == [True, True, False, False]
+    first.step()
+    here.finish()
+    assert here.context.worker.tally.steps == 2
+
+
+def test_nothing_may_be_used_before_the_last_call(job):
+    job()
+    body, head, one, two = pair()
+    body(torch.ones(1, 12)).sum().backward()
+    seen = []
+
+    def use(what, *_):
+        with pytest.raises(ConfigError, match=r"comes after 1 of several calls of tt.prepare.* to one call, G, D"):
+            what()
+        seen.append(what)
+
+    _, _, batches = tt.prepare(body, one, loader())
+    use(one.step)
+    use(lambda: iter(batches))
+    use(lambda: list(tt.epochs(2)))
+    tt.prepare(head, two)
+    assert len(seen) == 3 and len(list(tt.epochs(2))) == 2
+
+
+def test_a_call_that_does_not_follow_comes_too_late(job):
+    job()
+    body, head, one, two = pair()
+    tt.prepare(body, one)
+    for _ in range(1):
+        with pytest.raises(ConfigError, match=r"tt.prepare = 'SGD': comes too late: the job has begun with what"):
+            tt.prepare(head, two)
+
+
+def test_two_loaders_in_two_calls_are_refused(job):
+    job()
+    body, head, one, two = pair()
+    with pytest.raises(ConfigError, match="'DataLoader': must be in one call only"):  # noqa: PT012
+        tt.prepare(body, one, loader())
+        tt.prepare(head, two, loader())
+
+
+def test_leases_and_tables_do_not_go_with_several_optimizers(job):
+    body, head, one, two = pair()
+    job(shard=Shard.kLease)
+    with pytest.raises(ConfigError, match=r"shard = 'kLease': must be kAuto or kStatic with several optimizers"):
+        tt.prepare(body, head, one, two, loader())
+    table = nn.Embedding(4, 3, sparse=True)
+    with pytest.raises(ConfigError, match=r"'Adam and SGD': must be one optimizer, .*: rows of a Embedding"):
+        tt.prepare(body, head, table, one, two)
+
+
+def test_an_optimizer_that_was_not_prepared_is_named(job):
+    here = job()
+    body, head, one, two = pair()
+    other = sgd(head)
+    tt.prepare(body, head, one, two)
+    head(torch.ones(1, 9)).sum().backward()
+    with pytest.raises(ConfigError, match=r"parameter 1.weight and 1 more .* only the Adam and SGD that tt.prepare"):
+        other.step()
+    finish_job.close(here.context, finished=False)
+
+
+def test_schedulers_of_one_class_are_told_apart_by_their_optimizers():
+    one, two = pair()[2:]
+    rates = OptimizerRates((one, two), {}, None)
+    decays = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (one, two)]
+    for number, decay in enumerate(decays):
+        for _ in range(number + 1):
+            (one, two)[number].step()
+            decay.step()
+    rates.find()
+    groups, named = rates.pack({})
+    assert [group["lr"] for group in groups] == [0.005, 0.025]
+    assert sorted(named) == ["StepLR of optimizer 0 (Adam)", "StepLR of optimizer 1 (SGD)"]
+
+
+def test_the_plan_sees_all_models(monkeypatch):
+    monkeypatch.setattr(context, "_planning", True)
+    monkeypatch.setattr(context, "_calls", [])
+    body, head, one, two = pair()
+    with pytest.raises(context.PlanRun) as seen:  # noqa: PT012
+        tt.prepare(body, one)
+        tt.prepare(head, two, loader())
+    request = seen.value.request
+    arguments = PreparedArguments(request.model, request.optimizers, request.loader)
+    assert [(p.name, p.optimizer) for p in arguments.parameters()] == [
+        ("0.weight", 0),
+        ("0.bias", 0),
+        ("1.weight", 1),
+        ("1.bias", 1),
+    ]
+    assert arguments.momentum(None) == 0.9
+    # Adam has two numbers for each of 117 elements, SGD with momentum has one for each of 50.
+    assert arguments.state_factor() == pytest.approx((2 * 117 + 50) / 167)
+
+
+# --- later calls -------------------------------------------------------------------------------------------------
+
+
+def counted(source):
+    """What `later_calls` says at each call of `prepare` in this source."""
+    found = []
+    name = f"<source {hash(source)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(
+        compile(source, name, "exec"),
+        {"prepare": lambda *_: found.append(later_calls(sys._getframe(1))), "other": lambda *_: None},
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("prepare(1)", [0]),
+        ("prepare(1)\nprepare(2)\nx = prepare(3)", [2, 1, 0]),
+        ("def main():\n    a = prepare(1)\n    c: int = 3\n    prepare(2)\nmain()", [1, 0]),
+        ("prepare(1)\nother(2)\nprepare(\n    2,\n)", [1, 0]),
+        ("prepare(1)\nfor _ in range(2):\n    other()\nprepare(2)", [0, 0]),
+        ("prepare(1)\nif True:\n    prepare(2)", [0, 0]),
+        ("for _ in range(2):\n    prepare(1)", [0, 0]),
+        ("try:\n    prepare(1)\n    prepare(2)\nfinally:\n    pass", [1, 0]),
+        ("ä = 'ö'; prepare('ü'); prepare(2)", [1, 0]),
+    ],
+)
+def test_the_calls_that_surely_follow_are_counted(source, expected):
+    assert counted(source) == expected
+
+
+def test_without_a_source_no_call_follows():
+    found = []
+    exec("prepare()\nprepare()", {"prepare": lambda: found.append(later_calls(sys._getframe(1)))})
+    assert found == [0, 0] and later_calls(None) == 0

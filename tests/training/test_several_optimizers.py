@@ -1,0 +1,328 @@
+"""Several optimizers, of one model or of several, in one job: each step takes the gradients of its own parameters.
+
+Synchronous jobs compute what the plain script computes, and what the one-process reference does bit for bit.
+"""
+
+from functools import partial
+
+import in_process_job
+import pytest
+import torch
+from in_process_job import LAYOUTS, cross_entropy, job_of, mlp, plain, reference, run_local, vectors
+from torch import nn
+
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
+from topotrain.core.client.client import JobError
+from topotrain.core.optim.adapter import OptimizerSpec, describe_all
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.parameters.gradient_hooks import StepHabits
+
+SYNCHRONOUS = [name for name in LAYOUTS if LAYOUTS[name].get("nworker_groups", 1) == 1]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["sent", "shown"])
+def _memory(request, monkeypatch):
+    """Every job here runs twice: all that it needs travels, and residents see each other's memory."""
+    monkeypatch.setitem(globals(), "run_local", partial(in_process_job.run_local, shared=request.param))
+
+
+# --- scripts -----------------------------------------------------------------------------------------------------
+
+
+def gan():
+    """A generator and a discriminator, with an optimizer of another class each."""
+    make = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 12))
+    judge = nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 1))
+    return nn.ModuleList([make, judge]), (
+        torch.optim.Adam(make.parameters(), lr=0.01, betas=(0.5, 0.9)),
+        torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.8),
+    )
+
+
+def real(models, x, y):
+    return nn.functional.softplus(-models[1](x)).mean()
+
+
+def fake(models, x, y):
+    return nn.functional.softplus(models[1](models[0](x[:, :4]).detach())).mean()
+
+
+def fool(models, x, y):
+    return nn.functional.softplus(-models[1](models[0](x[:, :4]))).mean()
+
+
+def play(t, clear_judge=True, judge_steps=1, steps=12):
+    """The usual loop of a GAN: `fool` leaves gradients in the discriminator, too."""
+    opt_g, opt_d = t.optimizer
+    for number, batch in enumerate(vectors(steps)):
+        if clear_judge:
+            opt_d.zero_grad()
+        t.backward(t.losses(real, *batch))
+        t.backward(t.losses(fake, *batch))
+        opt_d.step()
+        if number % judge_steps == judge_steps - 1:
+            opt_g.zero_grad()
+            t.backward(t.losses(fool, *batch))
+            opt_g.step()
+
+
+def one_backward_and_two_steps(t):
+    """An actor and a critic over common layers: one backward, then a step of each optimizer."""
+    for batch in vectors(12):
+        for optimizer in t.optimizer:
+            optimizer.zero_grad()
+        t.backward(t.losses(cross_entropy, *batch))
+        for optimizer in t.optimizer:
+            optimizer.step()
+
+
+def parts_of_one_model():
+    """Weights and biases alternate in the model, and have different optimizers."""
+    model = mlp()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    return model, (
+        torch.optim.Adam(weights, lr=0.01),
+        torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1, momentum=0.9),
+    )
+
+
+def clipped(t):
+    """Each optimizer clips the gradients of its own parameters."""
+    for batch in vectors(8):
+        for number, optimizer in enumerate(t.optimizer):
+            optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(mine, 0.1 * (number + 1))
+            optimizer.step()
+
+
+def scheduled(t):
+    """Each optimizer has a schedule of its own."""
+    first, second = t.optimizer
+    decays = [
+        torch.optim.lr_scheduler.StepLR(first, 3, 0.5),
+        torch.optim.lr_scheduler.ExponentialLR(second, 0.9),
+    ]
+    for batch in vectors(8):
+        for optimizer, decay in zip(t.optimizer, decays):
+            optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            optimizer.step()
+            decay.step()
+
+
+SCRIPTS = {
+    "gan": (gan, play),
+    "a gan that keeps gradients": (gan, partial(play, clear_judge=False)),
+    "three steps of the judge": (gan, partial(play, judge_steps=3)),
+    "one backward": (parts_of_one_model, one_backward_and_two_steps),
+    "clipped": (parts_of_one_model, clipped),
+    "scheduled": (parts_of_one_model, scheduled),
+}
+
+
+# --- equal to the plain script -----------------------------------------------------------------------------------
+
+
+def check(job, build, script, bits=True):
+    """The job equals the reference bit for bit, and the plain script nearly."""
+    result = run_local(job, build, script)
+    assert not bits or result.same_bits(reference(job, build, script))
+    assert result.distance(plain(build, script)) < 1e-6
+    return result
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("layout", SYNCHRONOUS)
+def test_a_synchronous_job_equals_the_reference_and_the_plain_script(layout, name):
+    check(job_of(layout), *SCRIPTS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "clipped"])  # hidden gradients refuse edits
+@pytest.mark.parametrize("layout", [name for name in SYNCHRONOUS if LAYOUTS[name].get("nserver_groups", 1)])
+def test_hidden_gradients_do_as_well(layout, name):
+    # The mean of a worker's sum over several backwards has other last bits than the sum of their means.
+    check(job_of(layout, grads=Grads.kHidden), *SCRIPTS[name], bits=name in ("one backward", "scheduled"))
+
+
+# --- other settings ----------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_whole_tensors_stands_beside_one_of_slices():
+    def build():
+        model = mlp()
+        return model, (
+            torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02),
+            torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.01),
+        )
+
+    job = job_of("allreduce", slicing=Slicing.kTensor)
+    assert run_local(job, build, one_backward_and_two_steps).distance(plain(build, one_backward_and_two_steps)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True),
+        Cluster(nworker_groups=3, nserver_groups=3),
+    ],
+    ids=["Downpour", "Hogwild"],
+)
+def test_asynchronous_groups_learn_with_several_optimizers(cluster):
+    result = run_local(Job(cluster=cluster), parts_of_one_model, long)
+    alone = plain(parts_of_one_model, long)
+    model, _ = parts_of_one_model()
+
+    def loss(values):
+        model.load_state_dict(values)
+        return float(sum(largest(model, *batch) for batch in vectors(12)).detach()) / 12
+
+    torch.manual_seed(1)
+    begin = loss(parts_of_one_model()[0].state_dict())
+    assert loss(alone.values) < 0.3 * begin
+    assert loss(result.values) < 0.4 * begin
+
+
+def largest(model, x, y):
+    """Which of the first numbers is the largest can be learned, unlike the random labels."""
+    return cross_entropy(model, x, x[:, :5].argmax(1))
+
+
+def long(t):
+    for batch in vectors(12) * 12:
+        for optimizer in t.optimizer:
+            optimizer.zero_grad()
+        t.backward(t.losses(largest, *batch))
+        for optimizer in t.optimizer:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"apply": Apply.kOnArrival, "grads": Grads.kHidden}, "apply"),
+        ({"n_push": 2, "nworkers_per_group": 1, "nservers_per_group": 1}, "cluster.n_push"),
+        ({"n_fetch": 2, "nworkers_per_group": 1, "nservers_per_group": 1}, "cluster.n_fetch"),
+        ({"backup": 1, "grads": Grads.kHidden, "per_worker_batch": True}, "cluster.backup"),
+    ],
+)
+def test_what_several_optimizers_do_not_go_with_is_named(more, field):
+    with pytest.raises(ConfigError, match=f"{field} = .* with several optimizers: "):
+        run_local(job_of("sandblaster", **more), *SCRIPTS["gan"])
+
+
+def test_each_optimizer_has_its_own_state():
+    """`state_dict` has the state of the optimizer's own parameters, as in torch, and goes back to the servers."""
+
+    def script(t):
+        play(t, steps=3)
+        before = [optimizer.state_dict() for optimizer in t.optimizer]
+        t.notes["state"] = before
+        for optimizer, state in zip(t.optimizer, before):
+            optimizer.load_state_dict(state)
+        play(t, steps=3)
+
+    def undisturbed(t):
+        play(t, steps=3)
+        play(t, steps=3)
+
+    result = run_local(job_of("sandblaster"), gan, script)
+    assert result.same_bits(run_local(job_of("sandblaster"), gan, undisturbed))
+    of_g, of_d = result.workers[0].notes["state"]
+    assert [set(entry) for entry in of_g["state"].values()] == [{"step", "exp_avg", "exp_avg_sq"}] * 4
+    assert [set(entry) for entry in of_d["state"].values()] == [{"momentum_buffer"}] * 4
+    assert float(of_g["state"][0]["step"]) == 3
+
+
+# --- descriptions ------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_has_parameters_of_one_optimizer():
+    result = run_local(job_of("allreduce"), parts_of_one_model, one_backward_and_two_steps)
+    slices = result.workers[0].worker.map
+    for bucket in slices.buckets:
+        owners = {slices.parameters[slices.segments[piece.segment].parameter].optimizer for piece in bucket.pieces}
+        assert len(owners) <= 1
+    assert {space.optimizer for space in slices.spaces} == {0, 1}
+
+
+def test_the_text_of_one_optimizer_is_as_it_was_and_that_of_several_comes_back():
+    model, optimizers = parts_of_one_model()
+    one = describe_all(optimizers[:1], list(model.parameters())[::2])
+    assert '"name":"torch.optim.Adam"' in one.to_text() and "optimizers" not in one.to_text()
+    both = describe_all(optimizers, list(model.parameters()))
+    assert OptimizerSpec.from_text(both.to_text()) == both
+    assert both.name == "torch.optim.Adam and torch.optim.SGD" and both.assignment == (0, 1, 0, 1)
+    assert both.momentum([{"momentum": 0.5}, {"momentum": 0.9}]) == 0.9
+    right = '[["torch.optim.Adam",1],["torch.optim.SGD",1]]'
+    assert right in both.to_text()
+    for wrong in (
+        "[]",
+        "3",
+        '[["torch.optim.SGD",1]]',
+        '[["SGD",2]]',
+        '[["torch.optim.SGD",-1],["torch.optim.SGD",3]]',
+    ):
+        with pytest.raises(ConfigError):
+            OptimizerSpec.from_text(both.to_text().replace(right, wrong))
+
+
+def test_all_parameters_of_a_job_with_one_optimizer_are_of_the_first():
+    model = mlp()
+    assert {p.optimizer for p in describe_model(model, (), [torch.optim.SGD(model.parameters(), lr=1)]).parameters} == {
+        0
+    }
+
+
+def test_the_next_step_is_guessed_from_the_order_of_the_last_ones():
+    habits = StepHabits(1)
+    for _ in range(3):
+        habits.note(1, 2)
+        expected_g = (habits.optimizer, habits.backwards)
+        habits.note(0, 1)
+    assert expected_g == (0, 1) and (habits.optimizer, habits.backwards) == (1, 2)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grads", Grads)
+def test_workers_that_step_with_different_optimizers_are_named(grads):
+    def script(t):
+        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
+        t.optimizer[t.me.index % 2].step()
+
+    with pytest.raises(
+        JobError, match=r"workers \d and \d of a group disagree about the optimizer .* in step 0: [01] and"
+    ):
+        run_local(job_of("sandblaster", grads=grads), parts_of_one_model, script)
+
+
+def test_one_optimizer_without_finite_gradients_ends_the_job_though_the_other_has_them():
+    def script(t):
+        first, second = t.optimizer
+        for batch in vectors(9):
+            for optimizer, factor in ((first, float("nan")), (second, 1.0)):
+                optimizer.zero_grad()
+                t.backward([loss * factor for loss in t.losses(cross_entropy, *batch)])
+                optimizer.step()
+                t.notes[optimizer is first] = t.notes.get(optimizer is first, 0) + 1
+
+    with pytest.raises(JobError, match="is not finite in 3 steps in a row"):
+        run_local(job_of("one"), parts_of_one_model, script)
+
+
+def test_gradients_that_are_not_finite_skip_the_step_of_their_optimizer_only():
+    def script(t):
+        first, second = t.optimizer
+        begin = [p.detach().clone() for p in t.model.parameters()]
+        t.backward([loss * float("nan") for loss in t.losses(cross_entropy, *vectors(1)[0])])
+        first.step()
+        second.zero_grad()
+        t.backward(t.losses(cross_entropy, *vectors(2)[1]))
+        second.step()
+        t.notes["moved"] = [not torch.equal(p, q) for p, q in zip(t.model.parameters(), begin)]
+
+    result = run_local(job_of("one"), parts_of_one_model, script)
+    assert result.workers[0].notes["moved"] == [False, True, False, True]

@@ -1,0 +1,1 @@
+"""Parameters that the script itself changes (`tt.assign`)."""

@@ -1,0 +1,136 @@
+"""Requests of the user to a running job, and their answers.
+
+A request comes over the control socket of this host, from another unit, or over the job's store. The run loop takes it
+and answers, possibly in a later attempt of the job.
+"""
+
+import json
+import math
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
+
+JobRequest = GroupRequest | ResizeRequest
+ENDED = "the job has ended, or the whole job restarts"
+LEADER_LOST = "the unit that led the job was lost before it answered: ask again if the job has not changed"
+
+
+class RequestClient(ABC):
+    """The sender of a request, which gets one answer."""
+
+    @abstractmethod
+    def reply(self, said: dict[str, Any]) -> None:
+        """Send the answer, without waiting. A client that is gone is no error."""
+
+
+@dataclass(slots=True)
+class PendingAnswer:
+    """An answer that comes later, possibly from another attempt of the job.
+
+    number: the number of the recovery after which the answer is due.
+    """
+
+    number: int
+    data: dict[str, Any]
+    _client: RequestClient | None = None
+
+    def send(self, error: str = "") -> None:
+        """Send the answer, or the error. A second call does nothing."""
+        if self._client is not None:
+            self._client.reply({"error": error} if error else self.data)
+            self._client = None
+
+
+class JobRequests:
+    """The requests to a job that are not answered yet. Several threads may add some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[JobRequest] = []
+        self._waiting: list[tuple[JobRequest, RequestClient]] = []
+
+    def add(self, wish: JobRequest, client: RequestClient) -> None:
+        """Add a request, which the run loop takes soon."""
+        with self._lock:
+            self._new.append(wish)
+            self._waiting.append((wish, client))
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that are not answered yet."""
+        return len(self._waiting)
+
+    def take(self) -> list[JobRequest]:
+        """Return the requests since the last call; their answers may come at any time."""
+        with self._lock:
+            found, self._new = self._new, []
+            return found
+
+    def take_with_client(self) -> list[tuple[JobRequest, RequestClient]]:
+        """Return the requests since the last call, which are answered elsewhere."""
+        with self._lock:
+            self._new.clear()
+            found, self._waiting = self._waiting, []
+            return found
+
+    def answer(self, answer: AnswerRequest) -> None:
+        """Answer all clients that made this request."""
+        said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
+        for wish, client in list(self._waiting):
+            if isinstance(wish, GroupRequest) and (wish.verb, wish.group) == (answer.verb, answer.group):
+                self._reply(wish, client, said)
+
+    def refuse(self, wish: ResizeRequest, error: str) -> None:
+        """Send the error to the client of this one request only."""
+        for each, client in list(self._waiting):
+            if each is wish:
+                self._reply(each, client, {"error": error})
+
+    def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
+        """Return the answer to this request, which comes later; `close` leaves it out."""
+        with self._lock:
+            found = [client for each, client in self._waiting if each is wish]
+            self._waiting = [(each, client) for each, client in self._waiting if each is not wish]
+        return PendingAnswer(number, data, found[0] if found else None)
+
+    def close(self, error: str = ENDED) -> None:
+        """Answer all waiting clients with an error."""
+        for wish, client in list(self._waiting):
+            self._reply(wish, client, {"error": error})
+        with self._lock:
+            self._new.clear()
+
+    def _reply(self, wish: JobRequest, client: RequestClient, said: dict[str, Any]) -> None:
+        with self._lock:
+            self._waiting = [(each, other) for each, other in self._waiting if other is not client]
+        client.reply(said)
+
+
+def to_data(wish: JobRequest) -> dict[str, Any]:
+    """Return a request as JSON data."""
+    what = {"group": wish.group} if isinstance(wish, GroupRequest) else {"workers": wish.workers}
+    return {"verb": wish.verb, **what, "within_s": wish.within_s}
+
+
+def from_text(text: bytes | str) -> JobRequest:
+    """Parse a request. Raises ValueError."""
+    try:
+        return from_data(json.loads(text))
+    except RecursionError as error:
+        raise ValueError(f"not a request: {error}") from None
+
+
+def from_data(said: Any) -> JobRequest:
+    """Return the request of JSON data. Raises ValueError."""
+    try:
+        verb, within_s = said["verb"], said["within_s"]
+        number = said["workers"] if "workers" in said else said["group"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a request: {error}") from None
+    numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
+    if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
+        raise ValueError(f"not a request: {said}")
+    return (ResizeRequest if "workers" in said else GroupRequest)(verb, number, float(within_s))

@@ -1,0 +1,132 @@
+"""Requests to a running job over its store.
+
+`topotrain join --rendezvous URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer. A
+request that is taken stays until it is answered, so that the next leader answers those that a lost one has taken.
+`asked` changes with each request, because a list of keys costs much in a large store. The job looks for requests now
+and then, on the thread that looks for `topotrain jobs stop`.
+"""
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.comm.store import Store, open_store, within
+from topotrain.comm.store.discovery.job_registry import ENDED, LOST, Registry
+from topotrain.config.job import ConfigError
+from topotrain.launch.control_socket import checked
+from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.multinode.node_info import with_job
+
+KEEP_S = 600.0
+"""Seconds for which a request and an answer stay in the store."""
+_REQUESTS, _ANSWERS, _MARK = "requests/", "answers/", "asked"
+_TAKEN = b"taken"
+_LOOK_S = 2.0
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoreClient(RequestClient):
+    """The sender of a request that was found in the store."""
+
+    requests: "StoreRequests"
+    id: str
+
+    def reply(self, said: dict[str, Any]) -> None:
+        """As `RequestClient.reply`."""
+        self.requests.put(self.id, said)
+
+
+class StoreRequests:
+    """The requests to one job in its store.
+
+    Args:
+        store: the keys of the job.
+        requests: gets the requests.
+    """
+
+    def __init__(self, store: Store, requests: JobRequests) -> None:
+        self._store, self._requests = store, requests
+        self._lock, self._mark = threading.Lock(), b""
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._taken: set[str] = set()  # a store that has lost a deletion must not cause a request twice
+
+    def put(self, id: str, said: dict[str, Any]) -> None:
+        """Add an answer, which `look` writes."""
+        with self._lock:
+            self._answers[id] = said
+
+    def look(self) -> None:
+        """Take new requests, and write the answers since the last call. Raises StoreError."""
+        mark = self._store.get(_MARK) or b""
+        for key in self._store.keys(_REQUESTS) if mark != self._mark else []:
+            id, raw = key.removeprefix(_REQUESTS), self._store.get(key)
+            if raw is None or id in self._taken:
+                continue
+            self._taken.add(id)
+            if raw == _TAKEN:
+                # Whether it was carried out is not known, and some requests must not be carried out twice.
+                self.put(id, {"error": LEADER_LOST})
+                continue
+            self._store.set(key, _TAKEN, KEEP_S)
+            try:
+                self._requests.add(from_text(raw), _StoreClient(self, id))
+            except ValueError as error:
+                self.put(id, {"error": f"the request cannot be read: {error}"})
+        # Only now: after an error the next call looks again.
+        self._mark = mark
+        self.write()
+
+    def write(self) -> None:
+        """Write the answers since the last call. Raises StoreError."""
+        with self._lock:
+            answers = dict(self._answers)
+        for id, said in answers.items():
+            self._store.set(f"{_ANSWERS}{id}", json.dumps(said).encode(), KEEP_S)
+            self._store.delete(f"{_REQUESTS}{id}")
+            with self._lock:
+                self._answers.pop(id)
+
+
+def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Send a request to a job over its store, and return its answer.
+
+    The answers are those of `control_socket.ask`. Raises ConfigError, or StoreError where the store cannot be used.
+    """
+    with closing(open_store(with_job(url, ""), load_secret(environ), _PATIENCE_S)) as root:
+        registry, id = Registry(root), secrets.token_hex(8)
+        _check_runs(registry, job)
+        store = within(root, f"jobs/{job}")
+        store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
+        # Last: the job looks for the request when it sees this.
+        store.set(_MARK, id.encode(), KEEP_S)
+        try:
+            return checked(wish, json.loads(_answer(store, id, registry, job)))
+        finally:
+            for key in (_ANSWERS, _REQUESTS):
+                store.delete(f"{key}{id}")
+
+
+def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:
+    """Wait for the answer to a request. Raises ConfigError if there is none."""
+    until = time.monotonic() + KEEP_S
+    while time.monotonic() < until:
+        try:
+            return store.watch(f"{_ANSWERS}{id}", _LOOK_S)
+        except TimeoutError:
+            _check_runs(registry, job)
+    raise ConfigError("--job", job, f"has not answered within {KEEP_S:g} s")
+
+
+def _check_runs(registry: Registry, job: str) -> None:
+    """Raise ConfigError for a job that does not run."""
+    state = registry.view(job).state
+    if state in (*ENDED, LOST):
+        accepted = "must be a job that runs, and this one " + ("is lost" if state == LOST else f"has ended: {state}")
+        raise ConfigError("--job", job, accepted)

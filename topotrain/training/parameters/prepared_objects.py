@@ -1,0 +1,215 @@
+"""The objects that a script gives to `tt.prepare`, and its later calls."""
+
+import ast
+import linecache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from topotrain.config.job import ConfigError
+from topotrain.training.parameters.row_module import RowModule
+
+
+class Stateful(Protocol):
+    """Has a state that a restart restores: a scheduler, a scaler, an average."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Restore the state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedObjects:
+    """The objects of one call of `tt.prepare`, or of several calls.
+
+    Attributes:
+        given: all of them, in their order.
+        models: the modules among them.
+        optimizers: the optimizers. Empty: the job's updater block builds it, in the place of the first None.
+        loader: the one that is divided.
+        stateful: what has a state besides.
+    """
+
+    given: tuple[object, ...]
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    loader: DataLoader[Any] | None
+    stateful: tuple[Stateful, ...]
+
+    @property
+    def _filled(self) -> list[nn.Module]:
+        # A module without contents, a loss function say, gets no number.
+        return [model for model in self.models if _has_contents(model)] or list(self.models)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several models."""
+        return len(self._filled) > 1
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Of several it is a list, whose parameters have numbers in front."""
+        return nn.ModuleList(self._filled) if self.several else self._filled[0]
+
+    @property
+    def needs_updater(self) -> bool:
+        """Whether the job's updater block builds the optimizer."""
+        return bool(self.models) and not self.optimizers and None in self.given
+
+    def returned(self, loader: object, built: Optimizer | None = None) -> Any:
+        """Return what the call returns: as many objects, or the only one."""
+        found = [loader if thing is self.loader and thing is not None else thing for thing in self.given]
+        if built is not None:
+            found[found.index(None)] = built
+        return tuple(found) if len(found) != 1 else found[0]
+
+
+def sort_objects(objects: Sequence[object]) -> PreparedObjects:
+    """Sort the arguments of a call by their kinds.
+
+    Raises:
+        ConfigError: an object is of no such kind, or there are two loaders, or no model and no optimizer.
+    """
+    models, optimizers, stateful = [], [], []
+    loaders: list[DataLoader[Any]] = []
+    for thing in objects:
+        match thing:
+            case None:
+                continue
+            case nn.Module():
+                models.append(thing)
+            case Optimizer():
+                optimizers.append(thing)
+            case DataLoader():
+                loaders.append(thing)
+            case _ if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+                stateful.append(thing)
+            case _:
+                accepted = (
+                    "must be a torch.nn.Module, a torch.optim optimizer, a torch.utils.data.DataLoader, None, or have "
+                    "state_dict and load_state_dict; several are given one by one"
+                )
+                raise ConfigError("tt.prepare", type(thing).__name__, accepted)
+    if len(loaders) > 1:
+        names = " and ".join(type(loader).__name__ for loader in loaders)
+        accepted = "must have one DataLoader, which is divided; one to evaluate with stays out of tt.prepare"
+        raise ConfigError("tt.prepare", names, accepted)
+    if not models and not optimizers:
+        raise ConfigError("tt.prepare", None, "must have a torch.nn.Module, or an optimizer of one that is prepared")
+    return PreparedObjects(
+        tuple(objects), _unique(models), _unique(optimizers), loaders[0] if loaders else None, tuple(stateful)
+    )
+
+
+def joined(calls: Sequence[PreparedObjects]) -> PreparedObjects:
+    """Join the objects of several calls.
+
+    Raises:
+        ConfigError: there is no model or optimizer, or a parameter is in two optimizers.
+    """
+    given = tuple(chain.from_iterable(call.given for call in calls))
+    models = _unique(chain.from_iterable(call.models for call in calls))
+    optimizers = _unique(chain.from_iterable(call.optimizers for call in calls))
+    loaders = [call.loader for call in calls if call.loader is not None]
+    if len(loaders) > 1:
+        raise ConfigError("tt.prepare", type(loaders[1]).__name__, "must be in one call only: a job divides one loader")
+    stateful = tuple(chain.from_iterable(call.stateful for call in calls))
+    made = PreparedObjects(given, models, optimizers, loaders[0] if loaders else None, stateful)
+    if not models:
+        names = " and ".join(type(each).__name__ for each in optimizers)
+        raise ConfigError("tt.prepare", names, "must come with the torch.nn.Module that it trains")
+    if not optimizers and (not made.needs_updater or len(calls) > 1):
+        accepted = (
+            "must have an optimizer, or None in its place for the one of the job file's updater block: "
+            "model, optimizer = tt.prepare(model, None)"
+        )
+        raise ConfigError("tt.prepare", type(models[0]).__name__, accepted)
+    _check_apart(made)
+    return made
+
+
+def _check_apart(made: PreparedObjects) -> None:
+    """Raise ConfigError for a parameter that two optimizers have."""
+    owner: dict[int, Optimizer] = {}
+    for optimizer in made.optimizers:
+        for tensor in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            other = owner.setdefault(id(tensor), optimizer)
+            if other is not optimizer:
+                names = (name for name, known in made.model.named_parameters() if known is tensor)
+                kinds = f"{type(other).__name__} and in the {type(optimizer).__name__}"
+                accepted = f"is in the {kinds} that tt.prepare was given: a parameter belongs to one optimizer"
+                raise ConfigError("tt.prepare", next(names, tuple(tensor.shape)), accepted)
+
+
+def _unique(things: Any) -> Any:
+    # By identity: several calls may name the same model.
+    return tuple({id(thing): thing for thing in things}.values())
+
+
+def _has_contents(model: nn.Module) -> bool:
+    held = chain(model.parameters(), model.buffers(), (m for m in model.modules() if isinstance(m, RowModule)))
+    return next(held, None) is not None
+
+
+# ---- later calls -----------------------------------------------------------------------------------------------------
+
+
+def later_calls(frame: FrameType | None) -> int:
+    """Return how many calls of the same function surely follow that of this frame.
+
+    These are the statements after the present one in its block that are such calls, up to a loop or the end. The job
+    opens at the last of them. 0 where the source is not known.
+    """
+    if frame is None:
+        return 0
+    at = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    lines = tuple(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    return _followers(lines, at[0], at[2])
+
+
+@lru_cache(maxsize=8)
+def _followers(lines: tuple[str, ...], line: int | None, column: int | None) -> int:
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return 0
+    for block in _blocks(tree):
+        for number, statement in enumerate(block):
+            call = _call_of(statement)
+            # Both the tree and the positions of code count columns in bytes.
+            if call is None or (call.lineno, call.col_offset) != (line, column):
+                continue
+            name, found = ast.dump(call.func), 0
+            for later in block[number + 1 :]:
+                # From a loop on the script trains; what is behind another statement may not be reached.
+                if not isinstance(later, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Import):
+                    break
+                other = _call_of(later)
+                found += other is not None and ast.dump(other.func) == name
+            return found
+    return 0
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _call_of(statement: ast.stmt) -> ast.Call | None:
+    """Return the call that a statement makes, and assigns at most."""
+    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr) else None
+    return value if isinstance(value, ast.Call) else None
