@@ -77,6 +77,8 @@ class ActionExecutor:
     def lead(self, policy: RecoveryPolicy) -> None:
         """Execute the decisions of this policy on all hosts from now on."""
         self._recovery = self._leads = policy
+        # This unit alone may have noted it, when it heard of no leader.
+        self.released = False
 
     def close(self) -> None:
         """Close the control socket. A second call does nothing."""

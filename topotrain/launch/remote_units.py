@@ -22,7 +22,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitVanished,
 )
 from topotrain.launch.multinode.election.decision_log import LoggedPolicy
-from topotrain.launch.multinode.election.succession import OF_A_REPORT, Takeover, lead_notice
+from topotrain.launch.multinode.election.succession import OF_A_REPORT, Takeover, lead_notice, replaced
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.recovery.recovery_actions import Action, FailJob
@@ -94,7 +94,7 @@ class RemoteUnits:
                 yield from self._take_over_if_complete(self._takeover)
             case UnitMessage(rank=rank, words=words) if words.get("life") == self._attempt and "ready" not in words:
                 # Known even if it changes nothing here: this unit may lead the next attempt.
-                if "decision" in words and self._succession is not None:
+                if "decision" in words and self._succession is not None and isinstance(self.recovery, Follower):
                     self._succession.on_decision(words, time.monotonic())
                 # The processes of a lost unit may have been restarted elsewhere, so its messages are ignored.
                 lost = isinstance(self.recovery, RecoveryPolicy) and rank in self.recovery.lost_units
@@ -110,8 +110,8 @@ class RemoteUnits:
                 yield from self._on_unit_lost(rank, failed)
 
     def _on_elected(self, elected: LeaderElected) -> Iterator[Sequence[Action]]:
-        if self._succession is None or self._connection is None:
-            return
+        if self._succession is None or self._connection is None or not self._connection.leads_in(elected.term):
+            return  # the news that another unit leads is on its way
         me = self._succession.join_words(self._attempt, not self._shutdown.stopping)
         ranks = {self._succession.rank, *self._connection.ranks}
         self._takeover = Takeover(elected, me, self._succession.rank, ranks)
@@ -136,6 +136,8 @@ class RemoteUnits:
         if takeover.missing or self._shutdown.stopping:
             return
         assert self._succession is not None
+        # Its own processes have gone on since the election.
+        takeover.update(self._succession.join_words(self._attempt, running=True))
         self._takeover, now = None, time.monotonic()
         yield [lead_notice(takeover, self._succession.rank)]
         own = list(takeover.unknown_to(self._succession.rank))
@@ -148,6 +150,10 @@ class RemoteUnits:
         self._executor.lead(policy)
         self._shutdown.lead(policy, takeover.saved)
         self._send_decisions(takeover)
+        if self._shutdown.saving and self._topology.cluster.replicas > 1:
+            # Only the unit that decides has the place of the first server.
+            yield policy.on_stop_request()
+            self._executor.request_snapshot()
         # They are in no report of a unit that is still there.
         yield [action for action in past if isinstance(action, OF_A_REPORT)]
         for rank in sorted(takeover.joined.keys() - takeover.running):
@@ -180,9 +186,8 @@ class RemoteUnits:
 
     def _on_unit_returned(self, news: UnitReturned) -> Iterator[Sequence[Action]]:
         """Handle a new unit at the rank of a lost one."""
-        what = f"unit {news.rank} is gone, and {news.unit.who} has replaced it"
         # First: the new process may be here before its predecessor's silence was noticed.
-        yield from self._on_unit_lost(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
+        yield from self._on_unit_lost(news.rank, replaced(news.rank, news.unit))
         server = None if self._connection is None else self._connection.server
         if self._shutdown.again:
             self._unread.append(news)

@@ -32,7 +32,15 @@ from topotrain.launch.multinode.control_connection import (
 from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
 from topotrain.launch.multinode.election.succession import EventReporter, Succession, Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
-from topotrain.launch.recovery.recovery_actions import LOSE, FailJob, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_actions import (
+    LOSE,
+    FailJob,
+    RequestSnapshot,
+    ResizeRequest,
+    RestartGroup,
+    RestartJob,
+    RestartResized,
+)
 
 DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)
 TWICE = Cluster(
@@ -239,6 +247,86 @@ def test_units_that_are_lost_are_not_waited_for() -> None:
     assert lost_units([*me.log.decisions, decision({"hosts": [0]})]) == set(), "another attempt has all of them"
 
 
+def test_a_unit_that_is_replaced_before_its_loss_is_noticed_is_not_waited_for() -> None:
+    """Two units die at once, and both are started again: the next leader may never hear of the second loss."""
+    me, other = succession(DOWNPOUR, 1), succession(DOWNPOUR, 2)
+    takeover = Takeover(LeaderElected(2, 0, silent(0)), me.join_words(0, True), 1, range(4))
+    takeover.on_news(joins(other))
+    returned = [UnitReturned(rank, hosts_of(DOWNPOUR).units[rank]) for rank in (2, 3)]
+    for each in returned:
+        takeover.on_news(each)
+    assert takeover.missing == set() and takeover.running == {1}
+    assert takeover.lost[3].text == "unit 3 is gone, and unit 3 (pid 1 on h) has replaced it"
+    assert takeover.later == returned
+
+
+def test_an_event_that_a_unit_repeats_counts_once() -> None:
+    made = leader(DOWNPOUR, 0.0)
+    for who in names(DOWNPOUR):
+        policy(made).on_event(Started(who, 1), 0.0)
+
+    def receive(number: int, event: Event) -> list[type]:
+        origin = {"rank": 1, "life": 0, "number": number}
+        return [type(action) for action in policy(made).on_remote_event(origin, event, 1.0)]
+
+    assert RestartGroup in receive(3, lost("worker 1/0"))
+    for who in ("worker 1/0", "worker 1/1"):
+        receive(4 + (who == "worker 1/1"), Started(who, 2))
+    assert receive(3, lost("worker 1/0")) == [], "its successor is not lost"
+    assert RestartGroup in receive(6, lost("worker 1/0"))
+
+
+PAIR = Cluster(nworkers_per_group=2, server_worker_separate=True)
+
+
+def test_a_change_of_the_number_of_workers_goes_on_under_the_next_leader() -> None:
+    """Before its snapshot, after it, and when the job has begun with the other number."""
+    first = leader(PAIR, 0.0)
+    for who in names(PAIR):
+        policy(first).on_event(Started(who, 1), 0.0)
+    request = ResizeRequest("leave", 1, 30.0)
+    assert [type(action) for action in policy(first).on_resize_request(request, 1.0)] == [RequestSnapshot]
+    first.decide((), 1.0)
+
+    def next_leader() -> Succession:
+        made = succession(PAIR, rank=1)
+        words = {**made.join_words(0, True), "log": as_json(first.log.decisions)}
+        made.take_over(Takeover(LeaderElected(2, 0, silent(0)), words, 1, [1]), 1000.0)
+        return made
+
+    saved = Saved("server 0/0", 1, 5, "p", "end")
+    other = next_leader()
+    assert policy(other).on_resize_request(request, 1001.0)[0].error.endswith("try again when that is done")  # type: ignore[union-attr]
+    for made, now in ((first, 2.0), (other, 1002.0)):
+        assert any(isinstance(action, RestartResized) for action in policy(made).on_event(saved, now))
+        assert policy(made).resized is not None and policy(made).job.cluster.nworkers_per_group == 2
+    first.decide((), 2.0)
+    resized = policy(next_leader()).resized
+    assert resized is not None and resized.cluster.nworkers_per_group == 1
+    policy(first).begin_resized(resized, layout(resized.cluster, first.hosts.numbers))
+    first.decide((), 3.0)
+    other = next_leader()
+    assert policy(other).resized is None and policy(other).job == resized
+    policy(first).begin_attempt(layout(resized.cluster, first.hosts.numbers))
+    first.decide((), 4.0)
+    assert policy(next_leader()).job == resized
+
+
+def test_a_request_that_was_given_up_at_the_end_of_the_job_stays_given_up() -> None:
+    first = leader(PAIR, 0.0)
+    for who in names(PAIR):
+        policy(first).on_event(Started(who, 1), 0.0)
+    policy(first).on_resize_request(ResizeRequest("leave", 1, 30.0), 1.0)
+    assert policy(first).on_stop_request()
+    first.decide((), 1.0)
+    made = succession(PAIR, rank=1)
+    words = {**made.join_words(0, True), "log": as_json(first.log.decisions)}
+    made.take_over(Takeover(LeaderElected(2, 0, silent(0)), words, 1, [1]), 1000.0)
+    assert policy(made).on_event(Saved("server 0/0", 1, 5, "p", "end"), 1001.0) == [
+        Saved("server 0/0", 1, 5, "p", "end")
+    ]
+
+
 def test_a_reporter_keeps_what_no_decision_follows_from() -> None:
     made = EventReporter(ControlChannel(1.0), 2, 3)
     for event in (Started("worker 1/0", 1), step("worker 1/0"), lost("worker 1/0")):
@@ -250,7 +338,9 @@ def test_a_reporter_keeps_what_no_decision_follows_from() -> None:
     assert [number for number, _ in made.told] == [3]
     assert heard([decision({"rank": 2, "life": 3, "number": 1}, {"rank": 2, "life": 3, "number": 9})], 3) == {2: 9}
     made.emit(Saved("server 0/0", 4, 70, "p", "time"))
-    assert made.saved["number"] == 4
+    assert made.saved["number"] == 4 and [number for number, _ in made.told] == [3]
+    made.emit(Saved("server 0/0", 5, 71, "p", "end"))
+    assert made.saved["number"] == 5 and [number for number, _ in made.told] == [3, 5], "a request may wait for it"
     made._control.close()
 
 

@@ -11,12 +11,14 @@ from folder_wipe import block
 from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.core.events import Failed, Finished
+from topotrain.launch.job_requests import LEADER_LOST, RequestClient
 from topotrain.launch.multinode import control_connection, node_membership, node_rendezvous, unit_membership
 from topotrain.launch.multinode.control_connection import ControlAccess, LeaderChanged, LeaderElected, News, UnitMessage
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderRecord
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext
 from topotrain.launch.multinode.unit_membership import UnitMembership
+from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
 
 COUNT, DEADLINE_S = 3, 20.0
 SECRET = bytes(32)
@@ -151,6 +153,90 @@ def test_a_failure_that_the_former_leader_did_not_come_to_ends_the_job(
     ends = [unit.membership.wait(DEADLINE_S) for unit in (one, two)]
     assert ends[0] == ends[1]
     assert ends[0] is not None and ends[0].failed is not None and ends[0].failed.text == "odd"
+
+
+def test_the_news_of_an_election_comes_before_the_units_that_join(
+    units: Callable[..., list[Unit]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader listens before its run loop knows of it, which may take a while on a busy machine."""
+    first, one, two = units()
+    held, heard = [], threading.Event()
+
+    def hold(unit: Unit) -> None:
+        put = unit.membership.control.queue.put
+
+        def late(news: News) -> None:
+            if isinstance(news, LeaderElected):
+                held.append(unit)
+                assert heard.wait(DEADLINE_S)
+            put(news)
+
+        monkeypatch.setattr(unit.membership.control.queue, "put", late)
+
+    for unit in (one, two):
+        hold(unit)
+    first.close()
+    wait(lambda: held and any(unit.news for unit in (one, two)))
+    (leader,) = held
+    follower = two if leader is one else one
+    follower.membership.control.report({"joins": True})
+    wait(lambda: follower.membership.control.all_received)  # the leader has the message
+    heard.set()
+    wait(lambda: len(leader.news) == 2)
+    assert [type(news) for news in leader.news] == [LeaderElected, UnitMessage]
+
+
+def test_a_signal_while_there_is_no_leader_ends_the_job_all_the_same(units: Callable[..., list[Unit]]) -> None:
+    first, one, two = units()
+    first.cut()
+    first.close()
+    one.membership.signalled(2)
+    ends = [unit.membership.wait(DEADLINE_S) for unit in (one, two)]
+    assert ends[0] == ends[1]
+    assert ends[0] is not None and (ends[0].code, ends[0].text) == (130, "ended by SIGINT to unit 1 on h1")
+
+
+def test_requests_go_to_the_leader_of_the_present_term(units: Callable[..., list[Unit]]) -> None:
+    first, *others = units()
+    client = Client()
+    others[0].membership.forwards.send(GroupRequest("leave", 1), client)
+    wait(lambda: first.membership.requests.take() == [GroupRequest("leave", 1)])
+    first.close()
+    wait(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
+    (leader,) = leaders(others)
+    (follower,) = (unit for unit in others if unit is not leader)
+    assert client.said == [{"error": LEADER_LOST}]
+    assert follower.membership.forwards.has_leader and not leader.membership.forwards.has_leader
+    again = Client()
+    follower.membership.forwards.send(GroupRequest("leave", 2), again)
+    wait(lambda: leader.membership.requests.take() == [GroupRequest("leave", 2)])
+    leader.membership.requests.answer(AnswerRequest("leave", 2, "has left"))
+    wait(lambda: again.said == [{"group": 2, "text": "has left"}])
+
+
+def test_requests_in_the_store_are_taken_by_the_next_leader(units: Callable[..., list[Unit]]) -> None:
+    first, *others = units()
+    store = within(open_store_of(others[0]), "jobs/j")
+    store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
+    store.set("asked", b"ab")
+    wait(lambda: first.membership.requests.take() == [ResizeRequest("leave", 1, 5.0)])
+    first.close()
+    wait(lambda: len(leaders(others)) == 1)
+    assert LEADER_LOST.encode() in store.watch("answers/ab", DEADLINE_S)
+    store.set("requests/cd", b'{"verb": "leave", "workers": 2, "within_s": 5}')
+    store.set("asked", b"cd")
+    (leader,) = leaders(others)
+    wait(lambda: leader.membership.requests.take() == [ResizeRequest("leave", 2, 5.0)])
+
+
+class Client(RequestClient):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, object]] = []
+
+    def reply(self, said: dict[str, object]) -> None:
+        self.said.append(said)
 
 
 def test_an_end_that_is_in_the_record_counts_although_its_leader_is_gone(units: Callable[..., list[Unit]]) -> None:

@@ -76,6 +76,8 @@ class Attempts(Notifier):
     succession: Succession
     origin: ResumeSource
     saved: Saved | None = None
+    attempt: int = 0
+    """The number of the last attempt that this unit has begun."""
     job: Job = field(init=False)
     """The job of the present attempt, with its number of workers."""
 
@@ -98,6 +100,7 @@ class Attempts(Notifier):
 
     def policy(self, here: Topology, begun: RestartInfo) -> RecoveryPolicy | Follower | None:
         """Return the policy of this unit in an attempt; None if nothing restarts."""
+        self.attempt = begun.attempt.number
         self.membership.begin(begun.hosts)
         self.succession.begin(begun.hosts)
         if self.agreement.job.on_failure is not OnFailure.kContinue or self.succession.policy is not None:
@@ -157,6 +160,9 @@ class Attempts(Notifier):
         another unit leads, this unit does not lead.
         """
         rank, control = self.succession.rank, self.membership.control
+        if not control.leads_in(elected.term):
+            # The news that another unit leads is on its way.
+            return (), number
         takeover = Takeover(elected, self.succession.join_words(number, running=False), rank, {rank, *control.ranks})
         if not await_joins(takeover, self.membership, self.stop):
             return (), number
@@ -180,12 +186,16 @@ class Attempts(Notifier):
         return [*joined, *lost_units, *takeover.later], takeover.attempt
 
     def answer(self) -> None:
-        """Send units that join this one the decisions that they do not know.
+        """Join a new leader, or send units that join this one the decisions that they do not know.
 
         The work of this unit is done. Nothing restarts any more, and the decision that says so is among them.
         """
         for news in self.membership.control.news():
-            if isinstance(news, UnitMessage) and "joins" in news.words:
+            if isinstance(news, LeaderChanged):
+                self.succession.follow(news.rank)
+                # With processes: a unit without any would let the whole job start again.
+                self.membership.control.report(self.succession.join_words(self.attempt, running=True))
+            elif isinstance(news, UnitMessage) and "joins" in news.words:
                 for number in range(len(news.words["log"]), len(self.succession.log)):
                     decision = self.succession.log.decisions[number]
                     words = {"life": news.words["life"], "number": number, "decision": decision}

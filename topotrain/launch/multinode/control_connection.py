@@ -461,6 +461,11 @@ class ControlChannel:
         """The leader's end; None in a unit that follows."""
         return self._end if isinstance(self._end, ControlServer) else None
 
+    def leads_in(self, term: int) -> bool:
+        """Return whether this unit leads in this term, and no other unit does by now."""
+        server = self.server
+        return server is not None and server.term == term
+
     @property
     def ranks(self) -> list[int]:
         """The ranks of the units at the other ends."""

@@ -383,7 +383,15 @@ def _agree(attempts: Attempts, outcome: JobOutcome, notes: UnitReport, again: bo
             membership.signalled(stop.came[0])
     elif outcome.cause is not None and not membership.over:
         membership.tell(outcome.cause)
-    return membership.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
+    end = membership.wait(DECIDE_S)
+    if end is None:
+        end = JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
+        if stop.came:
+            # For the unit that leads next: this one has found no leader that it could tell.
+            end = replace(end, text=f"ended by signal {stop.came[0]} to unit {attempts.rendezvous.rank}")
+            with suppress(StoreError):
+                attempts.rendezvous.run.compare_and_set("end", None, end.dumped())
+    return end
 
 
 def _await_others(attempts: Attempts) -> None:

@@ -169,6 +169,7 @@ class UnitMembership:
         self._lock = self._lease.lock
         self._begun = leads  # a unit that waits to be included in the job cannot lead it
         self._told: Failed | None = None
+        self._wanted: JobEnd | None = None
         self._report: list[Event] | None = None
         self._role: LeaderMembership | FollowerMembership
         try:
@@ -177,6 +178,8 @@ class UnitMembership:
             self._ending.close()
             self.control.close()
             raise
+        if isinstance(self._role, LeaderMembership):
+            self._role.announce()
         if len(hosts.names) > 1:
             threading.Thread(target=self._watch_record, name="leader", daemon=True).start()
             threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
@@ -231,7 +234,8 @@ class UnitMembership:
         # The first signal counts, which may have come to another unit.
         end = self._ending.asked or self._role.by_signal(number)
         with self._lock:
-            self._role.request_end(replace(end, text=f"{end.text}; {more}") if more else end)
+            self._wanted = replace(end, text=f"{end.text}; {more}") if more else end
+            self._role.request_end(self._wanted)
 
     def exclude(self) -> None:
         """End this unit: the others continue without it after its long silence."""
@@ -337,6 +341,7 @@ class UnitMembership:
             if lost >= 0:
                 role.give_up(lost)
             queue.put(LeaderElected(term, lost, former.vanished(max(lost, 0))))
+            role.announce()
         else:
             self._lease.drop_candidate()
             self._ending.retract()
@@ -368,6 +373,8 @@ class UnitMembership:
         if self._ending.end is not None:
             # The former leader has decided it, perhaps without telling all units.
             self._role.request_end(self._ending.end)
+        elif self._wanted is not None:
+            self._role.request_end(self._wanted)
         elif self._ending.asked is not None:
             self._role.announce_save(self._ending.asked)
             if self._role.takes_snapshot:

@@ -103,6 +103,7 @@ class LoggedPolicy(RecoveryPolicy):
         self._inputs: list[dict[str, Any]] = []
         self._origin: Mapping[str, Any] = {}
         self._stepped: set[str] = set()
+        self._heard: dict[tuple[int, int], int] = {}  # the last event of a unit in an attempt
         self.resized: Job | None = None
         """The job to restart as, with another layout, if that is decided and has not begun."""
 
@@ -129,8 +130,13 @@ class LoggedPolicy(RecoveryPolicy):
     def on_remote_event(self, origin: Mapping[str, Any], event: Event, now: float) -> list[Action]:
         """As `on_event`, for an event of another unit.
 
-        origin: the rank of the unit, its attempt, and the number of the event there.
+        origin: the rank of the unit, its attempt, and the number of the event there. An event that was received before
+            changes nothing: a unit repeats some to a new leader.
         """
+        unit = origin["rank"], origin["life"]
+        if origin["number"] <= self._heard.get(unit, 0):
+            return []
+        self._heard[unit] = origin["number"]
         self._origin = origin
         try:
             return self.on_event(event, now)

@@ -32,10 +32,11 @@ from topotrain.launch.multinode.control_connection import (
     LeaderElected,
     News,
     UnitMessage,
+    UnitReturned,
     UnitVanished,
 )
 from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
-from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.reliable_messages import Words, shortened
 from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import recovery
@@ -54,6 +55,11 @@ def lead_notice(takeover: "Takeover", rank: int) -> Notice:
     elected = takeover.elected
     why = f"unit {elected.former} is gone" if elected.former >= 0 else "it was elected again"
     return Notice("launcher", f"unit {rank} leads the job from now on (term {elected.term}): {why}")
+
+
+def replaced(rank: int, unit: NodeInfo) -> Failed:
+    """Return the loss of a unit of which a new process is there."""
+    return Failed(f"unit {rank}", "died", f"unit {rank} is gone, and {unit.who} has replaced it", "")
 
 
 class EventReporter:
@@ -109,6 +115,10 @@ class Takeover:
         """News that came meanwhile, for after the takeover."""
         self._ranks, self._gone = set(ranks), lost_units(me["log"])
 
+    def update(self, me: Words) -> None:
+        """Record what this unit itself knows by now."""
+        self.joined[self._rank] = me
+
     def on_news(self, news: News) -> None:
         """Record a unit that joins or is lost, and keep all other news."""
         match news:
@@ -117,6 +127,11 @@ class Takeover:
             case UnitVanished(rank, failed):
                 self.joined.pop(rank, None)
                 self.lost.setdefault(rank, failed)
+            case UnitReturned(rank, unit):
+                # Its predecessor does not join any more, and its silence may never be reported.
+                self.joined.pop(rank, None)
+                self.lost.setdefault(rank, replaced(rank, unit))
+                self.later.append(news)
             case _:
                 self.later.append(news)
 
