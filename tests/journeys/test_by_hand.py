@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, JobRunner, free_ports
+from free_ports import free_port, free_ports
+from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
 
@@ -109,7 +110,7 @@ def test_the_page_s_commands_train(shells: Shells, page: str, port: int, backwar
 
 
 def test_a_trainer_that_is_stopped_ends_the_job(shells: Shells) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     flags = f"num_of_gradient_servers=2;port={port}"
     server = pserver(shells, "--num_of_gradient_servers=2", f"--port={port}")
     begun = shells.folder / "begun"
@@ -133,7 +134,7 @@ def test_a_trainer_that_is_stopped_ends_the_job(shells: Shells) -> None:
 def test_a_pserver_that_ends_takes_the_trainers_along(
     shells: Shells, number: signal.Signals, code: int, words: str
 ) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     begun = shells.folder / "begun"
     server = pserver(shells, f"--port={port}")
     trainer = program(shells, "--paddle", f"port={port}", "--wait-at", str(begun), "--workspace", "w")

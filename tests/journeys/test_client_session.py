@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from job_runner import PROGRAMS, free_ports
+from free_ports import free_ports
+from job_runner import PROGRAMS
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
 

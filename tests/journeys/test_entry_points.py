@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import PROGRAMS, JobRunner, free_ports
+from free_ports import free_ports
+from job_runner import PROGRAMS, JobRunner
 from programs import entry_points
 from safetensors.torch import load_file
 from shells import ended, open_shells

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from free_ports import free_port
 from job_runner import JobRunner
-from unit_hosts import Job, covered, hastily, port, servers, wait
+from unit_hosts import Job, covered, hastily, servers, wait
 
 pytestmark = pytest.mark.journey
 
@@ -24,7 +25,7 @@ def units(runner: JobRunner) -> Iterator[Any]:
     made: list[Job] = []
 
     def begin(cluster: str, count: int, program: str, *words: str, extra: str = "") -> Job:
-        url = f"tcp://127.0.0.1:{port()}?job=twice"
+        url = f"tcp://127.0.0.1:{free_port()}?job=twice"
         job = Job(runner, f"{cluster} replicas: 2", program, words, [None] * count, url)
         job.conf.write_text(f"on_failure: kContinue restarts: 2 snapshot_s: 0.2 {extra}\n{job.conf.read_text()}")
         made.append(job)

@@ -1,7 +1,8 @@
 """Scripts that end their own processes: in the middle of a loop that is a death, after it the result comes home."""
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner, free_ports
+from free_ports import free_port
+from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from shells import Shells, ended
 
 pytestmark = pytest.mark.journey
@@ -28,7 +29,7 @@ def test_in_the_middle_of_a_loop_it_is_a_death(runner: JobRunner, how: str, clus
 
 
 def test_a_worker_that_was_started_by_hand_brings_the_result_home_too(shells: Shells) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     words = ("--paddle", f"port={port}", "--workspace", "w", "--os-exit")
     trainer = shells.python(str(PROGRAMS / "by_hand.py"), *words)
     server = shells.python("-m", "topotrain", "pserver", f"--port={port}")
@@ -37,7 +38,7 @@ def test_a_worker_that_was_started_by_hand_brings_the_result_home_too(shells: Sh
 
 
 def test_a_thread_that_keeps_a_worker_started_by_hand_is_named(shells: Shells) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     words = ("--paddle", f"port={port}", "--workspace", "w", "--linger-s", "8")
     trainer = shells.python(str(PROGRAMS / "by_hand.py"), *words)
     server = shells.python("-m", "topotrain", "pserver", f"--port={port}")

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_ports import free_port
 from job_runner import PROGRAMS, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 from shells import alive
-from unit_hosts import TOKEN, UNIT, HostNetwork, Job, Unit, hastily, port, wait
+from unit_hosts import TOKEN, UNIT, HostNetwork, Job, Unit, hastily, wait
 
 pytestmark = pytest.mark.journey
 
@@ -52,7 +53,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_units_on_one_machine_give_the_bits_of_topotrain_run(runner: JobRunner, jobs: list[Job]) -> None:
     expected = runner.run(SANDBLASTER, "small.py", name="whole")
-    url = f"tcp://127.0.0.1:{port()}?job=sandblaster"
+    url = f"tcp://127.0.0.1:{free_port()}?job=sandblaster"
     jobs.append(Job(runner, SANDBLASTER, "small.py", [], [None, None, None], url))
     jobs[0].run()
     assert same(jobs[0].final, expected.final)
@@ -126,7 +127,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str
 
 
 def hosts_url(network: HostNetwork) -> str:
-    return f"tcp://{network.addresses[0]}:{port()}?job=hosts"
+    return f"tcp://{network.addresses[0]}:{free_port()}?job=hosts"
 
 
 def test_two_hosts_all_reduce_over_tls(

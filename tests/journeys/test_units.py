@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from job_runner import ALLREDUCE, JobRunner
 from job_runner import SANDBLASTER as SANDBLASTER_OF_THREE
-from unit_hosts import TOKEN, Job, hastily, port, wait
+from unit_hosts import TOKEN, Job, hastily, wait
 
 pytestmark = pytest.mark.journey
 
@@ -28,7 +29,7 @@ def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def begin(cluster: str, epochs: int, url: str = "") -> Job:
-        url = url or f"tcp://127.0.0.1:{port()}?job=ledger"
+        url = url or f"tcp://127.0.0.1:{free_port()}?job=ledger"
         job = Job(runner, cluster, "ledger.py", ["--epochs", str(epochs), "--step-s", "0.03"], [None] * 3, url)
         job.conf.write_text(f"reduce: kSum snapshot_s: 0.3\n{job.conf.read_text()}")
         made.append(job)
@@ -89,7 +90,7 @@ ELASTIC = "reduce: kSum on_failure: kContinue"
 
 
 def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner: JobRunner) -> None:
-    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
     job = Job(runner, f"nworker_groups: 3 {APART}", "coming.py", [str(runner.folder / "units")], [None] * 4, url)
     job.conf.write_text(f"{ELASTIC} start_groups: 2\n{job.conf.read_text()}")
     job.run()
@@ -104,7 +105,7 @@ def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner:
 
 
 def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> None:
-    url = f"tcp://127.0.0.1:{port()}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     job = Job(
         runner, f"nworker_groups: 3 {APART}", "ledger.py", ["--epochs", "30", "--step-s", "0.03"], [None] * 4, url
     )
@@ -150,7 +151,7 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
 def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
     cluster: str, units: int, runner: JobRunner
 ) -> None:
-    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
     args = [str(runner.folder / "units"), "-2,1,2"]
     job = Job(runner, cluster, "resized.py", args, [None] * units, url)
     job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")
@@ -168,7 +169,7 @@ def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
 
 
 def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner) -> None:
-    url = f"tcp://127.0.0.1:{port()}?job=ledger"
+    url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
     cluster = "nworkers_per_group: 2 nworkers_per_procs: 2 server_worker_separate: true"
     job = Job(runner, cluster, "resized.py", [str(runner.folder / "units"), "1,-1"], [None] * 2, url)
     job.conf.write_text(f"{ELASTIC}\n{job.conf.read_text()}")

@@ -1,17 +1,12 @@
 """Real jobs through the real command line, each in a folder of its own."""
 
-import fcntl
 import json
-import os
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from process_pool import client
@@ -82,31 +77,3 @@ class JobRunner:
         report = self.folder / f"{name}.json"
         found = json.loads(report.read_text()) if report.exists() else {}
         return Ended(done.returncode, done.stdout, done.stderr, self.folder / name, found)
-
-
-_PORTS = range(20000, 32000)
-"""Below the ports that the kernel gives to connections."""
-_reserved: list[IO[bytes]] = []
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports next to one another on which no process listens.
-
-    They stay with this process until it ends: the tests run in several processes, which look at the same time.
-    """
-    folder = Path(tempfile.gettempdir()) / f"topotrain-test-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for first in range(_PORTS.start, _PORTS.stop - count, count):
-        with ExitStack() as stack:
-            try:
-                files = [stack.enter_context((folder / str(port)).open("wb")) for port in range(first, first + count)]
-                for port, file in enumerate(files, first):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    with socket.socket() as probe:
-                        probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            _reserved.extend(files)
-            stack.pop_all()
-        return list(range(first, first + count))
-    raise AssertionError("no free ports")

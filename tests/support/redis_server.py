@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from free_ports import free_port
 from two_hosts import VirtualNetwork
 
 PASSWORD = "pass word/@"
@@ -24,9 +25,7 @@ def redis_server(
     network: it runs on host 0 of this network.
     """
     host = "127.0.0.1" if network is None else network.addresses[0]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = port or probe.getsockname()[1]
+    port = port or free_port()
     lines = [f"bind {host}", f'requirepass "{PASSWORD}"', 'save ""', "appendonly no", f"dir {folder}", "daemonize no"]
     login = f":{quote(PASSWORD, safe='')}@{host}:{port}/0"
     if tls:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
@@ -167,12 +165,6 @@ def covered(job: Job, count: int) -> None:
     wait(lambda: sum(entry["second"] is not None for entry in servers(job)) == count)
     number = newest(job)
     wait(lambda: newest(job) > number + 1)
-
-
-def port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from topotrain.comm import request_reply
 from topotrain.comm.request_reply import CLIENT, SERVER, RequestChannel, service_identity
@@ -352,12 +353,6 @@ def test_no_other_machine_reaches_a_store_without_a_secret(monkeypatch):
 
 
 # ---- who serves ------------------------------------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_host_store_serves_once_and_only_here():

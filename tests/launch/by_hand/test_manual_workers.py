@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from free_ports import free_port
 from in_process_job import Reference, Result, reference, run_local
 from torch import nn
 
@@ -31,12 +32,6 @@ from topotrain.training.parameters.flat_parameters import describe_model
 SECRET = bytes(range(32))
 JOB = Job(name="by hand", cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
 FIRST, SECOND, SERVER = Address(Role.WORKER, 0, 0), Address(Role.WORKER, 0, 1), Address(Role.SERVER, 0, 0)
-
-
-def free() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Serving:
@@ -69,7 +64,7 @@ def call(
 
 @contextmanager
 def served(**terms: object) -> Iterator[tuple[StaticStore, Serving]]:
-    store = StaticStore([free()])
+    store = StaticStore([f"127.0.0.1:{free_port()}"])
     serving = Serving(store, SharedSettings(**{"words": "2 trainers", **terms}))
     yield store, serving
     serving.ended()
@@ -128,7 +123,7 @@ def test_who_does_not_come_in_time_is_named():
 def test_a_server_that_does_not_come_in_time_is_named():
     before = threading.enumerate()
     with pytest.raises(TransportError, match=r"server 0/0 was not there within 0.2 s: cannot reach"):
-        call(StaticStore([free()]), terms=SharedSettings(patience_s=0.2))
+        call(StaticStore([f"127.0.0.1:{free_port()}"]), terms=SharedSettings(patience_s=0.2))
     assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
@@ -144,7 +139,7 @@ def test_a_port_that_is_taken_is_an_error():
 
 def test_nobody_listens_on_every_interface(tmp_path):
     everywhere = "host = '0.0.0.0': stands for every interface; must be the address of one"
-    store = StaticStore([free()])
+    store = StaticStore([f"127.0.0.1:{free_port()}"])
     for servers in (StaticStore(["0.0.0.0:7164"]), open_store(tmp_path.as_uri())):
         with pytest.raises(TransportError, match=everywhere):
             serve(JOB, [SERVER], servers, SECRET, host="0.0.0.0")
@@ -153,7 +148,7 @@ def test_nobody_listens_on_every_interface(tmp_path):
 
 
 def test_places_that_do_not_exist_are_refused():
-    store = StaticStore([free()])
+    store = StaticStore([f"127.0.0.1:{free_port()}"])
     with pytest.raises(ConfigError, match="worker = \\(0, 2\\)"):
         join(JOB, Address(Role.WORKER, 0, 2), store, SECRET)
     with pytest.raises(ConfigError, match="server = \\(0, 1\\)"):

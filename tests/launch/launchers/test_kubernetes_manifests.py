@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from free_ports import free_port
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
 
@@ -290,9 +290,6 @@ def test_the_container_file_runs_as_the_user_of_the_manifests() -> None:
 @pytest.mark.journey
 def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
     """The command and the variables of each pod, on this machine; what the cluster puts in is put in here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     conf = f'name: "j1" cluster {{ {APART} workspace: "out" }}\n'
     (tmp_path / "job.conf").write_text(conf)
     command = [
@@ -304,7 +301,7 @@ def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at:
         "--image=here",
         f"--pass=python={sys.executable}",
     ]
-    command += ["--id=j1", f"--rendezvous=tcp://127.0.0.1:{port}", "job.conf", str(PROGRAMS / "small.py")]
+    command += ["--id=j1", f"--rendezvous=tcp://127.0.0.1:{free_port()}", "job.conf", str(PROGRAMS / "small.py")]
     found = documents(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
     (tmp_path / "mounted.conf").write_text(found["ConfigMap"]["data"]["job.conf"])
     elsewhere = {"TOPOTRAIN_TOKEN": SECRET, "TOPOTRAIN_HOST": "127.0.0.1"}

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from folder_wipe import block, wipe
+from free_ports import free_port
 
 from tests.support.launch_targets import parts, small_job, wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
@@ -516,16 +517,10 @@ def units(tmp_path, mark):
             pass
 
 
-def port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.mark.journey
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_units_in_any_order_are_one_job(units, tmp_path, kind):
-    url = "" if kind == "file" else f"tcp://127.0.0.1:{port()}?job=play"
+    url = "" if kind == "file" else f"tcp://127.0.0.1:{free_port()}?job=play"
     job = [units(rank, url=url, bare=rank > 0) for rank in (2, 1, 0)]
     assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
     heard = {event.who for event in job[-1].events if isinstance(event, Serving)}
@@ -625,7 +620,7 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, survives):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
-    url = f"tcp://127.0.0.1:{port()}?job=play"
+    url = f"tcp://127.0.0.1:{free_port()}?job=play"
     args = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="witness", server_0_0="stay")
     counts = {**THREE, "restarts": 3} if survives else THREE
     job = [units(rank, args, counts=counts, url=url) for rank in range(3)]

@@ -222,7 +222,7 @@ def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
     ("words", "said"),
     [
         (("--group", "1", "--workers", "1"), "--workers = 1: must not be given with --group"),
-        (("--workers", "1"), "WORKSPACE = 'nowhere': must be the workspace of a job that `topotrain run` has started"),
+        (("--workers", "1"), "WORKSPACE = 'nowhere': must be the workspace of a job with a launcher or a unit on this"),
         (("--within", "soon"), "--within"),
         ((), "WORKSPACE = 'nowhere'"),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from free_ports import free_ports
 from torch import Tensor, nn
 from torch.nn import functional as f
 
@@ -401,12 +402,7 @@ class SessionCluster:
     """One ps task and some workers, on threads."""
 
     def __init__(self, workers: int = 2) -> None:
-        probes = [socket.socket() for _ in range(1 + workers)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        ps, *others = (f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-        for probe in probes:
-            probe.close()
+        ps, *others = (f"127.0.0.1:{port}" for port in free_ports(1 + workers))
         self.cluster = {"ps": [ps], "worker": others}
         tasks = [TaskAddress(job, k, at) for job, addresses in self.cluster.items() for k, at in enumerate(addresses)]
         self.residents = [SessionServer(self.cluster, task, bytes.fromhex(TOKEN)) for task in tasks]
