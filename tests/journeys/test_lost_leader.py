@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 from job_runner import JobRunner
 from redis_server import MISSING, redis_server
 from shells import alive
-from unit_hosts import HostNetwork, Job, covered, hastily, newest, wait
+from unit_hosts import TOKEN, HostNetwork, Job, covered, hastily, newest, wait
 
 from topotrain.comm.store import open_store
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.journey
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
 ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
 PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
+SANDBLASTER_OF_THREE = "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 3 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
 HASTILY = hastily(0.3, 1.5)
 
@@ -132,10 +136,16 @@ def right(job: Job, epochs: int) -> bool:
     return all(bool((cells == epochs).all()) for cells in job.final.values())
 
 
-@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE, DOWNPOUR], ids=["sandblaster", "allreduce", "downpour"])
-def test_unit_0_is_lost_and_started_again(begun: Callable[..., Job], cluster: str) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "store"),
+    [(SANDBLASTER, "file"), (SANDBLASTER, "redis"), (ALLREDUCE, "file"), (DOWNPOUR, "file")],
+    ids=["sandblaster", "sandblaster-redis", "allreduce", "downpour"],
+)
+def test_unit_0_is_lost_and_started_again(
+    begun: Callable[..., Job], request: pytest.FixtureRequest, cluster: str, store: str
+) -> None:
     units = 4 if cluster == DOWNPOUR else 3
-    job = begun(cluster, units, 4)
+    job = begun(cluster, units, 4, f"{request.getfixturevalue('redis')}?job=ledger" if store == "redis" else "")
     kill_host(job, 0)
     job.start(0, command=HASTILY)
     job.end_well()
@@ -158,6 +168,105 @@ def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytes
         assert "unit 0 on" in err
         assert "vanished without a word, and within 4 s no replacement was started" in err
         assert "with `resume: true` the same job goes on from there" in err
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 1.5, 4.0], ids=["at once", "unnoticed", "at the election"])
+def test_two_of_three_units_are_lost_and_started_again(begun: Callable[..., Job], delay_s: float) -> None:
+    """The leader and another unit: at once, before the first loss is noticed, and about when one is elected."""
+    job = begun(SANDBLASTER, 3, 4)
+    kill_host(job, 0)
+    time.sleep(delay_s)
+    kill_host(job, 1)
+    for rank in (1, 0):
+        job.start(rank, command=HASTILY)
+    job.end_well()
+    assert right(job, 4)
+
+
+def test_each_leader_is_lost_once_more_before_the_job_trains_again(begun: Callable[..., Job]) -> None:
+    """The second leader dies while it waits for unit 0 to come back."""
+    job = begun(ALLREDUCE, 3, 4)
+    kill_host(job, 0)
+    wait(lambda: leader(job))
+    second = leader(job)
+    kill_host(job, second)
+    job.start(0, command=HASTILY)
+    job.start(second, command=HASTILY)
+    job.end_well()
+    assert right(job, 4)
+    assert reporter(job) == 3 - second, "the only unit that was there all the time"
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.3])
+def test_a_leader_is_lost_when_its_job_is_about_to_end(
+    begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    """The result is there. The other units know that all is done, or they wait for unit 0: both of them the same."""
+    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
+    job = begun(ALLREDUCE, 3, 1)
+    wait(lambda: (job.workspace / "final.safetensors").exists())
+    time.sleep(delay_s)
+    kill_host(job, 0)
+    ended = job.end()
+    codes = {rank: code for rank, (code, _, _) in ended.items()}
+    assert codes in ({1: 0, 2: 0}, {1: 1, 2: 1}), ended
+    if codes[1]:
+        assert all("within 4 s no replacement was started" in err for _, _, err in ended.values()), ended
+    assert right(job, 1)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one unit", "all units"])
+def test_a_signal_while_there_is_no_leader(begun: Callable[..., Job], both: bool) -> None:
+    job = begun(SANDBLASTER, 3, 40)
+    kill_host(job, 0)
+    for rank in (1, 2) if both else (1,):
+        job.units[rank].process.send_signal(signal.SIGINT)
+    ended = job.end()
+    assert {rank: code for rank, (code, _, _) in ended.items()} == {1: 130, 2: 130}
+    assert not alive([pid for rank in (1, 2) for pid in pids_of(job, rank)])
+    if not both:
+        assert "to unit 1" in ended[2][2], ended[2][2]
+
+
+def ask(job: Job, *words: str) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "topotrain", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=job.folder)
+
+
+def test_groups_leave_and_join_under_the_next_leader(begun: Callable[..., Job], redis: str) -> None:
+    job = begun(DOWNPOUR, 4, 40, f"{redis}?job=ledger")
+    assert replace_unit_0(job) != 0
+    store = ["--rendezvous", redis, "--job", "ledger"]
+    left = ask(job, "leave", *store, "--group", "2", "--json")
+    assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
+    # Any unit takes a request, and the one that leads decides.
+    for rank in range(4):
+        folder = job.folder / f"elsewhere-{rank}"
+        folder.mkdir()
+        (folder / "control-0").symlink_to((job.workspace / f"control-{rank}").readlink())
+        refused = ask(job, "leave", str(folder), "--group", "0")
+        assert refused.returncode == 2 and "so it stays to the end" in refused.stderr, refused.stderr
+    joined = ask(job, "join", str(folder), "--group", "2")
+    assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
+    job.end_well()
+    assert right(job, 40)
+
+
+def test_workers_leave_and_join_over_the_loss_of_a_leader(begun: Callable[..., Job]) -> None:
+    """The number of workers has changed when unit 0 is lost, and the next leader changes it again."""
+    job = begun(SANDBLASTER_OF_THREE, 4, 12)
+    url = job.url.partition("?")[0]
+    store = ["--rendezvous", url, "--job", "ledger", "--workers", "1", "--json"]
+    left = ask(job, "leave", *store)
+    assert json.loads(left.stdout)["workers"] == 2, left.stderr
+    assert replace_unit_0(job) != 0
+    left = ask(job, "leave", *store)
+    assert json.loads(left.stdout)["workers"] == 1, left.stderr
+    joined = ask(job, "join", *store)
+    assert json.loads(joined.stdout)["workers"] == 2, joined.stderr
+    job.end_well()
+    assert right(job, 12)
 
 
 def test_a_frozen_unit_0_follows_the_unit_that_was_elected(begun: Callable[..., Job]) -> None:

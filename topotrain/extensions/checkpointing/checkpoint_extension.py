@@ -133,9 +133,6 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         schedule, coordinator = self._schedule, self._coordinator
         if schedule is None or coordinator is None:
             return
-        # The values are those of the step before, with all that its script has changed behind it.
-        if self.snapshots.due and not self._follows_step(group):
-            self._server.decisions.decree(self._server.groups[0], self.snapshots.due, SNAPSHOT)
         # The schedule counts the steps of the first worker group.
         # The step that is about to be decided is not in `steps` yet.
         steps = self.snapshots.steps[group] + 1 if group == self._server.groups[0] else 0
@@ -164,9 +161,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         self._proceed()
 
     def on_decree(self, decision: m.StepDecision) -> Outbox:
-        """All shards take a snapshot behind their next step, or of now if it was put off."""
-        if decision.step == self.snapshots.due:
-            self._freeze()
+        """All shards take a snapshot behind their next step."""
         self.snapshots.announce(decision.step)
         # If no worker of this group trains any more, the next step never comes.
         self._freeze_without_steps()
@@ -183,10 +178,20 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         return replace(applied, snapshot=number) if number else applied
 
     def before_apply(self, group: int, first: m.Commit) -> None:
-        """Freeze if a snapshot is due, and the steps with the last batch are over."""
-        # A script begins again when it asks for a batch, so the values must be those of that moment.
-        if self._waits_for_batch and (first.marks or not self._server.steps.batches.counts()):
+        """Freeze if a snapshot is due, and all that belongs to its moment is in the values."""
+        # All shards have the same commit at the same place of the log, so they freeze at one moment.
+        if self.snapshots.due and not self._belongs_to_last_batch(group, first):
             self._freeze()
+
+    def _belongs_to_last_batch(self, group: int, first: m.Commit) -> bool:
+        """Whether the group's script has read no batch between its last step and this commit.
+
+        The script begins again where it has asked for a batch, so it would not repeat what this commit changes.
+        """
+        if not first.counts:
+            return any(changer.follows_step(group) for changer in self._changers)
+        # With one optimizer a step is the end of a batch, and with several an assignment or a step may follow.
+        return self._waits_for_batch and not first.marks and bool(self._server.steps.batches.counts())
 
     @property
     def _waits_for_batch(self) -> bool:
@@ -207,12 +212,6 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         if not self._waits:
             self._freeze()
         return ()
-
-    def _follows_step(self, group: int) -> bool:
-        """Whether what the group has committed is a change that belongs to its last step."""
-        commits = self._server.state.known.staging[group].commits.values()
-        is_step = any(commit.counts for commit in commits)
-        return not is_step and any(changer.follows_step(group) for changer in self._changers)
 
     def _note_change(self, group: int) -> None:
         """A group has changed values between two steps."""
@@ -280,9 +279,8 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
             keeper.forget_snapshots(self._coordinator.next - 1)
 
     def reset_group(self, group: int, ended: bool) -> None:
-        # The new processes do not know of a snapshot that was put off.
-        if self._waits:
-            self.snapshots.put_off()
+        # The new processes do not know of a snapshot that has not been frozen yet.
+        self.snapshots.put_off()
         # The new processes may not have the state that the snapshot waits for.
         if self._schedule is not None and self.requested_states():
             self._schedule.restart(group, self._states())

@@ -186,9 +186,10 @@ class Attempts(Notifier):
         return [*joined, *lost_units, *takeover.later], takeover.attempt
 
     def answer(self) -> None:
-        """Join a new leader, or send units that join this one the decisions that they do not know.
+        """Join a new leader, or answer the units that join this one.
 
-        The work of this unit is done. Nothing restarts any more, and the decision that says so is among them.
+        They get the decisions that they do not know. The work of this unit is done. Nothing restarts any more, and the
+        decision that says so is among them.
         """
         for news in self.membership.control.news():
             if isinstance(news, LeaderChanged):

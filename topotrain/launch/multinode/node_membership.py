@@ -318,19 +318,16 @@ class LeaderMembership(NodeMembership):
         self._asked_in_store = StoreRequests(context.stores.shared, requests)
         # Not the lock of `_ending`, which is taken inside.
         self._deciding = threading.Lock()
-        self._announced = threading.Event()
+        self.announced = threading.Event()
+        """Set when the run loop has the news that this unit leads. Messages of other units come after it."""
         others = {unit.rank: unit.word for unit in hosts.units if unit.rank != self._rank}
         control.start(self, others)
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
-    def announce(self) -> None:
-        """Note that the run loop has the news that this unit leads. Messages of other units come after it."""
-        self._announced.set()
-
     def close(self) -> None:
         """Stop watching, and end the connections."""
         super().close()
-        self._announced.set()
+        self.announced.set()
         self._kept.close()
         self._kept_of_job.close()
         self.control.close()
@@ -343,7 +340,7 @@ class LeaderMembership(NodeMembership):
     def receive(self, rank: int, words: Words) -> bool:
         """Process a request of a unit; return False for an event of its processes."""
         # On the thread of one connection. A unit that joins must not be heard before the news of the election.
-        self._announced.wait()
+        self.announced.wait()
         if self._left.is_set():  # another unit leads by now
             return True
         if "cause" in words:

@@ -179,7 +179,7 @@ class UnitMembership:
             self.control.close()
             raise
         if isinstance(self._role, LeaderMembership):
-            self._role.announce()
+            self._role.announced.set()
         if len(hosts.names) > 1:
             threading.Thread(target=self._watch_record, name="leader", daemon=True).start()
             threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
@@ -341,7 +341,7 @@ class UnitMembership:
             if lost >= 0:
                 role.give_up(lost)
             queue.put(LeaderElected(term, lost, former.vanished(max(lost, 0))))
-            role.announce()
+            role.announced.set()
         else:
             self._lease.drop_candidate()
             self._ending.retract()

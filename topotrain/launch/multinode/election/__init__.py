@@ -1,1 +1,1 @@
-"""The leader of a job of several units, its election, and what its successor has to know."""
+"""The election of the unit that leads, and what its successor has to know."""
