@@ -128,7 +128,7 @@ class RemoteUnits:
                 # The other units count this one as lost, with its processes.
                 self._shutdown.restart()
         else:
-            self._connection.report(self._succession.join_words(self._attempt, not self._shutdown.stopping))
+            self._succession.join(self._connection, self._attempt, running=not self._shutdown.stopping)
 
     def _take_over_if_complete(self, takeover: Takeover) -> Iterator[Sequence[Action]]:
         """Lead from now on, once all other units have joined or are lost."""

@@ -22,7 +22,7 @@ from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.multinode import control_connection as control_module
 from topotrain.launch.multinode import node_membership as company_module
-from topotrain.launch.multinode import unit_membership
+from topotrain.launch.multinode import reliable_messages, unit_membership
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
     ControlChannel,
@@ -426,6 +426,20 @@ def test_all_begin_the_next_attempt_from_the_same_snapshot(
     send_attempt(first.role, made, sent, decisions)
     assert await_begin((), second, quiet, 4, tmp_path / "w", 60.0) == Begin(sent, decisions)
     assert told == []
+
+
+def test_an_attempt_begins_however_many_decisions_there_are(
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A former leader has sent a part of them, and did not come to the rest."""
+    monkeypatch.setattr(reliable_messages, "MESSAGE_BYTES", 128 << 10)
+    first, second = two
+    decisions = [{"at": float(number), "inputs": [], "commands": ["x" * 1000]} for number in range(350)]
+    made = RestartBarrier(4, [1], (), 60.0)
+    first.role.control.send(1, {"life": 5, "part": {"at": 0, "log": decisions[7:100]}})
+    send_attempt(first.role, made, RestartInfo(AttemptInfo(5), HostMap((), (), ())), decisions)
+    begun = await_begin((), second, quiet, 4, tmp_path / "w", 60.0)
+    assert isinstance(begun, Begin) and begun.decisions == decisions
 
 
 @pytest.mark.parametrize("other", [None, '{"another": 1}'])

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,14 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
+from topotrain.launch.multinode.election.decision_log import (
+    PART,
+    Decision,
+    DecisionLog,
+    LoggedPolicy,
+    heard,
+    lost_units,
+)
 from topotrain.launch.multinode.election.succession import EventReporter, Succession, Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.recovery.recovery_actions import (
@@ -223,6 +231,29 @@ def test_the_longest_list_counts_and_units_get_what_they_lack() -> None:
     assert [number for number, _ in takeover.unknown_to(1)] == [1, 2]
     assert list(takeover.unknown_to(2)) == []
     assert takeover.running == {1, 2}
+
+
+class Sent(ControlChannel):
+    """Keeps what is reported to the leader."""
+
+    def __init__(self) -> None:
+        self.words: list[dict[str, Any]] = []
+
+    def report(self, words: Any) -> None:
+        self.words.append(json.loads(json.dumps(words)))
+
+
+def test_a_long_list_of_decisions_comes_in_parts() -> None:
+    me, other, sent = succession(DOWNPOUR, 1), succession(DOWNPOUR, 2), Sent()
+    decisions = [decision({"at": float(number), "poll": True}) for number in range(2 * PART + 1)]
+    other.log.extend(decisions, 1.0)
+    other.join(sent, 0, running=True)
+    assert [len(words.get("part", words)["log"]) for words in sent.words] == [PART, PART, 1]
+    takeover = Takeover(LeaderElected(2, 0, silent(0)), me.join_words(0, True), 1, [0, 1, 2])
+    for words in sent.words:
+        assert takeover.missing == {2}
+        takeover.on_news(UnitMessage(2, words))
+    assert takeover.missing == set() and takeover.decisions == decisions and takeover.later == []
 
 
 def test_events_that_a_decision_follows_from_count_once() -> None:

@@ -151,7 +151,7 @@ class Attempts(Notifier):
         self.succession.follow(news.rank)
         # A unit that waits to be included has nothing to report.
         if not self.rendezvous.returns or number:
-            self.membership.control.report(self.succession.join_words(number, running=False))
+            self.succession.join(self.membership.control, number, running=False)
 
     def _take_over(self, elected: LeaderElected, number: int) -> tuple[Sequence[News], int]:
         """Lead, with no process running here.
@@ -195,9 +195,9 @@ class Attempts(Notifier):
             if isinstance(news, LeaderChanged):
                 self.succession.follow(news.rank)
                 # With processes: a unit without any would let the whole job start again.
-                self.membership.control.report(self.succession.join_words(self.attempt, running=True))
+                self.succession.join(self.membership.control, self.attempt, running=True)
             elif isinstance(news, UnitMessage) and "joins" in news.words:
-                for number in range(len(news.words["log"]), len(self.succession.log)):
+                for number in range(news.words["at"] + len(news.words["log"]), len(self.succession.log)):
                     decision = self.succession.log.decisions[number]
                     words = {"life": news.words["life"], "number": number, "decision": decision}
                     self.membership.control.send(news.rank, words)

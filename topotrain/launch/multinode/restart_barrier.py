@@ -26,7 +26,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.election.decision_log import Decision
+from topotrain.launch.multinode.election.decision_log import Decision, LogParts, parts_of
 from topotrain.launch.multinode.election.succession import Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.node_membership import LeaderMembership
@@ -195,9 +195,12 @@ def send_attempt(
     leader.expect(hosts, barrier.there)
     # The seal lets each unit check that it sees the same snapshot under this name.
     words: dict[str, Any] = {"name": Path(attempt.resume).name, "seal": seal(attempt.resume)}
-    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why, "log": list(decisions)}
+    *first, last = parts_of(decisions)
+    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why, **last}
     words |= {} if begun.job is None else {"job": job_file.dumps(begun.job)}
     for rank in sorted(barrier.there):
+        for part in first:
+            leader.control.send(rank, {"life": attempt.number, "part": part})
         leader.control.send(rank, {"life": attempt.number, "begin": words})
 
 
@@ -216,9 +219,10 @@ def await_begin(
     """
     news = list(unread)
     alone_since: float | None = None
+    parts = LogParts()
     while True:
         for at, each in enumerate(news):
-            found = _begun(each, number, workspace)
+            found = _begun(each, number, workspace, parts)
             if found is not None:
                 membership.control.queue.put_back(news[at + 1 :])
                 return found
@@ -235,22 +239,26 @@ def await_begin(
         news = membership.control.news()
 
 
-def _begun(news: News, number: int, workspace: Path) -> Begin | LeaderElected | LeaderChanged | None:
+def _begun(news: News, number: int, workspace: Path, parts: LogParts) -> Begin | LeaderElected | LeaderChanged | None:
     """Return what these news begin, if anything."""
     if isinstance(news, LeaderElected | LeaderChanged):
         return news
     # Numbers are compared: a repeated message about this or a former attempt begins nothing.
-    if not isinstance(news, UnitMessage) or "begin" not in news.words or news.words["life"] <= number:
+    if not isinstance(news, UnitMessage) or news.words.get("life", 0) <= number:
+        return None
+    if "part" in news.words:
+        parts.add(news.words["part"])
+    if "begin" not in news.words:
         return None
     words = news.words["begin"]
     path = seen(workspace, words["name"], words["seal"])
     attempt = AttemptInfo(news.words["life"], path, frozenset(words["absent"]), words["why"])
     job = job_file.loads(words["job"], "the job of the leader") if "job" in words else None
-    return Begin(RestartInfo(attempt, HostMap.of(words["hosts"]), job), words["log"])
+    return Begin(RestartInfo(attempt, HostMap.of(words["hosts"]), job), parts.add(words))
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:
-    """Raise ConfigError where unit 0 does not see a snapshot that was taken."""
+    """Raise ConfigError where the leader does not see a snapshot that was taken."""
     if saved is not None and not resume:
         accepted = f"has no snapshot, though {saved.who} has taken number {saved.number}: {SHARED}"
         raise ConfigError("cluster.workspace", job.workspace, accepted)

@@ -5,8 +5,8 @@ may follow from a death waits for one, while an exception of the user's program,
 once. The policy is pure: it receives events and the time, and returns actions.
 
 * A process that stays frozen is ended, and counts as dead.
-* Over several units unit 0 decides for all. The others send it their events (`follower.py`). A unit without a heartbeat
-  is lost with all its processes.
+* Over several units the leader decides for all. The others send it their events (`follower.py`). A unit without a
+  heartbeat is lost with all its processes.
 * `restarts` limits how often a group or the job restarts. It has no delay, because the old processes have
   ended by then.
 * A group that has exhausted `restarts` is given up where the other groups can continue without it.

@@ -51,6 +51,26 @@ _LOGGED = (
     *(Lost, Missed, Started, Thawed, Unrepeatable, Unsaved),
 )
 _TEXT = 2000  # the last characters of a log or a traceback
+PART = 100
+"""The number of decisions in one message between units. A long job with many deaths has more of them."""
+
+
+class LogParts:
+    """The decisions of another unit, which come in parts. Each part says which number of decisions are before it."""
+
+    def __init__(self) -> None:
+        self._decisions: list[Decision] = []
+
+    def add(self, words: Mapping[str, Any]) -> list[Decision]:
+        """Record a part; return all decisions up to its end."""
+        # A part that repeats decisions counts, and not what came before from a leader that is gone.
+        self._decisions = [*self._decisions[: words["at"]], *words["log"]]
+        return self._decisions
+
+
+def parts_of(decisions: Sequence[Decision]) -> list[dict[str, Any]]:
+    """Return the parts in which decisions are sent; at least one."""
+    return [{"at": at, "log": list(decisions[at : at + PART])} for at in range(0, max(1, len(decisions)), PART)]
 
 
 class DecisionLog:

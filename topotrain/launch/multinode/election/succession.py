@@ -35,7 +35,15 @@ from topotrain.launch.multinode.control_connection import (
     UnitReturned,
     UnitVanished,
 )
-from topotrain.launch.multinode.election.decision_log import Decision, DecisionLog, LoggedPolicy, heard, lost_units
+from topotrain.launch.multinode.election.decision_log import (
+    Decision,
+    DecisionLog,
+    LoggedPolicy,
+    LogParts,
+    heard,
+    lost_units,
+    parts_of,
+)
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.reliable_messages import Words, shortened
 from topotrain.launch.recovery.recovery_actions import Action
@@ -111,6 +119,7 @@ class Takeover:
         self.elected, self._rank = elected, rank
         self.joined: dict[int, Words] = {rank: me}
         self.lost: dict[int, Failed] = {} if elected.former < 0 else {elected.former: elected.lost}
+        self._parts: dict[int, LogParts] = {}
         self.later: list[News] = []
         """News that came meanwhile, for after the takeover."""
         self._ranks, self._gone = set(ranks), lost_units(me["log"])
@@ -122,8 +131,11 @@ class Takeover:
     def on_news(self, news: News) -> None:
         """Record a unit that joins or is lost, and keep all other news."""
         match news:
+            case UnitMessage(rank, words) if "part" in words:
+                self._parts.setdefault(rank, LogParts()).add(words["part"])
             case UnitMessage(rank, words) if "joins" in words and rank not in self.lost:
-                self.joined[rank] = words
+                log = self._parts.pop(rank, LogParts()).add(words)
+                self.joined[rank] = {**words, "at": 0, "log": log}
             case UnitVanished(rank, failed):
                 self.joined.pop(rank, None)
                 self.lost.setdefault(rank, failed)
@@ -214,9 +226,16 @@ class Succession:
     def join_words(self, attempt: int, running: bool) -> dict[str, Any]:
         """Return what this unit reports to a new leader."""
         told = [] if self.reporter is None else [list(each) for each in self.reporter.told]
-        words = {"joins": True, "life": attempt, "told": told, "log": list(self.log.decisions)}
+        words = {"joins": True, "life": attempt, "told": told, "at": 0, "log": list(self.log.decisions)}
         words |= {"hosts": asdict(self.hosts), "saved": {} if self.reporter is None else self.reporter.saved}
         return words if running else {**words, "ready": True}
+
+    def join(self, control: ControlChannel, attempt: int, running: bool) -> None:
+        """Report to a new leader."""
+        *first, last = parts_of(self.log.decisions)
+        for part in first:
+            control.report({"life": attempt, "part": part})
+        control.report({**self.join_words(attempt, running), **last})
 
     def take_over(self, takeover: Takeover, now: float) -> list[Action]:
         """Lead from now on; return the actions of former leaders. Raises ConfigError."""
