@@ -746,3 +746,14 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
         end = node._agree(attempts, JobOutcome(0, 1.0), SimpleNamespace(events=()), False)
     assert end == JobEnd(0, 0)
     assert said == ["this unit has ended; the job ends when its other units have"]
+
+
+def test_a_signal_that_no_leader_has_heard_of_is_left_in_the_store(company, monkeypatch):
+    """The unit ends after a while; the unit that leads next reads it."""
+    first, run = company(rank=0)
+    membership = SimpleNamespace(over=False, wait=lambda seconds: None, signalled=lambda number: None)
+    rendezvous = SimpleNamespace(run=run, rank=2)
+    attempts = SimpleNamespace(membership=membership, stop=SimpleNamespace(came=[15]), rendezvous=rendezvous)
+    end = node._agree(attempts, JobOutcome(143, 1.0), SimpleNamespace(events=()), True)
+    assert (end.code, end.text) == (143, "ended by signal 15 to unit 2")
+    assert first.wait(DEADLINE_S) == end
