@@ -170,9 +170,9 @@ def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytes
         assert "with `resume: true` the same job goes on from there" in err
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 1.5, 4.0], ids=["at once", "unnoticed", "at the election"])
+@pytest.mark.parametrize("delay_s", [0.0, 4.0], ids=["at once", "at the election"])
 def test_two_of_three_units_are_lost_and_started_again(begun: Callable[..., Job], delay_s: float) -> None:
-    """The leader and another unit: at once, before the first loss is noticed, and about when one is elected."""
+    """The leader and another unit: at once, and about when one is elected."""
     job = begun(SANDBLASTER, 3, 4)
     kill_host(job, 0)
     time.sleep(delay_s)
@@ -197,7 +197,7 @@ def test_each_leader_is_lost_once_more_before_the_job_trains_again(begun: Callab
     assert reporter(job) == 3 - second, "the only unit that was there all the time"
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.3])
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
 def test_a_leader_is_lost_when_its_job_is_about_to_end(
     begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
