@@ -149,6 +149,24 @@ def compare_without_matplotlib(project: OutsideProject) -> str:
     return told[0]
 
 
+NOTEBOOK = """
+import sys
+import topotrain as tt
+from orchard import train
+
+sys.argv = ["notebook", "--epochs", "2"]
+block = "cluster { nworkers_per_group: 2 server_worker_separate: true workspace: 'workspace/cells' }"
+print("samples", tt.notebook_launch(train.main, block, quiet=True)["samples"])
+"""
+
+
+@check("tt.notebook_launch of a function")
+def notebook(project: OutsideProject) -> str:
+    out = project.run("python", "-c", NOTEBOOK).stdout
+    must(f"samples {2 * SAMPLES}" in out, f"printed {out!r}")
+    return "2 workers, 2 epochs"
+
+
 @check("topotrain env, doctor and plan", short=True)
 def asking_commands(project: OutsideProject) -> str:
     env = json.loads(project.topotrain("env", "--json").stdout)
@@ -279,11 +297,11 @@ def copy_examples(project: OutsideProject) -> None:
     shutil.copytree(REPOSITORY / "examples", project.folder / "examples", ignore=ignored, dirs_exist_ok=True)
 
 
-@check("examples of a language model and of tables, without extras")
+@check("examples of a language model, a GAN and tables, without extras")
 def larger_examples(project: OutsideProject) -> str:
     copy_examples(project)
     seen = []
-    for name in ("language_model", "embedding"):
+    for name in ("language_model", "gan", "embedding"):
         metrics = project.job("examples/conf/sandblaster.conf", f"examples/{name}.py", "--epochs", "1")["metrics"]
         seen += [f"{metric} {value:.3g}" for metric, value in metrics.items()]
     return ", ".join(seen)

@@ -360,6 +360,7 @@ def blocks(cls: Any) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries({f.name: values(f.type) for f in dataclasses.fields(cls)}).map(build)
 
 
+@pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # of re, for a pattern such as "[["
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(blocks(Job))
 def test_what_is_written_is_read_again(job: Job) -> None:

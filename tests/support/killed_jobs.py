@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from job_runner import Ended, JobRunner
@@ -38,8 +39,12 @@ def killed(
     patience.cancel()
     workspace = runner.folder / "job"
     pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
+    # All at one moment: where one is dead, the launcher ends the others.
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     hold.unlink()
     return workspace

@@ -20,6 +20,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters
@@ -70,8 +71,9 @@ class ScriptedCluster(sim_cluster.SimCluster):
         weather: NetworkFaults | None = None,
         schema: tuple[Parameter, ...] = SMALL,
         rate: float = 1.0,
+        resumed: SnapshotSource | None = None,
     ) -> None:
-        super().__init__(job, seed, weather, schema, rate)
+        super().__init__(job, seed, weather, schema, rate, resumed)
 
     def scripted_worker(self, group: int, index: int = 0) -> "ScriptedWorker":
         return ScriptedWorker(self, Address(Role.WORKER, group, index))

@@ -4,6 +4,7 @@ import torch
 from simulation import ScriptedCluster
 
 from topotrain.config.topology import Address, Role
+from topotrain.core.optim.state_table import Table
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import DropSnapshot, PublishSnapshot, WriteSnapshot
 from topotrain.extensions.checkpointing.snapshot_messages import (
@@ -32,6 +33,8 @@ class Archive:
         self.cluster, self.fails = cluster, fails
         self.parts: dict[int, dict[int, WriteSnapshot]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
+        self.state: dict[int, dict[str, torch.Tensor]] = {}
+        self.tables: dict[int, Table] = {}
         self.published: list[PublishSnapshot] = []
         self.dropped: list[DropSnapshot] = []
         for me, sim_server in cluster.sim_servers.items():
@@ -52,6 +55,13 @@ class Archive:
                     slab.name, torch.full((self.count(slab.name),), torch.nan, dtype=slab.body.dtype)
                 )
                 whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
+            for slab in what.frozen.state:
+                # A tensor of the optimizer's state is named after its parameter.
+                whole = self.state.setdefault(what.number, {}).setdefault(
+                    slab.name, torch.full((self.count(slab.name.rpartition("/")[0]),), torch.nan, dtype=slab.body.dtype)
+                )
+                whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
+            self.tables[what.number] = what.table
             answer = {"error": "the disk is full"} if what.server.index == self.fails else {"server": str(what.server)}
         else:
             self.published.append(what)

@@ -256,19 +256,30 @@ def test_cuda_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("native", "threads", "words"),
+    ("native", "asked", "environ", "expected"),
     [
-        ("pt_autograd_0", "1", "gradients of GPUs"),
-        ("python", "4", "OMP_NUM_THREADS = '4': must be 1 here, or not set"),
-        ("python", "1", ""),
-        ("ZMQbg/IO/0", "4", ""),
+        ("python", 0, {}, 1),
+        ("python", 1, {"OMP_NUM_THREADS": "4"}, 1),
+        ("python", 0, {"OMP_NUM_THREADS": "1"}, 1),
+        ("python", 0, {"OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS = '4': must be 1 here, or not set"),
+        ("python", 3, {}, "threads = 3: must be 1 here, or not set"),
+        ("ZMQbg/IO/0", 0, {"OMP_NUM_THREADS": "4"}, 0),
+        ("ZMQbg/IO/0", 3, {}, 3),
     ],
 )
-def test_threads_of_libraries(native: str, threads: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_safety, "_foreign_threads", lambda: iter(()))
+def test_forks_of_a_process_with_threads_for_arithmetic_have_one(
+    native: str, asked: int, environ: dict[str, str], expected: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fork_safety, "_native_threads", lambda: [native])
-    if not words:
-        fork_safety.check("here", {"OMP_NUM_THREADS": threads})
+    if isinstance(expected, int):
+        assert fork_safety.threads_of_forks(asked, environ) == expected
         return
-    with pytest.raises(ConfigError, match=words):
-        fork_safety.check("here", {"OMP_NUM_THREADS": threads})
+    with pytest.raises(ConfigError, match=expected):
+        fork_safety.threads_of_forks(asked, environ)
+
+
+def test_threads_for_gradients_of_gpus_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_safety, "_foreign_threads", lambda: iter(()))
+    monkeypatch.setattr(fork_safety, "_native_threads", lambda: ["pt_autograd_0"])
+    with pytest.raises(ConfigError, match="gradients of GPUs"):
+        fork_safety.check("here")

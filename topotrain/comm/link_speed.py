@@ -17,8 +17,9 @@ _LIMIT_S = 1.0
 
 
 def send_for_measurement(sock: socket.socket, nbytes: int = SENT_BYTES, limit_s: float = _LIMIT_S) -> float:
-    """Send bytes until they are sent or the time is over; return the Mbit/s that the peer has received.
+    """Send bytes; return the Mbit/s that the peer has received.
 
+    This ends when the bytes are sent or the time is over.
     The peer answers with one byte when the sending end has been shut down, see `receive_for_measurement`.
 
     Raises:
@@ -44,7 +45,7 @@ def receive_for_measurement(sock: socket.socket) -> None:
 
 
 def loopback_mbit() -> float:
-    """Return the Mbit/s of TCP connections inside this host; 0 if they cannot be measured."""
+    """Return the Mbit/s of TCP connections inside this host; 0: not measured."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sender:
             sender.connect(listener.getsockname())

@@ -21,7 +21,7 @@ from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, 
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.inprocess import InProcessTransport
 from topotrain.comm.transport.shared_memory import ProcessMemory
-from topotrain.comm.transport.socket_transport import PeerAdmission
+from topotrain.comm.transport.socket_transport import PeerAdmission, SocketTransport
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, TransportChoice
@@ -106,16 +106,16 @@ class Router:
         self._local = InProcessTransport(manual=pump is not None)
         self._pump = pump
         self._tcp: TcpTransport | None = None
-        self._transports: dict[str, Transport] = {"local": self._local}
+        self._sockets: dict[str, SocketTransport] = {}
         if choice is not TransportChoice.kTcp:
-            self._transports["unix"] = self._unix = SharedMemoryTransport(
+            self._sockets["unix"] = self._unix = SharedMemoryTransport(
                 place.identity, str(place.sockets), shared, pump=pump
             )
         if choice is not TransportChoice.kShm and pump is None:
             cluster = place.job.cluster
             network = _network(place)
             make = TcpTransport if network is None else partial(EmulatedTcpTransport, network)
-            self._transports["tcp"] = self._tcp = make(
+            self._sockets["tcp"] = self._tcp = make(
                 place.identity,
                 place.port or cluster.start_port,
                 place.host,
@@ -123,6 +123,7 @@ class Router:
                 exact=place.port > 0,
                 lease_s=cluster.lease_s,
             )
+        self._transports: dict[str, Transport] = {"local": self._local, **self._sockets}
         # In the order of preference.
         self._order = ("unix", "tcp") if choice is not TransportChoice.kTcp else ("tcp",)
         self._store, self._timeouts = place.store, place.timeouts
@@ -135,14 +136,28 @@ class Router:
 
         inside: endpoints of this process can reach it, too.
         """
+        return self.attach_together({me: endpoint}, dial_only, inside)
+
+    def attach_together(
+        self, endpoints: Mapping[Address, Endpoint], dial_only: bool = False, inside: bool = True
+    ) -> tuple[str, ...]:
+        """Attach endpoints at one moment; return the URLs of all of them.
+
+        See `SocketTransport.attach_together` for the reason.
+        """
         # An endpoint that only dials needs the one transport that leads to all peers; with an emulated link, or with a
         # second host, there are two of them.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
         names = self._order[:1] if dial_only and near else self._order
-        urls = [self._transports[n].attach(me, _Port(self, n, me, endpoint)) for n in names if n in self._transports]
+        urls = [
+            self._sockets[name].attach_together({me: _Port(self, name, me, each) for me, each in endpoints.items()})
+            for name in names
+            if name in self._sockets
+        ]
         if inside:
-            # A port of its own: replies must take the transport on which the message came.
-            self._local.attach(me, _Port(self, "local", me, endpoint))
+            for me, endpoint in endpoints.items():
+                # A port of its own: replies must take the transport on which the message came.
+                self._local.attach(me, _Port(self, "local", me, endpoint))
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
@@ -282,7 +297,7 @@ class Router:
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received over transports that leave the process."""
-        counts = [transport.traffic() for name, transport in self._transports.items() if name != "local"]
+        counts = [transport.traffic() for transport in self._sockets.values()]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
     def turn(self, seconds: float) -> None:

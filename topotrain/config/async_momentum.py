@@ -1,4 +1,4 @@
-"""Compute how much momentum is too much for asynchronous worker groups, and which optimizers no groups should add.
+"""Momentum of asynchronous groups, and optimizers that no groups should add.
 
 This module has arithmetic and messages only.
 
@@ -23,7 +23,7 @@ _ADAPTIVE = frozenset(
     ("adadelta", "adafactor", "adagrad", "adam", "adamax", "adammax", "adamw", "muon", "nadam", "radam", "rmsprop")
     # Rprop has steps of its own length, too.
 ) | {"rprop"}
-"""Optimizers whose steps are about as long as the learning rate, by the names of torch and of SINGA's updaters."""
+"""Optimizers with steps about as long as the learning rate, by the names of torch and of SINGA's updaters."""
 _BOUNDED = ("Muon",)  # its momentum is turned into a step of a fixed length
 
 
@@ -54,7 +54,10 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
 
 
 def is_adaptive(name: str) -> bool:
-    """Whether an optimizer is adaptive: a class such as "torch.optim.Adam", or an updater such as "kAdam"."""
+    """Whether an optimizer is adaptive.
+
+    name: of a class, such as "torch.optim.Adam", or of an updater, such as "kAdam".
+    """
     return name.rpartition(".")[2].removeprefix("k").lower() in _ADAPTIVE
 
 

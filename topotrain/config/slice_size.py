@@ -1,4 +1,7 @@
-"""The size of a slice: the most bytes of a bucket, which is the unit of every message."""
+"""The size of a slice: the most bytes of a bucket.
+
+A bucket is the unit of every message.
+"""
 
 from topotrain.config.topology import Topology
 

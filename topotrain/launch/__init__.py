@@ -33,8 +33,8 @@ class UnitPlace:
     forkserver: the socket of the host's forkserver. "": the unit starts its own.
     hosts: the number of every unit's host, separated by commas. "": all units run on one host.
     host: the address at which other units reach this one.
-    sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
-    link_mbit: the measured speed of the slowest link between units; 0: not measured.
+    sockets: a private folder with a short path that all units of the host share. "": the forkserver's.
+    link_mbit: the measured speed of the slowest link between units. 0: not measured.
     """
 
     rank: int

@@ -23,7 +23,7 @@ _AUTOGRAD, _KERNEL_IO = "pt_autograd", "ZMQ"
 _START = "restart the kernel, and call it before that happens"
 
 
-def check(caller: str, environ: Mapping[str, str] = os.environ) -> None:
+def check(caller: str) -> None:
     """Raise ConfigError, about `caller`, unless this process may be forked."""
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
@@ -36,16 +36,30 @@ def check(caller: str, environ: Mapping[str, str] = os.environ) -> None:
             f"this thread runs ({where}), and a lock that it holds would stay locked in the workers: end it first"
         )
         raise ConfigError(caller, name, accepted)
-    native = _native_threads()
-    if any(name.startswith(_AUTOGRAD) for name in native):
+    if any(name.startswith(_AUTOGRAD) for name in _native_threads()):
         accepted = f"torch has threads for the gradients of GPUs, which its forks do not have: {_START}"
         raise ConfigError(caller, _AUTOGRAD, accepted)
-    # OpenMP waits forever for the threads of the process from which it was forked, unless it needs none of them.
-    if threads(environ) > 1 and any(not name.startswith(_KERNEL_IO) for name in native):
-        accepted = (
-            "must be 1 here, or not set: torch has threads for arithmetic in this process, which its forks do not have"
-        )
-        raise ConfigError("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS"), f"{accepted}; or {_START}")
+
+
+def threads_of_forks(asked: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the field `threads` of a job with workers that are forks of this process.
+
+    OpenMP waits forever for the threads of the process from which it was forked, unless it needs none of them. So a
+    process with such threads has workers of one thread. Raises ConfigError where the user asks for more.
+
+    Args:
+        asked: `threads` of the job file; 0 where it is not set.
+    """
+    if all(name.startswith(_KERNEL_IO) for name in _native_threads()):
+        return asked
+    accepted = (
+        "must be 1 here, or not set: torch has threads for arithmetic in this process, which its forks do not have; or "
+    )
+    if asked > 1:
+        raise ConfigError("threads", asked, f"{accepted}{_START}")
+    if not asked and threads(environ) > 1:
+        raise ConfigError("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS"), f"{accepted}{_START}")
+    return 1
 
 
 def _has_cuda() -> bool:

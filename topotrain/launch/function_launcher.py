@@ -5,7 +5,7 @@ The processes of the job are forks of a fork of this process. See `agent/forked_
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from topotrain.config.topology import Topology
 from topotrain.launch import EventListener, JobOutcome, Launcher
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forked_forkserver import ForkedForkserver
-from topotrain.launch.fork_safety import check
+from topotrain.launch.fork_safety import check, threads_of_forks
 from topotrain.launch.local import LocalLauncher
 from topotrain.launch.recovery.resume_point import asked_for
 from topotrain.launch.runtime.entry_points import run_worker
@@ -42,6 +42,7 @@ class FunctionLauncher(Launcher):
             accepted = "must be called in a process of its own, and this one is a worker of a job already"
             raise ConfigError(self.caller, None, accepted)
         check(self.caller)
+        job = replace(job, threads=threads_of_forks(job.threads))
         resume = asked_for(job, Path(job.workspace))
         served = ForkedForkserver({_WORKER: partial(run_worker, function=self.function)})
         with closing(served):

@@ -90,10 +90,10 @@ def prepare(*objects: object) -> Any:
 
     Args:
         objects: in any order, each recognized by its type:
-            models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made;
+            models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made
             optimizers, any of the tested `torch.optim` classes. None in the place of the only one: that of the conf's
-            `updater` block, which is returned in this place;
-            a DataLoader with the group's batches. Without one the script divides its data itself;
+            `updater` block, which is returned in this place
+            a DataLoader with the group's batches. Without one the script divides its data itself
             anything with `state_dict`, such as scalers, as for `keep`. Schedulers of the optimizers are found.
 
     Returns:
@@ -102,16 +102,17 @@ def prepare(*objects: object) -> Any:
     Raises:
         ConfigError: an object cannot be trained this way, or the job has been opened by an earlier call.
     """
-    call = sort_objects(objects)
     here = process.current()
+    # First: what an earlier call has returned is not of a kind that can be prepared.
+    if here is not None and here.worker is not None:
+        raise process.again([thing for thing in objects if isinstance(thing, Optimizer)])
+    call = sort_objects(objects)
     # torch and the standard library have no public way to the script's line.
     later = later_calls(sys._getframe(1)) if here is not None or process.planning() else 0
     if process.planning():
         return _plan(call, later)
     if here is None:
         return _prepare_plainly(call)
-    if here.worker is not None:
-        raise process.again(call.optimizers)
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
@@ -260,7 +261,10 @@ def _batch_replay(here: Context, worker: Worker) -> BatchReplay | None:
 
 
 def _warn(here: Context, worker: Worker) -> None:
-    """Warn of too much momentum, and of groups that add, before training and not only when the loss rises."""
+    """Warn of too much momentum, and of groups that add.
+
+    This comes before training, and not only when the loss rises.
+    """
     text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum, worker.optimizer_names)
     if text and here.is_main:
         here.emit(Notice(str(here.me), text))

@@ -39,7 +39,7 @@ def refuse_several(job: Job) -> None:
     """Raise ConfigError for settings of a job that do not allow several optimizers."""
     cluster = job.cluster
     for field, value, plain, why in (
-        ("apply", job.apply, Apply.kAtStep, "a gradient is applied before the script says whose step it belongs to"),
+        ("apply", job.apply, Apply.kAtStep, "a gradient is applied before the script says to which step it belongs"),
         ("cluster.n_push", cluster.n_push, 1, "local steps have one learning rate for all parameters"),
         ("cluster.n_fetch", cluster.n_fetch, 1, "local steps have one learning rate for all parameters"),
         ("cluster.backup", cluster.backup, 0, "a step that was made without a worker has to be of one batch"),

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import socket
 import threading
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup
 
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.frame import HEADER_BYTES
+from topotrain.comm.transport.listener import Listener
 from topotrain.comm.transport.shared_memory import ARENA, ProcessMemory, unsized_memfd
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
@@ -251,6 +253,32 @@ def test_neighbors_in_one_process(transports):
     wire.send(other, SERVER, Fetch(round=3))
     assert right.next().body.tolist() == [0.0] * 7
     assert left.next() == Fetch(round=3)
+
+
+@sockets
+def test_a_peer_that_dials_in_the_first_moment_finds_every_endpoint(transports, monkeypatch):
+    """The URL may be known in advance, as that of a server that was started by hand."""
+    near, far = transports.wire(), transports.wire()
+    servers = {Address(Role.SERVER, 0, i): Recorder() for i in range(2)}
+    near.attach(WORKER, Recorder())
+    listen, begin, known = far._listen, Listener.start, []
+
+    def noted() -> tuple[socket.socket, str]:
+        sock, url = listen()
+        known.append(url)
+        return sock, url
+
+    def dialed_at_once(listener: Listener) -> None:
+        begin(listener)
+        for server in servers:
+            near.connect(WORKER, server, known[0])
+
+    monkeypatch.setattr(far, "_listen", noted)
+    monkeypatch.setattr(Listener, "start", dialed_at_once)
+    far.attach_together(servers)
+    for server, recorder in servers.items():
+        near.send(WORKER, server, Fetch(round=1))
+        assert recorder.next() == Fetch(round=1)
 
 
 def test_a_peer_that_does_not_live_there(transports):

@@ -196,7 +196,7 @@ def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
                 batches.setdefault(scripted.me[1:], []).append(batch.flatten().int().tolist())
                 scripted.cluster.sim.sleep(0.3 if scripted.me.group else 0.03)
                 model(batch).sum().backward()
-                worker.optimizer.step()
+                worker.optimizers[0].step()
             worker.finish()
 
         cluster.play(script)
@@ -273,7 +273,7 @@ def test_a_group_that_waits_for_batches_holds_no_other_up(bound):
                     seen.append(batch.flatten().int().tolist())
                     cluster.sim.sleep(0.3 if scripted.me.group else 0.03)
                     model(batch).sum().backward()
-                    worker.optimizer.step()
+                    worker.optimizers[0].step()
             worker.finish()
             assert worker.tally.staleness_max <= 2 * bound + 1, f"seed {seed}"
 

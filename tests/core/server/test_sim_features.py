@@ -204,9 +204,9 @@ def test_models_that_differ_are_refused():
 def train(cluster: ScriptedCluster, worker: Worker, model: nn.Module, loader, pause: float = 0.01) -> None:
     for x, y in loader:
         cluster.sim.sleep(cluster.random.uniform(0.0, pause))
-        worker.optimizer.zero_grad()
+        worker.optimizers[0].zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
-        worker.optimizer.step()
+        worker.optimizers[0].step()
 
 
 def digits_of(
@@ -230,7 +230,7 @@ def finals(seed: int, weather: NetworkFaults, optimizer: str = "Adam") -> list[t
         loader = cluster.loader(worker, plain, "broadcast")
         for _ in range(2):
             train(cluster, worker, model, loader)
-        state = worker.optimizer.state_dict()["state"]
+        state = worker.optimizers[0].state_dict()["state"]
         assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state.values())
         found[scripted.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
         worker.finish()
@@ -300,11 +300,11 @@ def test_in_memory_hogwild_shares_values_and_loses_no_update():
             worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0), shared)
             for step in range(5):
                 cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
-                worker.optimizer.zero_grad()
+                worker.optimizers[0].zero_grad()
                 x = torch.arange(8.0) + step + 10 * scripted.me.group
                 pushed.append(x)
                 model(x).backward()
-                worker.optimizer.step()
+                worker.optimizers[0].step()
             worker.finish()
             if scripted.me == cluster.workers[0]:
                 fetch_final(worker)
@@ -324,11 +324,11 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
             worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0))
             for step in range(7):
                 cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
-                worker.optimizer.zero_grad()
+                worker.optimizers[0].zero_grad()
                 x = torch.arange(200.0) + step
                 sums.append(x)
                 model(x).backward()
-                worker.optimizer.step()
+                worker.optimizers[0].step()
             worker.finish()
             if scripted.me == cluster.workers[0]:
                 fetch_final(worker)

@@ -252,6 +252,8 @@ OWN = {
     "_out",
     "_sender",
     "_before",
+    "views",
+    "_given",
 }
 """Fields that a copy makes itself. What of the buffers counts is compared by what is sent."""
 

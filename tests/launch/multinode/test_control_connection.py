@@ -275,7 +275,7 @@ def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) 
     other = ControlAccess(within(pair.store, "run"), "k.1", SECRET).transport(1)
     me = Address(Role.WORKER, 1, 1)
     with closing(other):
-        other.attach_dialer(me, pair.second)
+        other.attach_together({me: pair.second}, listens=False)
         with pytest.raises(Refused, match="another job"):
             other.connect(me, Address(Role.SERVER, 0, 0), pair.url)
 

@@ -306,7 +306,7 @@ MUTANTS = [
     (nobody_is_awaited, "downpour", 7),
     (frozen_late, "downpour on three shards", 14),
     (silent_leases, "downpour", 7),
-    (in_any_order, "downpour on three shards", 71),
+    (in_any_order, "downpour on three shards", 50),
     (decided_forgotten, "downpour of pairs", 6),
     (beginning_again, "downpour of pairs", 6),
     (unasked_values, "downpour of pairs", 6),

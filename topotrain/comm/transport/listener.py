@@ -80,7 +80,8 @@ class Listener:
         """Accept no more connections, and shut down those that are not released."""
         self._stop.set()
         shut_down(self._sock)  # wakes `accept`, closing alone would not
-        self._acceptor.join(_CLOSING_S)
+        if self._acceptor.ident is not None:  # it was started
+            self._acceptor.join(_CLOSING_S)
         self._sock.close()
         with self._lock:
             known = list(self._threads)

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -126,17 +127,30 @@ class SocketTransport:
 
     def attach(self, me: Address, resident: Endpoint) -> str:
         """Make an endpoint reachable; all endpoints of a process share one URL."""
+        return self.attach_together({me: resident})
+
+    def attach_together(self, residents: Mapping[Address, Endpoint], listens: bool = True) -> str:
+        """Make endpoints reachable at one moment; return their URL.
+
+        Where the URL is known in advance, peers dial while this runs. None of them may find only some of the endpoints.
+
+        listens: False for endpoints that only connect to others. They have no URL.
+        """
         with self._lock:
             if self._stop.is_set():
                 raise TransportError("this transport is closed")
-            if me in self._residents:
-                raise TransportError(f"{me} is attached already")
-            if self._listener is None:
+            for me in residents:
+                if me in self._residents:
+                    raise TransportError(f"{me} is attached already")
+            first = listens and self._listener is None
+            if first:
                 sock, self._url = self._listen()
                 self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
-                self._listener.start()
-            self._residents[me] = resident
-            return self._url
+            self._residents.update(residents)
+            listener = self._listener
+        if first and listener is not None:
+            listener.start()
+        return self._url
 
     def connect(self, me: Address, peer: Address, url: str, anew: bool = False) -> None:
         """Connect an attached endpoint to a peer, unless they are connected.
@@ -159,11 +173,6 @@ class SocketTransport:
                     raise
             self._stop.wait(spread(pause))
             pause = min(2 * pause, 0.5)
-
-    def attach_dialer(self, me: Address, resident: Endpoint) -> None:
-        """Let an endpoint connect to others, without a listener for others to connect."""
-        with self._lock:
-            self._residents[me] = resident
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Queue a message; with `wait`, a body waits for space. Raises ConnectionLost."""

@@ -381,7 +381,10 @@ class _OptimizerPart:
         return any(value.grad is not None for value in self._values)
 
     def step(self, again: bool) -> None:
-        """Step in place with the gradients of the segments; again: the same segments have one as in the last step."""
+        """Step in place with the gradients of the segments.
+
+        again: the same segments have one as in the last step.
+        """
         # The class may be the user's own: its error ends the group with a message, and not the server.
         try:
             self._step(again)

@@ -52,7 +52,10 @@ class GradientViews:
         self._held: dict[int, tuple[tuple[int, torch.dtype, int], Mapping[int, torch.Tensor | None]]] = {}
 
     def of(self, group: int, gradient: torch.Tensor, present: int) -> Mapping[int, torch.Tensor | None]:
-        """Return segment id -> its part of a group's gradient, or None; the same object for the same memory."""
+        """Return segment id -> its part of a group's gradient, or None.
+
+        It is the same object for the same memory.
+        """
         # While views hold the memory, no other buffer can have its address.
         key = (gradient.data_ptr(), gradient.dtype, present)
         held = self._held.get(group)

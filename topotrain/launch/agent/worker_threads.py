@@ -13,7 +13,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def worker_threads(job: Job, topology: Topology, unit: int, environ: Mapping[str, str], cores: int) -> int:
-    """Return the number of threads of each worker in a unit. 0: as the environment says.
+    """Return the number of threads of each worker in a unit.
+
+    0: as the environment says.
 
     `threads` of the job comes first, then OMP_NUM_THREADS. Without both, the cores are divided among the workers.
 
@@ -32,13 +34,16 @@ def worker_threads(job: Job, topology: Topology, unit: int, environ: Mapping[str
 
 
 def allowed_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, and the quota of its control group."""
+    """Return the number of cores that this process may use.
+
+    The limits are its affinity and the quota of its control group.
+    """
     allowed = len(os.sched_getaffinity(0))
     return max(1, math.ceil(min(allowed, _quota())))
 
 
 def _quota() -> float:
-    """Return the cores that the control group of this process may use; infinity: no limit."""
+    """Return the cores of this process's control group; infinity: no limit."""
     try:
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
         # A container sees its own group as the root.

@@ -389,7 +389,7 @@ class ControlClient(ControlConnection):
         self.leader = leader
         """The rank of the unit that this unit follows; -1: it has lost its leader."""
         self._transports.append(access.transport(term))
-        self._transports[0].attach_dialer(self._me, self)
+        self._transports[0].attach_together({self._me: self}, listens=False)
         self._expect(leader, _LEADER)
         self._broken = threading.Event()
 

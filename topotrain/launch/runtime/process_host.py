@@ -282,23 +282,23 @@ class HostedServers:
     def open(self) -> None:
         """Connect the servers, then admit workers."""
         # All are attached before one is published: a peer may dial as soon as the first URL is there.
-        urls = {me: self._router.attach(me, endpoint) for me, endpoint in self.endpoints.items()}
-        for me in urls:
+        urls = self._router.attach_together(self.endpoints)
+        for me in self.endpoints:
             # Under a kind of its own: workers look for "server", which is published when the servers are connected.
-            self._router.publish("listening", me, urls[me])
-        for me in urls:
+            self._router.publish("listening", me, urls)
+        for me in self.endpoints:
             for peer in peers(me, self._place.topology):
-                if peer in urls:
+                if peer in self.endpoints:
                     self._router.connect_inside(me, peer)
                 else:
                     self._router.connect(me, peer, "listening")
         # Servers are connected, workers are not: nothing new is decided while the missed decisions arrive.
         for endpoint in self.endpoints.values():
             endpoint.catch_up()
-        for me in urls:
+        for me in self.endpoints:
             # Only now: no server must send a message over a connection that is not there yet.
-            self._router.publish("server", me, urls[me])
-            self._observer.on_serving(me, urls[me])
+            self._router.publish("server", me, urls)
+            self._observer.on_serving(me, urls)
 
     def coordinator(self, group: int) -> LocalServer | None:
         """Return the coordinator of a worker group; see `ServerProcess`."""

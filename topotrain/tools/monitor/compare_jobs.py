@@ -54,8 +54,9 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
 def compare(
     results: Iterable[tuple[ComparedJob, JobResult]], out: Path, picture: bool = True
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Collect the results of jobs in order, and write data to `out`, and the picture if asked for.
+    """Collect the results of jobs in order.
 
+    The data are written to `out`, and the picture if asked for.
     Returns the first exit code that is not 0, and the rows. Raises OSError if `out` is not a folder.
     The picture needs matplotlib.
     """

@@ -202,8 +202,10 @@ class SimWorker:
             self.push(gradient)
         return self.commit(**more)
 
-    def assign(self, number: int, values: torch.Tensor, place: AssignmentPlace) -> None:
-        """Change a parameter as `tt.assign` does, before the step of a batch."""
+    def assign(
+        self, number: int, values: torch.Tensor, place: AssignmentPlace, follows_step: bool = False
+    ) -> StepOutcome:
+        """Change a parameter as `tt.assign` does, before the step of a batch, or behind one (`follows_step`)."""
         for index, now in enumerate(self.values()):
             self.view("assigned", index).copy_(values if index == number else now)
         apart = self.cluster.topology.worker_groups > 1
@@ -211,10 +213,11 @@ class SimWorker:
             changed_bucket(b, range(len(b.pieces)), self.flats.view("assigned", b), self.flats.view("params", b), apart)
             for b in decided_by(self.client)
         )
-        send_assignment(self.client, self.steps, place, [each for each in found if each is not None], False)
-        self.client.steps.commit(self.steps, VALUE_CHANGE)
+        send_assignment(self.client, self.steps, place, [each for each in found if each is not None], follows_step)
+        outcome = self.client.steps.commit(self.steps, VALUE_CHANGE)
         self.steps += 1
         self.client.values.fetch()
+        return outcome
 
     def finish(self) -> "SimWorker":
         """Finish the script."""

@@ -59,7 +59,7 @@ class PreparedObjects:
 
     @property
     def model(self) -> nn.Module:
-        """The model. Of several it is a list, whose parameters have numbers in front."""
+        """The model. Of several it is a list, and their parameters have numbers in front."""
         return nn.ModuleList(self._filled) if self.several else self._filled[0]
 
     @property
