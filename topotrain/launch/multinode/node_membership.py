@@ -157,8 +157,8 @@ class NodeMembership:
     def vanished(self, rank: int, more: str = "") -> Failed:
         """Return the loss of a unit."""
         with_store = ", and the store with it" if self._hosts.served and rank == 0 else ""
-        text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word{with_store}{more}"
-        return Failed(f"unit {rank}", "died", text, "")
+        text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word"
+        return Failed(f"unit {rank}", "died", f"{text}{with_store}{more}", "")
 
     def _end_of(self, cause: Failed, rank: int) -> JobEnd:
         """Return the end that a failure in this unit causes."""
