@@ -56,7 +56,10 @@ PART = 100
 
 
 class LogParts:
-    """The decisions of another unit, which come in parts. Each part says which number of decisions are before it."""
+    """The decisions of another unit, which come in parts.
+
+    Each part says how many decisions are before it.
+    """
 
     def __init__(self) -> None:
         self._decisions: list[Decision] = []
