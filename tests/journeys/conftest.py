@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from job_runner import JobRunner
+from library_forkserver import OFFLINE, served_libraries
 from shells import Shells, open_shells
 from unit_hosts import HostNetwork
 
@@ -15,6 +16,21 @@ from unit_hosts import HostNetwork
 @pytest.fixture
 def runner(tmp_path: Path, served_at: str, warm_at: str) -> JobRunner:
     return JobRunner(tmp_path, served_at, warm_at)
+
+
+@pytest.fixture(scope="session")
+def loaded_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a forkserver that has imported transformers, accelerate and Lightning."""
+    with served_libraries(tmp_path_factory.mktemp("forkserver")) as path:
+        yield path
+
+
+@pytest.fixture
+def library_runner(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
+    """Runs jobs of these libraries."""
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    return JobRunner(tmp_path, loaded_at, warm_at)
 
 
 @pytest.fixture

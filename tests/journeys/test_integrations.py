@@ -6,15 +6,14 @@ The forkserver of these jobs has the libraries loaded: importing them takes long
 import os
 import runpy
 import socket
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from job_runner import Ended, JobRunner
+from library_forkserver import OFFLINE
 from safetensors.torch import load_file
 
 from topotrain.launch.agent import forkserver
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.journey
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SYNCHRONOUS = "nworkers_per_group: 2 server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 2 server_worker_separate: true"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,6 @@ LIBRARIES = {
     "accelerate": Library("accelerate_loop.py", "accelerate", ("--epochs", "2"), "model.pt", "model.pt"),
     "lightning": Library("lightning_digits.py", "pytorch_lightning", ("--epochs", "2"), "out", "out/last.ckpt"),
 }
-
-
-@pytest.fixture(scope="module")
-def loaded_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a forkserver that has imported the libraries."""
-    for library in LIBRARIES.values():
-        if find_spec(library.needs) is None:  # not importorskip: importing takes seconds
-            pytest.skip(f"{library.needs} is not installed: pip install -e '.[dev]'")
-    heavy = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "pytorch_lightning")
-    log = tmp_path_factory.mktemp("forkserver") / "forkserver.log"
-    preload = (*forkserver.PRELOAD, "sklearn.datasets", "sklearn.model_selection", *heavy)
-    with closing(forkserver.start(log, preload, {**os.environ, **OFFLINE})) as served:
-        yield served.path
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +85,12 @@ def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, l
 
 
 @pytest.fixture
-def runner(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
+def runner(library_runner: JobRunner, monkeypatch: pytest.MonkeyPatch) -> JobRunner:
     # What a launcher of processes would say: the libraries must not wait for a second one.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    return JobRunner(tmp_path, loaded_at, warm_at)
+    return library_runner
 
 
 def train(runner: JobRunner, library: Library, cluster: str, extra: str = "") -> Ended:
@@ -168,12 +151,26 @@ def accuracy_of(final: dict[str, torch.Tensor]) -> float:
     return float(digits["accuracy"](model, digits["read_digits"]()[1]))
 
 
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(read_digits()[0])
+
+
+"""
+
 REFUSED = {
     "resuming": (
         "huggingface.py",
         "trainer.train()",
         "trainer.train(resume_from_checkpoint='here')",
-        "resume_from_checkpoint = 'here': must be left out: continuing a job is not built",
+        "resume_from_checkpoint = 'here': must be left out: a job goes on from its own snapshots",
+    ),
+    "ignoring data": (
+        "huggingface.py",
+        "        report_to=",
+        "        ignore_data_skip=True,\n        report_to=",
+        "ignore_data_skip = true: must be false: the batches that count are skipped when a job goes on",
     ),
     "best model": (
         "huggingface.py",
@@ -193,6 +190,12 @@ REFUSED = {
         "optimizer, loader = accelerator.prepare(optimizer, loader)",
         "Accelerator.prepare = '0 models': one model and one optimizer, in one call",
     ),
+    "skipping": (
+        "accelerate_loop.py",
+        "    for _ in range(options.epochs):",
+        "    loader = accelerator.skip_first_batches(loader, 3)\n    for _ in range(options.epochs):",
+        "skip_first_batches = 3: must be left out: the loader of a job that goes on leaves out the batches",
+    ),
     "loading again": (
         "lightning_digits.py",
         "accumulate_grad_batches=2,",
@@ -202,15 +205,21 @@ REFUSED = {
 }
 
 
-def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(runner: JobRunner) -> None:
-    text = (EXAMPLES / "accelerate_loop.py").read_text()
-    line = "optimizer.step()"
-    assert line in text
+def test_a_death_ends_the_job_where_the_library_counts_batches_of_a_stream(runner: JobRunner) -> None:
+    text = (EXAMPLES / "lightning_digits.py").read_text()
+    for line, instead in (
+        ("DataLoader(train, batch_size=32, shuffle=True)", "DataLoader(Stream(), batch_size=32)"),
+        ("class Digits(", STREAM + "class Digits("),
+        ("return nn.functional", "os.kill(os.getpid(), signal.SIGKILL)\n        return nn.functional"),
+    ):
+        assert line in text
+        text = text.replace(line, instead)
     (runner.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
-    program = runner.folder / "accelerate_loop.py"
-    program.write_text("import os, signal\n" + text.replace(line, "os.kill(os.getpid(), signal.SIGKILL)"))
+    program = runner.folder / "lightning_digits.py"
+    program.write_text("import os, signal\n" + text)
     ended = runner.run(SYNCHRONOUS, str(program), "--out", str(runner.folder / "out"), "--epochs", "1", code=1)
-    assert "was killed by SIGKILL; it does not start again: the loop is another library's" in ended.err
+    words = "it does not start again: the library's loop counts batches, and the loader has no length"
+    assert "was killed by SIGKILL" in ended.err and words in " ".join(ended.err.split()), ended.err
     assert ended.report["incidents"] == []
 
 

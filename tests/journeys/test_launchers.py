@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, add_slurm, open_sandbox
@@ -61,13 +62,19 @@ class LaunchedJobs:
         self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), through: str = ""
     ) -> "subprocess.CompletedProcess[str]":
         """`through`: Python code that starts the command, which is its arguments, in place of us."""
+        words = self.words(name, cluster, program, *args, options=options)
+        before = [sys.executable, "-c", through] if through else []
+        return self.sandbox.run(*before, *words, cwd=self.folder)
+
+    def words(
+        self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), extra: str = ""
+    ) -> list[str]:
+        """The command that runs a job, whose file is written. `extra`: more fields for it."""
         conf = self.folder / "job.conf"
-        conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n')
+        conf.write_text(f'name: "job" {extra}\ncluster {{ {cluster} workspace: "job" }}\n')
         start = ["run", f"--forkserver={self.sandbox.environ['TOPOTRAIN_FORKSERVER']}"]
         start = start if name == "run" else ["launch", name]
-        words = [*start, *options, conf.name, str(PROGRAMS / program), *args]
-        before = [sys.executable, "-c", through] if through else []
-        return self.sandbox.run(*before, sys.executable, "-m", "topotrain", *words, cwd=self.folder)
+        return [sys.executable, "-m", "topotrain", *start, *options, conf.name, str(PROGRAMS / program), *args]
 
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "job" / "final.safetensors")
@@ -251,4 +258,27 @@ def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(jobs: LaunchedJobs
     done = jobs.launch("srun", ONE, "resuming.py", "ledger", "--epochs", "9", through=SCANCEL)
     found = latest(jobs.folder / "job")
     assert done.returncode == 1 and found is not None and found.steps(0) >= 30, done.stdout + done.stderr
+    assert jobs.left() == ""
+
+
+CHANGES = {
+    "torchrun": (DOWNPOUR, ()),
+    "slurm": (DOWNPOUR, ("--nodes=2", "--wait")),
+    "mpirun": (THREE, ("--pass=--oversubscribe",)),
+    "srun": (THREE, ("--nodes=2",)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_group_or_a_worker_leaves_and_joins(name: str, jobs: LaunchedJobs) -> None:
+    needed(name)
+    cluster, options = CHANGES[name]
+    words = jobs.words(name, cluster, "paced.py", ".", options=(*options, "--id=paced"), extra=LEDGER)
+    with jobs.sandbox.started(*words, cwd=jobs.folder) as started:
+        job = ChangingJob(jobs.sandbox, jobs.folder, started)
+        if cluster == DOWNPOUR:
+            job.a_group_leaves_and_joins()
+        else:
+            job.a_worker_leaves_and_joins()
+        job.ends_well()
     assert jobs.left() == ""

@@ -1,18 +1,16 @@
 """The same job on a real Ray cluster of three nodes, which stand on this machine in a sandbox of their own."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
@@ -50,21 +48,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
         shutil.rmtree(ours, ignore_errors=True)
 
 
-def words(sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
-    conf = f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n'
+def words(
+    sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), extra: str = ""
+) -> list[str]:
+    conf = f'name: "job" {extra}\ncluster {{ {cluster} workspace: "job" }}\n'
     Path("job.conf").write_text(conf)
     address = "--pass=address=" + (sandbox.folder / "address").read_text()
     launch = [sys.executable, "-m", "topotrain", "launch", "ray", address, "--pass=room=30", *options]
     return [*launch, "job.conf", str(PROGRAMS / program), *args]
-
-
-@contextmanager
-def started(sandbox: Sandbox, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """In the sandbox, with stderr that can be read while it runs."""
-    environ = {**os.environ, **sandbox.environ}
-    inside = sandbox.words(["env", f"--chdir={os.getcwd()}", "sh", "-c", 'echo $$ >&2; exec "$@"', "sh", *command])
-    with subprocess.Popen(inside, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        yield process
 
 
 def left(sandbox: Sandbox) -> str:
@@ -89,15 +80,14 @@ def test_three_units_on_three_nodes_end_with_the_bits_of_run(cluster: Sandbox, r
 
 
 def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Sandbox) -> None:
-    with started(cluster, words(cluster, TWO, "wrong.py", "endless", options=("--json",))) as process:
-        assert process.stderr is not None
-        pid = process.stderr.readline().strip()
-        for line in process.stderr:
+    command = words(cluster, TWO, "wrong.py", "endless", options=("--json",))
+    with cluster.started(*command, cwd=Path.cwd()) as started:
+        for line in started.output:
             if "training" in line:
-                cluster.run("kill", "-INT", pid)
+                cluster.run("kill", "-INT", str(started.pid))
                 break
-        rest = process.stderr.read()
-        assert process.wait(60) == 130, rest
+        code, rest = started.end()
+    assert code == 130, rest
     assert left(cluster) == ""
 
 
@@ -123,14 +113,37 @@ def test_a_cluster_of_one_node_takes_several_server_groups(cluster: Sandbox) -> 
     assert left(cluster) == ""
 
 
+def test_a_group_leaves_and_joins(cluster: Sandbox) -> None:
+    three = "nworker_groups: 2 server_worker_separate: true"
+    command = words(cluster, three, "paced.py", ".", options=("--id=paced", "--json"), extra=LEDGER)
+    with cluster.started(*command, cwd=Path.cwd()) as started:
+        job = ChangingJob(cluster, Path.cwd(), started)
+        job.a_group_leaves_and_joins()
+        job.ends_well()
+    assert left(cluster) == ""
+
+
+def test_a_worker_leaves_and_joins_on_one_node(cluster: Sandbox) -> None:
+    three = "nworkers_per_group: 2 server_worker_separate: true"
+    options = ("--id=paced", "--json", "--pass=cpus=0.5")
+    command = words(cluster, three, "paced.py", ".", options=options, extra=LEDGER)
+    command.remove("--pass=room=30")
+    here = ["--pass=address=local" if word.startswith("--pass=address=") else word for word in command]
+    with cluster.started(*here, cwd=Path.cwd()) as started:
+        job = ChangingJob(cluster, Path.cwd(), started)
+        job.a_worker_leaves_and_joins()
+        job.ends_well()
+    assert left(cluster) == ""
+
+
 def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")
     where: dict[str, str] = {}
-    with started(cluster, words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)) as process:
-        assert process.stderr is not None
+    command = words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)
+    with cluster.started(*command, cwd=Path.cwd()) as started:
         said = []
-        for line in process.stderr:
+        for line in started.output:
             said.append(line)
             where.update(WHERE.findall(line))
             if "the first life waits" in line:
@@ -138,7 +151,7 @@ def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> No
                 kill = next(k for k, node in enumerate(nodes) if k and node.startswith(tuple(where.values())))
                 (cluster.folder / f"kill-{kill}").touch()
         text = "".join(said)
-        assert process.wait(60) == 0, text
+        assert started.end()[0] == 0, text
     assert "is lost" in text
     assert "all units start again" in text
     assert load_file("job/final.safetensors")

@@ -1,19 +1,13 @@
 """A job of which every process is killed goes on from its newest snapshot: the same bits, every sample once."""
 
-import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from job_runner import JobRunner
-from killed_jobs import killed, resumed
-from process_pool import client
+from killed_jobs import killed, resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
-from shells import alive
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
@@ -23,29 +17,6 @@ SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 HYBRID = "nworker_groups: 4 nserver_groups: 2"
-
-
-def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
-    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
-
-    all: each of its processes gets it, the launcher last.
-    """
-    command = runner.command(cluster, *program, extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "there":
-            break
-    workspace = runner.folder / "job"
-    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
-    for pid in reversed(pids.values()) if all else [pids["launcher"]]:
-        os.kill(pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
-    assert not [who for who, pid in pids.items() if alive([pid])]
-    return process.returncode, heard + said, workspace
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])

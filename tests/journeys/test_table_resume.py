@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from job_runner import DOWNPOUR, Ended, JobRunner
+from killed_jobs import resumed
 from process_pool import client
 from safetensors.torch import load_file
 from test_recovery_job import survive
-from test_resume import SYNC, resumed
+from test_resume import SYNC
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
 

@@ -6,7 +6,8 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from topotrain.launch.multinode.control_connection import ControlClient
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
 from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
 from topotrain.launch.store_requests import StoreRequests, ask_over_store
+from topotrain.tools.cli import app
 
 SECRET = "5e" * 32
 
@@ -233,7 +235,9 @@ def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path) -> None:
     [
         ([], "give either the WORKSPACE of the job, or --rendezvous URL and --job ID"),
         (["w", "--job", "j1"], "give either the WORKSPACE"),
-        (["--rendezvous", "tcp://h:1"], "give either the WORKSPACE"),
+        (["w", "--rendezvous", "tcp://h:1"], "give either the WORKSPACE"),
+        (["--rendezvous", "tcp://h:1"], "give the job, too: --job ID"),
+        (["--rendezvous", "tcp://h:1?job=j1", "--job", "j2"], "--job = 'j2': is not the job of the rendezvous"),
         (["--job", "j1"], "no store: give --rendezvous URL or set TOPOTRAIN_RENDEZVOUS"),
         (["--job", "j1", "--rendezvous", "reddis://h"], "unknown kind 'reddis'"),
     ],
@@ -244,3 +248,78 @@ def test_how_a_job_may_not_be_named(words: list[str], said: str) -> None:
     done = subprocess.run(command, env=environ | {"TOPOTRAIN_TOKEN": SECRET}, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+Told = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Runs a command in this process; returns its code and what it wrote."""
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
+    monkeypatch.delenv("TOPOTRAIN_RENDEZVOUS", raising=False)
+    monkeypatch.setattr("topotrain.launch.store_requests._PATIENCE_S", 0.1)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app.main(words)
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_where_no_unit_runs_the_store_of_the_launch_leads_to_the_job(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = tmp_path / "job"
+    store = workspace / "launch" / "night" / "store"
+    (workspace / "launch" / "elsewhere").mkdir(parents=True)  # it met in another store
+    with served(store, {1: {"text": "has left"}, 2: {"text": "", "error": "is not there"}}) as (url, _):
+        assert told("leave", str(workspace), "--group", "1") == (0, "topotrain: has left\n", "")
+        assert told("leave", "--rendezvous", f"{url}?job=j1", "--group", "1") == (0, "topotrain: has left\n", "")
+        code, _, err = told("leave", str(workspace), "--group", "2")
+        assert (code, err) == (2, "topotrain: error: --group = 2: is not there\n")
+        monkeypatch.setattr("topotrain.tools.cli.elastic_commands.NOTICE_S", 0.1)
+        code, _, err = told("leave", str(workspace), "--group", "9")
+        assert code == 2 and err.startswith("topotrain: the job has not answered yet (Ctrl-C")
+        with closing(open_store(url)) as root:
+            Registry(root).add(JobRecord("j1", "ours"))
+            Registry(root).add(JobRecord("j0", "ours", started=time.time() + 9))
+            Registry(root).end("j0", "failed")  # the one that runs counts, and not the latest
+            assert told("leave", str(workspace), "--group", "1")[0] == 0
+            Registry(root).end("j1", "done")
+    code, _, err = told("leave", str(workspace), "--group", "1")
+    assert (
+        code == 2
+        and "must be the workspace of a job that runs; the last one launched there, j0, is over: failed" in err
+    )
+    code, _, err = told("leave", "--rendezvous", url, "--job", "j1", "--group", "1")
+    assert code == 2 and "--job = 'j1': must be a job that runs, and this one has ended: done" in err
+    code, _, err = told("leave", "--rendezvous", url, "--job", "j9", "--group", "1")
+    assert (code, err) == (2, f"topotrain: error: no job 'j9', known jobs: j0, j1 (store {url})\n")
+
+
+def test_a_store_that_cannot_be_that_of_the_job_is_bad_input_and_is_not_made(tmp_path: Path, told: Told) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    missing = tmp_path / "missing"
+    for url, said in (
+        (missing.as_uri(), "this directory does not exist, so no job has met there"),
+        (open_to_all.as_uri(), "must belong to this user with mode 0700"),
+        ("tcp://127.0.0.1:1", "store tcp://127.0.0.1:1 cannot be reached"),
+    ):
+        code, out, err = told("join", "--rendezvous", url, "--job", "j1", "--group", "1")
+        assert code == 2 and out == "" and said in err and err.count("\n") == 1
+    code, _, err = told("jobs", "list", "--rendezvous", missing.as_uri())
+    assert code == 2 and "this directory does not exist" in err
+    assert not missing.exists()
+    code, _, err = told("join", str(missing), "--group", "1")
+    assert code == 2 and "there is no such folder" in err
+
+
+def test_the_list_is_that_of_the_store_also_where_the_url_names_a_job(tmp_path: Path, told: Told) -> None:
+    with closing(open_store((tmp_path / "store").as_uri())) as root:
+        Registry(root).add(JobRecord("j1", "ours"))
+    code, out, _ = told("jobs", "list", "--rendezvous", (tmp_path / "store").as_uri() + "?job=j1")
+    assert code == 0 and "j1  running" in out

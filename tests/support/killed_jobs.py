@@ -1,4 +1,7 @@
-"""Jobs of which every process is killed, and that go on from their newest snapshot."""
+"""Jobs whose processes are killed or asked to end, and that go on from a snapshot.
+
+The programs print `holding` or `there` at a step, see programs/resuming.py.
+"""
 
 import json
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 
 from job_runner import Ended, JobRunner
 from process_pool import client
+from shells import alive
 
 
 def killed(
@@ -48,6 +52,29 @@ def killed(
     process.communicate(timeout=60)
     hold.unlink()
     return workspace
+
+
+def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
+    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
+
+    all: each of its processes gets it, the launcher last.
+    """
+    command = runner.command(cluster, *program, extra=extra)
+    command = [*client(runner.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
+    assert process.stdout is not None
+    heard = ""
+    for line in process.stdout:
+        heard += line
+        if line.strip() == "there":
+            break
+    workspace = runner.folder / "job"
+    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
+    for pid in reversed(pids.values()) if all else [pids["launcher"]]:
+        os.kill(pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert not [who for who, pid in pids.items() if alive([pid])]
+    return process.returncode, heard + said, workspace
 
 
 def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:

@@ -53,6 +53,25 @@ class Missing(Exception):
 
 
 @dataclass(frozen=True)
+class Started:
+    """A command in the sandbox. `pid` is its own there, `process` what led into it."""
+
+    process: "subprocess.Popen[str]"
+    pid: int
+
+    @property
+    def output(self) -> Iterator[str]:
+        """The lines of stdout and stderr, as they come."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and the output that nobody has read."""
+        said = "".join(self.output)  # not `communicate`, which misses what a reader before it had in its buffer
+        return self.process.wait(PATIENCE_S), said
+
+
+@dataclass(frozen=True)
 class Sandbox:
     """`pid` is its first process; `environ` is what those who run inside should know."""
 
@@ -78,6 +97,20 @@ class Sandbox:
         # nsenter would go to the first process's folder, that of the whole sandbox
         words = self.words(["env", f"--chdir={cwd or self.folder}", *command])
         return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
+
+    @contextmanager
+    def started(self, *command: str, cwd: Path) -> Iterator["Started"]:
+        """Run a command during the block, at whose end it is asked to end if it still runs."""
+        words = self.words(["env", f"--chdir={cwd}", "sh", "-c", 'echo $$; exec "$@"', "sh", *command])
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        environ = {**os.environ, **self.environ}
+        with subprocess.Popen(words, env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
+            pid = int(process.stdout.readline())
+            try:
+                yield Started(process, pid)
+            finally:
+                if process.poll() is None:
+                    self.run("kill", "-TERM", str(pid))
 
     def left(self, *words: str) -> str:
         """Who still runs with one of `words` in the command line, after some patience; the sandbox's forkserver is not

@@ -5,6 +5,7 @@ group have taken it. Each worker has a generator of its own, as a process has.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -83,7 +84,10 @@ class Step:
 
 @dataclass
 class Script:
-    """The user's part; `make` builds its loader, `schedule` a scheduler and when it steps ("step" or "epoch")."""
+    """The user's part; `make` builds its loader, `schedule` a scheduler and when it steps ("step" or "epoch").
+
+    ahead: so many batches more than it uses are drawn by the library whose loop it is; -1: the loop is the script's.
+    """
 
     make: Callable[[], DataLoader[Any]]
     epochs: int = 3
@@ -91,6 +95,7 @@ class Script:
     per: str = "step"
     plain_range: bool = False
     kept: Callable[[], dict[str, Any]] = dict
+    ahead: int = -1
 
 
 class RestartableClient(LoaderClient):
@@ -136,8 +141,8 @@ class RestartableClient(LoaderClient):
             body = self.run.deposits.place(self.who, part, False).copy_(part.body)
             assert self.run.deposits.handle(self.who, replace(part, body=body)) == []
 
-    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        kept = self.run.deposits._states.get(self.who)
+    def load(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        kept = self.run.deposits._states.get(self.who._replace(index=index))
         return (None, None) if kept is None else (kept.kept.get(EPOCH), kept.kept.get(SINCE))
 
 
@@ -190,7 +195,7 @@ class JobRun:
         conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
         place = SimpleNamespace(
             job=conf,
-            topology=SimpleNamespace(regroups=lambda group: True),
+            topology=SimpleNamespace(regroups=lambda group: True, workers_per_group=shape.workers),
             identity=SimpleNamespace(incarnation=self.incarnation[who.group]),
         )
         weight = torch.nn.Parameter(torch.zeros(1))
@@ -226,6 +231,8 @@ class JobRun:
         loader = here.loader = ShardedLoader(script.make(), plan, client, client)
         continuing = ScriptResume(here, worker)
         loader.resume_with(continuing)
+        if script.ahead >= 0:
+            continuing.read_ahead()
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing
         )
@@ -233,8 +240,7 @@ class JobRun:
         numbers = iter(range(script.epochs)) if script.plain_range else continuing.epochs(script.epochs)
         for epoch in numbers:
             assert script.plain_range or epoch == left.pop(0)
-            for batch in loader:
-                stream, seq, weight_, _ = client.drawn_[-1]
+            for batch, (stream, seq, weight_, _) in self._drawn(loader, client, continuing):
                 rng = (float(torch.rand(1)), random.random(), float(numpy.random.rand()))
                 rates = (optimizer.param_groups[0]["lr"], float(buffer[0]))
                 yield Step(who, epoch, flat(batch) if weight_ else [], rng, rates, (stream, seq))
@@ -249,6 +255,23 @@ class JobRun:
                 scheduler.step()
         continuing.finish()
         self.lease_server.end(who)
+
+    def _drawn(
+        self, loader: ShardedLoader, client: RestartableClient, position: ScriptResume
+    ) -> Iterator[tuple[Any, tuple[int, int, float, int]]]:
+        """The batches, each when it is used, and what was noted when it was drawn."""
+        queue: deque[tuple[Any, tuple[int, int, float, int]]] = deque()
+        batches = iter(loader)
+        while True:
+            while len(queue) <= self.script.ahead and (batch := next(batches, None)) is not None:
+                queue.append((batch, client.drawn_[-1]))
+            if self.script.ahead < 0 and (batch := next(batches, None)) is not None:
+                queue.append((batch, client.drawn_[-1]))
+            if not queue:
+                return
+            if self.script.ahead >= 0:
+                position.use()
+            yield queue.popleft()
 
     # --- all of them ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import nn
 import topotrain as tt
 from topotrain.config.job import ConfigError, Pull, Shard
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
+from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.training import context, finish_job
 from topotrain.training.parameters.prepared_objects import later_calls
@@ -178,9 +179,24 @@ def test_schedulers_of_one_class_are_told_apart_by_their_optimizers():
             (one, two)[number].step()
             decay.step()
     rates.find()
-    groups, named = rates.pack({})
-    assert [group["lr"] for group in groups] == [0.005, 0.025]
-    assert sorted(named) == ["StepLR of optimizer 0 (Adam)", "StepLR of optimizer 1 (SGD)"]
+    state = rates.pack(WorkerState(0, 0))
+    assert [group["lr"] for group in state.groups] == [0.005, 0.025]
+    assert sorted(state.schedulers) == ["StepLR of optimizer 0 (Adam)", "StepLR of optimizer 1 (SGD)"]
+
+
+def test_a_schedulers_step_that_the_script_repeats_with_its_last_batch_is_not_made_up_for():
+    for several in (False, True):
+        one, two = pair()[2:]
+        rates = OptimizerRates((one, two) if several else (one,), {}, None)
+        decay = torch.optim.lr_scheduler.StepLR(one, 1, 0.5)
+        rates.begin_pass()
+        one.step()
+        decay.step()
+        assert rates.note_steps()
+        state = rates.pack(WorkerState(0, 1))
+        assert [name[:6] for name in state.within] == ["StepLR"]
+        rates.restore(state, 2)
+        assert decay.last_epoch == (1 if several else 2)
 
 
 def test_the_plan_sees_all_models(monkeypatch):

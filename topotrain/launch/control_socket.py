@@ -31,6 +31,10 @@ LINE = 512
 _ANSWER = 1 << 16
 
 
+class NotHere(ConfigError):
+    """No launcher and no unit of a job in this workspace runs on this machine."""
+
+
 @dataclass(slots=True, eq=False)
 class _Caller(RequestClient):
     """A client of the control socket, and the request that it has sent."""
@@ -174,7 +178,8 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
     "text": …}: the new number of workers per group, and the step after which they continue.
 
     Raises:
-        ConfigError: no job runs there, or the job refuses the request.
+        NotHere: no job runs there, as far as this machine knows.
+        ConfigError: the job refuses the request.
     """
     with ExitStack() as stack:
         channel = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -183,7 +188,8 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
                 "must be the workspace of a job with a launcher or a unit on this machine; from elsewhere use "
                 "--rendezvous URL --job NAME"
             )
-            raise ConfigError("WORKSPACE", str(workspace), accepted)
+            accepted += "" if workspace.is_dir() else "; there is no such folder"
+            raise NotHere("WORKSPACE", str(workspace), accepted)
         try:
             channel.sendall(json.dumps(to_data(wish)).encode() + b"\n")
             answer = json.loads(_line(channel))

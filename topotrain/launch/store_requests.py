@@ -11,16 +11,20 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from topotrain.comm.security.secret import load_secret
-from topotrain.comm.store import Store, open_store, within
-from topotrain.comm.store.discovery.job_registry import ENDED, LOST, Registry
+from topotrain.comm.store import Store, StoreError, open_existing, within
+from topotrain.comm.store.discovery.job_registry import ENDED, LOST, RUNNING, JobRecord, Registry, UnknownJob
+from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
+from topotrain.launch.agent.workspace import STORE
 from topotrain.launch.control_socket import checked
 from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.launchers.submission import LAUNCH
 from topotrain.launch.multinode.node_info import with_job
 
 KEEP_S = 600.0
@@ -97,11 +101,21 @@ class StoreRequests:
 def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, str]) -> dict[str, Any]:
     """Send a request to a job over its store, and return its answer.
 
-    The answers are those of `control_socket.ask`. Raises ConfigError, or StoreError where the store cannot be used.
+    The answers are those of `control_socket.ask`.
+
+    Raises:
+        ConfigError: the store cannot be used, or the job refuses the request. Nothing has changed.
+        UnknownJob: the store has no such job.
+        StoreError: the store was lost while the job was to answer.
     """
-    with closing(open_store(with_job(url, ""), load_secret(environ), _PATIENCE_S)) as root:
+    with _opened(url, environ) as root:
         registry, id = Registry(root), secrets.token_hex(8)
-        _check_runs(registry, job)
+        try:
+            _check_runs(registry, job)
+        except UnknownJob as error:
+            raise UnknownJob(f"{error} (store {parse(url).text})") from None
+        except StoreError as error:
+            raise ConfigError("--rendezvous", None, str(error)) from None
         store = within(root, f"jobs/{job}")
         store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
         # Last: the job looks for the request when it sees this.
@@ -109,8 +123,9 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         try:
             return checked(wish, json.loads(_answer(store, id, registry, job)))
         finally:
-            for key in (_ANSWERS, _REQUESTS):
-                store.delete(f"{key}{id}")
+            with suppress(StoreError):  # the keys expire
+                for key in (_ANSWERS, _REQUESTS):
+                    store.delete(f"{key}{id}")
 
 
 def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:
@@ -124,9 +139,36 @@ def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:
     raise ConfigError("--job", job, f"has not answered within {KEEP_S:g} s")
 
 
+def _opened(url: str, environ: Mapping[str, str]) -> "closing[Store]":
+    """Open the whole store of a job. Raises ConfigError."""
+    try:
+        secret = load_secret(environ)
+    except StoreError as error:
+        raise ConfigError("", None, str(error)) from None
+    try:
+        return closing(open_existing(with_job(url, ""), secret, _PATIENCE_S, environ))
+    except StoreError as error:
+        raise ConfigError("--rendezvous", None, str(error)) from None
+
+
 def _check_runs(registry: Registry, job: str) -> None:
     """Raise ConfigError for a job that does not run."""
     state = registry.view(job).state
     if state in (*ENDED, LOST):
         accepted = "must be a job that runs, and this one " + ("is lost" if state == LOST else f"has ended: {state}")
         raise ConfigError("--job", job, accepted)
+
+
+def launched_job(workspace: Path) -> tuple[str, JobRecord] | None:
+    """Return the store and the entry of the last job launched in a workspace.
+
+    A job that runs comes before all others. None: `topotrain launch` has started no job there, or its units met in
+    another store than that of the launch.
+    """
+    found = []
+    for folder in workspace.glob(f"{LAUNCH}/*/{STORE}"):
+        url = folder.absolute().as_uri()
+        # Each start of a job that a launcher repeats has a name of its own there.
+        with suppress(StoreError), closing(open_existing(url)) as root:
+            found += [(url, record) for record in Registry(root).list()]
+    return max(found, key=lambda each: (each[1].state == RUNNING, each[1].started), default=None)

@@ -143,7 +143,7 @@ def everything(worker: ScriptedWorker) -> None:
         client.extension(DataClient).get_draw(0, 0)
     state = torch.arange(99, dtype=torch.uint8)
     client.extension(WorkerStateClient).save(EPOCH, state)
-    client.extension(WorkerStateClient).load()
+    client.extension(WorkerStateClient).load(0)
     tables(worker)
     for number in range(3):
         stream = 0x8000_0000 | me.group

@@ -220,7 +220,7 @@ def left_states(rng: Random) -> Event:
     return rng.choice(
         [
             *[lambda each: each.handle(who, part)] * 3,
-            lambda each: each.handle(who, WorkerStateRequest()),
+            lambda each: each.handle(who, WorkerStateRequest(rng.randrange(2))),
             lambda each: (each.snapshot_states(1), each.epoch_states()),
             lambda each: each.forget_snapshots(1),
         ]

@@ -36,7 +36,7 @@ def train(worker: ScriptedWorker) -> None:
         rng = torch.Generator().manual_seed(100 * step + worker.me.index)
         shapes = [(p.shape, getattr(torch, p.dtype)) for p in cluster.map.parameters]
         worker.step([torch.randn(shape, generator=rng, dtype=dtype) * 0.3 for shape, dtype in shapes])
-    left = client.extension(WorkerStateClient).load()[0]
+    left = client.extension(WorkerStateClient).load(worker.me.index)[0]
     assert left is not None
     worker.finish()
     if main:

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.utils.data import DataLoader
 from worker_restarts import JobRun, Past, Script, Shape
 
 import topotrain as tt
-from topotrain.compat.integrations.external_loop import tie
+from topotrain.compat.integrations.external_loop import LoopState, going_on, tie
 from topotrain.config.job import ConfigError, Job
 from topotrain.core import events
+from topotrain.extensions.resume import script_resume
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.resume.worker_state import WorkerState
@@ -55,6 +57,12 @@ def few_objects_to_search() -> Iterator[None]:
 def abandoned_loaders_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of a loader that a death has abandoned is waited for when it is collected: five seconds each."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+@pytest.fixture
+def snapshots_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs of `worker_restarts` have no servers that would be asked."""
+    monkeypatch.setattr(script_resume, "takes_snapshots", lambda job, topology: True)
 
 
 def shuffled(n: int = 23, size: int = 4, **more: Any) -> DataLoader[Any]:
@@ -158,6 +166,91 @@ def test_rates_and_what_is_kept_come_back(per):
     assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(plain.seen) == len(run.seen)
 
 
+@pytest.mark.parametrize("size", [4, 23])
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_the_schedulers(per, size):
+    """Else the workers of a group would disagree about it, since the others may have saved theirs."""
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    script = Script(partial(shuffled, size=size), 3 if size == 4 else 6, schedule, per)
+    plain = JobRun(NATURAL, script)
+    plain.run()
+    expected = [step.rates[0] for step in plain.seen]
+    for steps in range(1, len(expected)):
+        run = JobRun(NATURAL, script)
+        run.run(steps)  # the scheduler's step would follow
+        run.restart(0)
+        run.run()
+        found = [step.rates[0] for step in run.seen]
+        # At the first step it is not known yet that the scheduler steps with each: it is one step behind.
+        behind = per == "step" and steps == 1
+        assert found == ([expected[0], *expected[:-1]] if behind else expected), steps
+
+
+@pytest.mark.parametrize("ahead", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_workers_agree_about_the_rate_where_one_has_asked_for_the_second_batch(per, ahead):
+    """The other one learns from its state what the scheduler does."""
+    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    script = Script(shuffled, 2, schedule, per)
+    plain = JobRun(NATURAL, script)
+    plain.run()
+    expected = [step.rates[0] for step in plain.seen]
+    run = JobRun(Shape(2), script)
+    run.run(1)
+    for who in run.lease_server.workers:
+        if who.index in ahead:
+            run._advance(who)
+    run.restart(0)
+    run.run()
+    for who in run.lease_server.workers:
+        found = [step.rates[0] for step in run.seen if step.who == who]
+        assert found == ([expected[0], *expected[:-1]] if per == "step" and not ahead else expected), who
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_loop_that_reads_ahead_comes_back_and_uses_every_batch_once(snapshots_are_taken, ahead):
+    shape = Shape(2, 2, "static")
+    run = JobRun(shape, Script(partial(shuffled, 103, 3), epochs=2, ahead=ahead))
+    for times in (1, 4, 7, 9):
+        run.run(times)
+        run.restart(times % 2)
+    run.run()
+    for epoch in (0, 1):
+        assert sorted(run.samples(epoch)) == list(range(103))
+
+
+LEFT = [Shape(), Shape(2, 1, "broadcast", True), Shape(1, 3, "static"), Shape(2, 2, "static", True)]
+
+
+@pytest.mark.parametrize("shape", LEFT)
+def test_how_many_batches_of_a_pass_are_left_is_known_before_they_are_read(shape):
+    script = Script(partial(shuffled, 103, 3), epochs=2)
+    run = JobRun(shape, script)
+    who = run.lease_server.workers[0]
+
+    run.run(4 * shape.groups)
+    run.restart(0)
+    run._advance(who)  # its process begins
+    told = run.worlds[who].continuing.batches_left(0)
+    applied = sum(step.who == who for step in run.seen)
+    assert told == len(run.worlds[who].loader) - applied and applied
+
+    run = JobRun(shape, script)
+    run.run(3 * shape.groups)
+    for group in range(shape.groups):
+        run.step(group, snapshot=1)
+    done = run.positions()
+    run.run(shape.groups)
+    past = Past(run.snapshot(1).blobs, done)
+    for other in (shape, Shape(1, 2, "static")):
+        run = JobRun(other, script, past)
+        run._advance(who)  # its process begins
+        left = run.worlds[who].continuing.batches_left(0)
+        again = JobRun(other, script, past)
+        again.run()
+        assert left == sum(step.who == who and step.epoch == 0 for step in again.seen) > 0
+
+
 # --- a job is continued ----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +322,24 @@ def test_augmented_samples_are_the_same_when_a_job_is_continued(processes):
     later = JobRun(NATURAL, script, Past(run.snapshot(4).blobs, done))
     later.run()
     assert told(later) == told(plain)[10:]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_loop_that_reads_ahead_goes_on_with_the_same_random_numbers(snapshots_are_taken, processes, ahead):
+    """Its dataset draws them for later batches before the model draws those of an earlier one."""
+    script = Script(lambda: DataLoader(Noisy(20), 3, shuffle=True, num_workers=processes), 2, ahead=ahead)
+    plain = JobRun(NATURAL, script)
+    plain.run()
+    for steps in (9,) if processes else (2, 5, 6, 7, 9, 12):
+        run = JobRun(NATURAL, script)
+        run.run(steps)
+        run.step(0, snapshot=4)
+        done = run.positions()
+        run.run(1)
+        later = JobRun(NATURAL, script, Past(run.snapshot(4).blobs, done))
+        later.run()
+        assert told(later) == told(plain)[steps + 1 :], steps
 
 
 def test_what_others_have_read_is_left_out_and_not_loaded_again_by_a_loader_with_processes():
@@ -404,11 +515,37 @@ def test_keep_takes_what_has_a_state_under_one_name_each(job):
         tt.keep(average=Average())
 
 
-def test_a_loop_of_another_library_does_not_come_back(job):
+class Counted(LoopState):
+    """The state of a library's loop."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+def test_the_state_of_another_librarys_loop_comes_back(job):
+    left = WorkerState(2, 7, kept={"loop of the library": pack({"count": 5}, {})}, groups=[{"lr": 0.1}])
+    here = job(Past({(0, 0): left.to_bytes()}, {2: ((0, 2),)}), on_failure="kContinue")
+    model, state = mlp(), Counted()
+    share, _ = tie(model, sgd(model), loader(), counted=True, state=state)
+    position = going_on()
+    assert state.restored == {"count": 5} and position is not None
+    assert (position.first, position.steps, position.batches_left(2), len(share)) == (2, 7, 3, 5)
+    assert not here.heard(events.Unrepeatable)
+
+
+@pytest.mark.parametrize("why", ["", "this version resumes in another way"])
+def test_a_loop_that_counts_batches_does_not_come_back_where_they_have_no_number(job, why):
+    model, batches = mlp(), loader() if why else DataLoader(Stream(40), 8)
+    here = job()
+    here.context.place = replace(here.context.place, identity=replace(here.context.place.identity, incarnation=0))
+    tie(model, sgd(model), batches, counted=True, unrepeatable=why)
+    assert here.heard(events.Unrepeatable)[0].text == why or "the loader has no length" in here.told[0].text
+    assert here.context.continuing is None
     job()  # its worker is of a later incarnation
-    model = mlp()
-    with pytest.raises(ConfigError, match=r"restart.*the library's loop has a state of its own"):
-        tie(model, sgd(model), loader())
+    with pytest.raises(ConfigError, match=r"restart.*must not happen here: (this version|the library's loop counts)"):
+        tie(model, sgd(model), batches, counted=True, unrepeatable=why)
 
 
 def test_a_trainer_goes_on_with_the_step_that_is_next(job):
@@ -452,11 +589,18 @@ def test_schedulers_of_one_class_need_names():
         optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [2]
     )
     rates.find()
-    assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
+    assert (
+        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR"}
+        and len(told) == 1
+        and "several LR schedulers StepLR" in told[0]
+    )
     kept |= {"first": ones[0], "second": ones[1]}
     rates = OptimizerRates((optimizer,), kept, told)
     rates.find()
-    assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
+    assert (
+        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR", "tt.keep first", "tt.keep second"}
+        and len(told) == 1
+    )
     mark = rates.mark()
     ones[1].step()
     assert rates.mark() != mark and whole is not None

@@ -24,10 +24,10 @@ def leave(book: WorkerStateStore, who: Address, number: int, data: torch.Tensor,
         assert book.handle(who, replace(message, body=body)) == []
 
 
-def told(book: WorkerStateStore, who: Address) -> dict[int, list[int] | None]:
+def told(book: WorkerStateStore, who: Address, index: int | None = None) -> dict[int, list[int] | None]:
     found: dict[int, list[int] | None] = {}
     arrivals = {EPOCH: worker_state_store.PartialState(), SINCE: worker_state_store.PartialState()}
-    for to, reply in book.handle(who, WorkerStateRequest()):
+    for to, reply in book.handle(who, WorkerStateRequest(who.index if index is None else index)):
         assert to == who and isinstance(reply, WorkerStatePart) and decode(*encode(reply)) == reply
         if not reply.parts:
             found[reply.number] = None
@@ -49,6 +49,8 @@ def test_the_newest_whole_deposit_is_sent_to_its_worker():
     leave(book, ME, SINCE, blob(1, 2))
     assert told(book, ME) == {EPOCH: list(range(10)), SINCE: [1, 2]}
     assert told(book, OTHER) == {EPOCH: [7], SINCE: None}
+    assert told(book, Address(Role.WORKER, 0, 0), 1) == told(book, ME)  # another worker of the group
+    assert told(book, OTHER, 1) == {EPOCH: None, SINCE: None}  # of its own group
     leave(book, ME, EPOCH, blob(*range(20, 32)), parts=2)  # it died meanwhile
     assert told(book, ME) == {EPOCH: list(range(10)), SINCE: [1, 2]}
     leave(book, ME, EPOCH, blob(*range(5)))

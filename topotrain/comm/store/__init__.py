@@ -13,7 +13,7 @@ from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import PATIENCE, PrefixStore, Store, within
 from topotrain.comm.store.store_url import StoreUrl, parse
 
-__all__ = ["StoreService", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
+__all__ = ["StoreService", "Store", "StoreError", "host_store", "open_existing", "open_store", "serve_store", "within"]
 
 
 class StoreService(Protocol):
@@ -55,6 +55,20 @@ def open_store(
     else:
         inner = _open(address, secret, patience, environ)
     return PrefixStore(inner, f"jobs/{address.job}", owner=True) if address.job else inner
+
+
+def open_existing(
+    url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
+) -> Store:
+    """Open a store that other processes use; do not make its directory.
+
+    Raises:
+        StoreError: as `open_store`, or the directory does not exist.
+    """
+    address = parse(url)
+    if address.scheme == "file" and not os.path.isdir(address.path):
+        raise address.fail("this directory does not exist, so no job has met there")
+    return open_store(url, secret, patience, environ)
 
 
 def serve_store(host: str, port: int, secret: bytes) -> StoreService:

@@ -51,6 +51,10 @@ class PlacedAccelerator(accelerate.Accelerator):
         return api.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
+_REGISTERED = "register_for_checkpointing"
+_SKIPS = "must be left out: the loader of a job that goes on leaves out the batches that count already"
+
+
 class Accelerator(PlacedAccelerator):
     """`accelerate.Accelerator`; in a job `prepare` ties its arguments to the job."""
 
@@ -81,14 +85,31 @@ class Accelerator(PlacedAccelerator):
             found[at] = ForwardingLoader(found[at], divide(model, optimizer, found[at]))
         return tuple(found) if isinstance(made, tuple) else found[0]
 
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Register as accelerate; in a job, also as objects of `tt.keep`."""
+        super().register_for_checkpointing(*objects)
+        here = process.current()
+        if here is None:
+            return
+        for thing in objects:
+            # By their order, also where the script has several Accelerators. No name of `tt.keep` has a space.
+            api.keep(**{f"{_REGISTERED} {sum(name.startswith(_REGISTERED) for name in here.kept)}": thing})
 
-def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> external_loop.ExternalAccounting:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Skip as accelerate. Raises ConfigError for the training loader of a job."""
+        if isinstance(dataloader, ForwardingLoader):
+            external_loop.refuse("skip_first_batches", num_batches, _SKIPS)
+            return dataloader
+        return super().skip_first_batches(dataloader, num_batches)
+
+
+def divide(model: nn.Module, optimizer: Any, loader: Any, **how: Any) -> external_loop.ExternalAccounting:
     """Tie objects that accelerate has prepared to the job, see `external_loop.tie`.
 
-    From here on `loader` gives this worker's share.
+    From here on `loader` gives this worker's share. how: as for `tie`.
     """
     # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
-    loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, counted)
+    loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, **how)
     return handing
 
 
@@ -99,6 +120,9 @@ class ForwardingLoader:
         self._loader, self._handing = loader, handing
 
     def __iter__(self) -> Iterator[Any]:
+        if external_loop.going_on() is not None:
+            # accelerate counts the passes of this process, of which there are fewer.
+            self._loader.set_epoch(self._loader.base_dataloader.passes)
         for batch in self._loader:
             self._handing.hand_on()
             yield batch

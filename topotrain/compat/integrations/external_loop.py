@@ -2,9 +2,14 @@
 
 The library sees one ordinary process. A batch counts for a step when it is given to the model, not when the library has
 drawn it: many libraries draw one batch more than they use, to know which is the last.
+
+In a fresh process the script runs again from its first line, and the library's loop goes on by the library's own means
+of resuming. Its state is saved with that of the script (`LoopState`). How far the loop has come is known from the
+servers: a step that was applied counts, also if the process died right after it.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from operator import length_hint
 from typing import Any
@@ -17,6 +22,7 @@ from topotrain.core.events import Unrepeatable
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_stats import BatchAccounting
 
@@ -41,13 +47,34 @@ def missing(library: str, extra: str) -> ImportError:
     return ImportError(f"{library} is not installed: pip install 'topotrain[{extra}]'")
 
 
-class ExternalAccounting(BatchAccounting):
-    """The accounting of a loader with read-ahead: draws are noted when used."""
+class LoopState(ABC):
+    """The state of a library's loop, saved as that of an object of `tt.keep`."""
 
-    def __init__(self, ledger: BatchAccounting) -> None:
-        self._ledger = ledger
+    def __init__(self) -> None:
+        self.restored: dict[str, Any] | None = None
+        """The state that an earlier process has saved."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loop, between two steps: numbers, texts, lists, dicts, tensors."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state for the moment at which the library takes it."""
+        self.restored = state
+
+
+class ExternalAccounting(BatchAccounting):
+    """The accounting of a loader with read-ahead: draws are noted when used.
+
+    position: that of the script. None: the loop does not go on in a fresh process.
+    """
+
+    def __init__(self, ledger: BatchAccounting, position: ScriptPosition | None = None) -> None:
+        self._ledger, self._position = ledger, position
         # Batches that the library has read ahead, oldest first.
         self._drawn: deque[tuple[int, int, float, int, int]] = deque()
+        # So many of them were announced by `begin_step`.
+        self._begun = 0
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         self._drawn.append((stream, seq, weight, samples, made))
@@ -55,27 +82,54 @@ class ExternalAccounting(BatchAccounting):
     def left_early(self, epoch: int, batches: int) -> None:
         # The library has drawn these and never used them, so they must not count for the next step.
         self._drawn.clear()
+        self._begun = 0
         self._ledger.left_early(epoch, batches)
 
     def lost(self, stream: int, batches: int) -> None:
         self._ledger.lost(stream, batches)
 
+    def begin_step(self, batches: int) -> None:
+        """The library begins a step with so many of the drawn batches.
+
+        It has done nothing for this step yet. The state of the script is saved here, if it has to be. Without this
+        call it is saved when a batch is handed on.
+        """
+        if self._position is not None:
+            self._begun += batches
+            for _ in range(batches):
+                self._position.use()
+
     def hand_on(self) -> float:
         """Note that a drawn batch goes to the model. Returns its weight (0: a spare one)."""
         if not self._drawn:
             return 0.0
+        if self._begun:
+            self._begun -= 1
+        elif self._position is not None:
+            self._position.use()
         stream, seq, weight, samples, made = self._drawn.popleft()
         self._ledger.drawn(stream, seq, weight, samples, made)
         return weight
 
 
-def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = False) -> tuple[Any, ExternalAccounting]:
+def tie(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    counted: bool = False,
+    state: LoopState | None = None,
+    unrepeatable: str = "",
+    ahead: bool = True,
+) -> tuple[Any, ExternalAccounting]:
     """Prepare for a library that reads ahead; return its loader and accounting.
 
     This is `topotrain.prepare`, and works only in a job.
 
     Args:
         counted: the library takes `len(loader)` as the length of an epoch, and validates, or ends, by it.
+        state: that of the library's loop. None: the loop is the script's own.
+        unrepeatable: why the loop cannot go on in a fresh process. "": it can.
+        ahead: the library draws batches before it begins the step that uses them.
 
     Raises:
         ConfigError: as `prepare`, and with `counted` for leases, and for a group without a batch.
@@ -88,22 +142,57 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
         raise ConfigError("shard", Shard.kLease.value, accepted)
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
-    if here.resumed is not None or here.place.identity.incarnation:
-        accepted = "must not happen here: the library's loop has a state of its own, and would start from the beginning"
-        raise ConfigError("restart", str(here.me), accepted)
-    # After a death the launcher ends the job with this text instead of a restart.
-    here.emit(Unrepeatable(str(here.me), "the loop is another library's, and its state cannot be restored", job=True))
+    if counted and length_hint(loader, -1) < 0:
+        unrepeatable = "the library's loop counts batches, and the loader has no length"
+    if unrepeatable and is_restarted(here):
+        raise ConfigError("restart", str(here.me), f"must not happen here: {unrepeatable}")
+    if unrepeatable:
+        # After a death the launcher ends the job with this text instead of a restart.
+        here.emit(Unrepeatable(str(here.me), unrepeatable, job=True))
     here.count_by_length(counted)
+    if state is not None:
+        # The name cannot be one of `tt.keep`, which are Python names without a space.
+        here.kept["loop of the library"] = state
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
-    # `prepare` has set a position. The library's loop cannot go on from one.
-    here.resume_at(None)
+    position = None if unrepeatable else here.continuing
+    if position is None:
+        # `prepare` may have set a position. This loop cannot go on from one.
+        here.resume_at(None)
+    elif ahead:
+        position.read_ahead()
     # A stream may have no length, and then this is not known.
     if counted and length_hint(share, 1) == 0:
         raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
-    accounting = ExternalAccounting(share.accounting)
+    accounting = ExternalAccounting(share.accounting, position if ahead else None)
     share.account_to(accounting)
     return share, accounting
+
+
+def is_restarted(here: process.Context) -> bool:
+    """Whether this process goes on where an earlier one has ended."""
+    return here.resumed is not None or here.place.identity.incarnation > 0
+
+
+def going_on() -> ScriptPosition | None:
+    """The position at which the loop of this process goes on. None: it begins."""
+    here = process.current()
+    return here.continuing if here is not None and is_restarted(here) else None
+
+
+def keeps_its_batches() -> bool:
+    """Whether this worker reads the rest of what an earlier process had to read.
+
+    Where a job with several groups starts again, what is left of an epoch is divided among the groups anew.
+    """
+    here = process.current()
+    return here is None or here.resumed is None or here.place.topology.worker_groups == 1
+
+
+def steps_so_far() -> int:
+    """The steps of this worker, in this process and in earlier ones."""
+    here = process.current()
+    return 0 if here is None or here.worker is None else here.worker.tally.steps
 
 
 def refuse(field: str, value: object, accepted: str) -> None:

@@ -7,7 +7,9 @@ the plain strategy for one device. Only scripts import this file; it needs the e
 `pytorch_lightning` and with `lightning`: the one that the script has imported, else the one that is installed.
 """
 
+import signal
 import sys
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from topotrain.compat.integrations import external_loop
+from topotrain.compat.integrations.fit_resume import FitState, RestOfEpoch
 from topotrain.config.job import ConfigError, Grads
 from topotrain.training import api
 from topotrain.training import context as process
@@ -23,6 +26,8 @@ from topotrain.training import context as process
 # Before Lightning can choose its environment by these variables.
 external_loop.hide_launcher()
 
+# Older releases have no `on_iteration_done`, and other counters.
+_OLD = "this version of Lightning resumes in another way"
 _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
 
@@ -60,6 +65,14 @@ class TopotrainStrategy(SingleDeviceStrategy):
         # Lightning's `rank_zero_only` reads its own attribute, and not the strategy's.
         self.global_rank = self.local_rank = rank_zero_only.rank = api.rank()
         self._handing: external_loop.ExternalAccounting | None = None
+        # Set in a process that goes on in an epoch of which all batches are trained, until that epoch is over.
+        self._finished: RestOfEpoch | None = None
+        # The handler of SIGTERM before Lightning's.
+        self._sigterm: Any = signal.SIG_DFL
+
+    def setup_environment(self) -> None:
+        self._sigterm = signal.getsignal(signal.SIGTERM)
+        super().setup_environment()
 
     @property
     def is_global_zero(self) -> bool:
@@ -73,12 +86,39 @@ class TopotrainStrategy(SingleDeviceStrategy):
             return dataloader
         if self._handing is not None:
             # Only set when the training loaders are complete: before that, this is a second training loader.
-            if trainer.fit_loop._combined_loader is None:
+            if trainer.train_dataloader is None:
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
         self._check(trainer, dataloader)
-        share, self._handing = external_loop.tie(self.model, self.optimizers[0], dataloader, counted=True)
-        return share
+        # Lightning would end this process after its batch. The launcher decides: a last snapshot comes first.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._sigterm)
+        state = FitState(trainer)
+        model, optimizer = self.model, self.optimizers[0]
+        # Lightning reads no batch ahead of a loader with a length.
+        how: dict[str, Any] = {"counted": True, "state": state, "ahead": False}
+        old = "" if hasattr(trainer.fit_loop, "on_iteration_done") else _OLD
+        share, self._handing = external_loop.tie(model, optimizer, dataloader, unrepeatable=old, **how)
+        position = external_loop.going_on()
+        if position is None:
+            return share
+        rest = RestOfEpoch(share, trainer, position)
+        done, left = rest.done(position.first), rest.left(position.first)
+        state.restore(position, done, left)
+        self._finished = rest if done and not left else None
+        return rest
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._finished is not None:
+            self._finished.finish()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._finished is not None:
+            # The validation that was interrupted is over, and the epoch ends as any other.
+            self._finished = None
+            self.lightning_module.trainer.fit_loop.on_iteration_done()
 
     def _check(self, trainer: Any, loader: object) -> None:
         here = process.current()

@@ -7,6 +7,10 @@ worker logs and saves. In an ordinary process this is the plain `transformers.Tr
 it needs the extra `transformers`.
 """
 
+from dataclasses import replace
+from operator import length_hint
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from topotrain.compat.integrations import accelerate, external_loop
+from topotrain.compat.integrations.trainer_resume import PartialEpoch, TrainerLoop
 from topotrain.config.job import ConfigError
 from topotrain.training import api
 from topotrain.training import context as process
@@ -21,21 +26,32 @@ from topotrain.training.worker_extension import WorkerExtension
 
 try:
     import transformers
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 except ImportError as error:
     raise external_loop.missing("transformers", "transformers") from error
 
-_RESUME = "must be left out: continuing a job is not built"
+_RESUME = "must be left out: a job goes on from its own snapshots, with `topotrain run --resume WORKSPACE`"
+_SKIP = "must be false: the batches that count are skipped when a job goes on"
 _TOO_SMALL = "a batch has fewer samples than the group has workers: with accumulation drop the last, or make it larger"
+# The Trainer's methods in which it resumes, and which are overridden below. Older releases do not have them.
+_RESUMES = ("_init_training_state", "_run_epoch", "_load_callback_state")
+_OLD = "this version of transformers resumes in another way"
 _BEST = "must be false: the job's result is the servers' values at its end"
 
 
 class Trainer(transformers.Trainer):
     """`transformers.Trainer`, with the same arguments.
 
-    In a job it raises ConfigError for resuming, and for loading the best model at the end.
+    In a job it raises ConfigError for the Trainer's own resuming, and for loading the best model at the end.
     """
 
+    # Set by transformers, and assigned below, too.
+    state: TrainerState
+    control: TrainerControl
+
     _handing: external_loop.ExternalAccounting | None = None
+    _loop: TrainerLoop | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -46,6 +62,7 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers. Raises ConfigError for settings that fail in a job."""
         external_loop.refuse("resume_from_checkpoint", resume_from_checkpoint, _RESUME)
+        external_loop.refuse("ignore_data_skip", self.args.ignore_data_skip, _SKIP)
         external_loop.refuse("load_best_model_at_end", self.args.load_best_model_at_end, _BEST)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -56,13 +73,107 @@ class Trainer(transformers.Trainer):
             # Wrapped before it is tied: wrapping sends the state through load_state_dict.
             self.optimizer = self.accelerator.prepare(self.create_optimizer())
             # Before the schedule is made, since a group's epoch may have fewer steps.
-            self._handing = accelerate.divide(self.model, self.optimizer, loader, counted=True)
+            self._loop = TrainerLoop(self)
+            old = "" if all(hasattr(transformers.Trainer, name) for name in _RESUMES) else _OLD
+            how = {"counted": True, "state": self._loop, "unrepeatable": old}
+            self._handing = accelerate.divide(self.model, self.optimizer, loader, **how)
+            self._loop.count(length_hint(loader.base_dataloader))
+            position = external_loop.going_on()
+            if position is not None:
+                loader.base_dataloader.skip_to(position.first)
         return loader
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Take the state of the earlier process, as from a checkpoint."""
+        position = external_loop.going_on()
+        numbers = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        if self._loop is None or position is None:
+            begun: tuple[int, int] = super()._init_training_state(*numbers, checkpoint, trial)
+            return begun
+        text = self._loop.trainer_state(position, num_update_steps_per_epoch)
+        if not text:
+            super()._init_training_state(*numbers, None, trial)
+        else:
+            with TemporaryDirectory(prefix="topotrain-") as folder:
+                Path(folder, TRAINER_STATE_NAME).write_text(text)
+                super()._init_training_state(*numbers, folder, trial)
+        # Batches are skipped by epoch, in `_run_epoch`: those of the next epoch may be applied in part, too.
+        return position.first, 0
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks.
+
+        After a death this is done also where the arguments do not ask for it.
+        """
+        if external_loop.going_on() is None:
+            super()._load_callback_state()
+            return
+        saved = {
+            name: iter(states if isinstance(states, list) else [states])
+            for name, states in self.state.stateful_callbacks.items()
+        }
+        for callback in self._stateful():
+            state = next(saved.get(type(callback).__name__, iter(())), None)
+            if state is None:
+                continue
+            if callback is self.control:
+                self.control = TrainerControl(**state["args"])
+            # In place, other than the Trainer: the script may hold the object.
+            for name, value in state["attributes"].items():
+                setattr(callback, name, value)
+
+    def _stateful(self) -> list[Any]:
+        callbacks = (*self.callback_handler.callbacks, self.control)
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+    def full_state(self) -> TrainerState:
+        """The Trainer's state and those of its callbacks, as in its checkpoints."""
+        return replace(self.state, stateful_callbacks=self._stateful())
+
+    def _run_epoch(self, **how: Any) -> None:
+        """Run an epoch; of one that was under way, the batches that are left."""
+        position, here = external_loop.going_on(), process.current()
+        if self._loop is not None and position is not None and here is not None:
+            epoch, loader = how["epoch"], how["train_dataloader"]
+            self._loop.epoch_begins()
+            done, left = self._loop.done(position, epoch), position.batches_left(epoch)
+            if left and self.state.global_step >= self.state.max_steps:
+                # The Trainer looks behind a step only, and the last one was made by the earlier process.
+                self.control = replace(self.control, should_training_stop=True)
+                return
+            if epoch > position.first:
+                step = self.state.global_step + self._loop.steps(done)
+                self.state = replace(self.state, global_step=step)
+            if done and not left:
+                # The pass is over for this worker. It is opened all the same, which restores the schedule.
+                for _ in loader.base_dataloader:
+                    raise RuntimeError(f"epoch {epoch} has a batch that was applied before")
+                self._loop.align_schedule()
+            if done:
+                how |= {
+                    "train_dataloader": PartialEpoch(loader, epoch, done, left),
+                    "epochs_trained": epoch,
+                    "steps_trained_in_current_epoch": done,
+                    # A folder without files of the Trainer: the job restores what they would hold.
+                    "resume_from_checkpoint": str(here.workspace),
+                }
+        super()._run_epoch(**how)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the batches of a step. A state of the job is one between two steps."""
+        drawn = super().get_batch_samples(*args, **kwargs)
+        if self._handing is not None:
+            self._handing.begin_step(len(drawn[0]))
+        return drawn
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take a step as transformers."""
         if self._handing is not None:
             counted = self._handing.hand_on()
+            assert self._loop is not None
+            self._loop.align_schedule()
             # A loss that is a sum over items counts by this worker's number of items.
             if num_items_in_batch is not None and counted:
                 api.weight(float(num_items_in_batch))

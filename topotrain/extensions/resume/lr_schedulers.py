@@ -3,15 +3,21 @@
 The script does not hand over its schedulers, so they are found by their references to an optimizer. Two schedulers of
 one class over one optimizer, or one with state that is not plain data, are left out with a notice. For these the script
 calls `tt.keep`.
+
+A process may die between a step and the scheduler's. A scheduler that had stepped with each step, within a pass, is
+then one behind the servers, and steps once more when it is restored. Behind the first step of all, only the other
+workers of the group may know that it steps with each (`previous_run`). With several optimizers the script repeats its
+last batch, and with it the scheduler's step.
 """
 
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Notifier
@@ -34,6 +40,9 @@ class OptimizerRates:
         self._all: list[Any] = []
         self._named: dict[str, Any] = {}
         self._seen: tuple[list[object], tuple[object, ...]] | None = None
+        # Names of schedulers that have stepped within a pass.
+        self._within: set[str] = set()
+        self._noted: tuple[object, ...] = ()
 
     def find(self) -> None:
         """Search for schedulers at the begin of an epoch, if there may be new ones."""
@@ -89,12 +98,31 @@ class OptimizerRates:
             self._notified.add(text)
             self._notifier.notify(text)
 
+    def begin_pass(self) -> None:
+        """A pass begins: search, and forget the steps of schedulers since the pass before."""
+        self.find()
+        self._noted = self.mark()
+
+    def note_steps(self) -> bool:
+        """Note which schedulers have stepped since the last call, within the pass.
+
+        Returns:
+            whether one has.
+        """
+        before, self._noted = self._noted, self.mark()
+        if before == self._noted:
+            return False
+        stepped = {id(one) for one, was, now in zip(self._all, before, self._noted, strict=True) if was != now}
+        self._within |= {name for name, one in self._named.items() if id(one) in stepped}
+        return True
+
     def mark(self) -> tuple[object, ...]:
         """Return a value that changes with every step of a scheduler."""
         return tuple((one.last_epoch, getattr(one, "_step_count", 0)) for one in self._all)
 
-    def pack(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return groups and schedulers as in `WorkerState`."""
+    def pack(self, state: WorkerState) -> WorkerState:
+        """Return the state with groups and schedulers."""
+        tensors = state.tensors
         groups = []
         for group in self._groups():
             pairs = {}
@@ -112,10 +140,14 @@ class OptimizerRates:
                 schedulers[name] = pack(one.state_dict(), tensors)
             except UnserializableState as error:
                 self._notify_once(f"the LR scheduler {name} holds {error}: it is not there after a restart")
-        return groups, schedulers
+        return replace(state, groups=groups, schedulers=schedulers, within=sorted(self._within))
 
-    def restore(self, state: WorkerState) -> None:
-        """Restore groups and schedulers. Raises ConfigError for another optimizer."""
+    def restore(self, state: WorkerState, steps: int) -> None:
+        """Restore groups and schedulers, after `steps` steps.
+
+        Raises:
+            ConfigError: the state is that of another optimizer.
+        """
         groups = self._groups()
         if len(groups) != len(state.groups):
             raise ConfigError("optimizer.param_groups", len(groups), f"must be {len(state.groups)}, as before")
@@ -135,3 +167,20 @@ class OptimizerRates:
             if not isinstance(packed, dict):
                 raise ConfigError("optimizer.param_groups", repr(packed)[:80], "must be packed groups")
             group.update({str(name): unpack(value, state.tensors) for name, value in packed.items()})
+        self._within = {str(name) for name in state.within}
+        if steps == state.steps + 1 and len(self._optimizers) == 1:
+            self._catch_up(state.steps)
+
+    def _catch_up(self, steps: int) -> None:
+        """The process died after a step, perhaps before the scheduler's. Make up for it.
+
+        Otherwise the workers of a group would disagree about the rate.
+        """
+        for name, one in self._named.items():
+            # Only schedulers that have stepped with each of the steps so far. One that steps after each epoch has as
+            # many steps where an epoch is one batch.
+            if name in self._within and one.last_epoch == steps and not isinstance(one, ReduceLROnPlateau):
+                with warnings.catch_warnings():
+                    # PyTorch warns where the first step of the optimizer was made by another process.
+                    warnings.simplefilter("ignore")
+                    one.step()

@@ -1,6 +1,6 @@
 """The earlier processes of a worker, in this run of the job or in an earlier one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -108,16 +108,32 @@ def find(here: Context, worker: Worker) -> PreviousRun:
         taken = worker.client.extension(DataClient).applied(-1)
         # The servers count commits, and each is `n_push` calls of `optimizer.step()`.
         steps += taken * here.place.job.cluster.n_push
-        left, since = worker.client.extension(WorkerStateClient).load()
+        left, since = worker.client.extension(WorkerStateClient).load(here.me.index)
         # A state of this run is newer than the snapshot's.
         if left is not None:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes
             later = None if since is None else WorkerState.from_bytes(_bytes(since))
+        # The process died behind its first step, and does not know whether the scheduler would have stepped with it.
+        if before is not None and later is None and before.schedulers and steps == 1:
+            before = replace(before, within=_stepped_within(here, worker))
         # A state is saved when the script asks for a batch. A step after that may be one of several with the batch.
         saved = later or before
         unfinished = len(worker.optimizers) > 1 and (saved is None or saved.steps < steps)
     return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main)
+
+
+def _stepped_within(here: Context, worker: Worker) -> list[str]:
+    """Schedulers that have stepped within a pass, as the rest of the group knows.
+
+    The other workers' script is the same, and some of them may have asked for the next batch.
+    """
+    found: set[str] = set()
+    for index in range(here.place.topology.workers_per_group):
+        if index != here.me.index:
+            states = worker.client.extension(WorkerStateClient).load(index)
+            found.update(*(WorkerState.from_bytes(_bytes(blob)).within for blob in states if blob is not None))
+    return sorted(found)
 
 
 def _read(past: Manifest, group: int, index: int) -> WorkerState:

@@ -8,7 +8,7 @@ else is known only to the worker (`worker_state`).
   number generators at the begin of the pass that was under way.
 * Passes that were over are empty. Batches that are applied are left out by the data loader, not here.
 * Work of the script between its last save and its death is done again. One thing is not known: a scheduler's last
-  step, if it came after the last request of a batch.
+  step, if it came after the last request of a batch. Where the scheduler steps with each step, `lr_schedulers` knows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,10 @@ from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.leave import GroupLeaving
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.previous_run import find
-from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.extensions.resume.read_ahead import ReadAhead
+from topotrain.extensions.resume.state_capture import StateCapture
+from topotrain.extensions.resume.state_serialization import unpack
 from topotrain.extensions.resume.worker_state import WorkerState
-from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE
 from topotrain.training.context import Context
 from topotrain.training.data.data_client import DataClient
@@ -53,10 +54,13 @@ class ScriptResume(ScriptPosition):
     def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
         self._rates = OptimizerRates(worker.optimizers, here.kept, EventNotifier(here, str(here.me)))
+        self._capture = StateCapture(here, worker, self._rates)
         self._saves = _saves(here)
         # A lazy step is known to be applied only in the next one. Of several optimizers the servers freeze behind the
         # last step with a batch, which is known when the next batch is asked for.
         self._lazy = worker.lazy and len(worker.optimizers) == 1
+        # Set for a loop that draws batches before it uses them.
+        self._ahead: ReadAhead | None = None
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
@@ -66,11 +70,11 @@ class ScriptResume(ScriptPosition):
         self._at = WorkerState(self._earlier.first, self._earlier.steps)
         # The script has not got the first batch of the pass.
         self._begins = False
-        # Generators before the requested batch.
+        # Generators before the requested batch, and before those that the loop has read ahead of it.
         self._now: Stand = {}
+        self._read: Stand = {}
         # Generators at the saved position of the earlier process.
         self._moment: Stand = {}
-        self._marked: tuple[object, ...] = ()
         self._latest: WorkerState | None = None
         self._latest_step = -1
         worker.tally.continue_from(self._earlier.steps)
@@ -86,6 +90,13 @@ class ScriptResume(ScriptPosition):
     def steps(self) -> int:
         """Steps that this worker had taken before this process began."""
         return self._earlier.steps
+
+    def batches_left(self, epoch: int) -> int:
+        """Batches that this worker's group has not yet had applied, of those of a pass."""
+        earlier, loader = self._earlier, self._here.loader
+        assert loader is not None
+        done = () if earlier.past is None else earlier.past.runs(epoch)
+        return loader.remaining(epoch, done, earlier.returned and epoch == earlier.first)
 
     @property
     def first(self) -> int:
@@ -126,18 +137,22 @@ class ScriptResume(ScriptPosition):
         earlier, condition = self._earlier, self._earlier.condition
         opening, device = earlier.opening(start), self._worker.device
         self._generators, kept_iterator = start.generators, False
+        if self._ahead is not None:
+            self._ahead.begin()
         begin, fresh = {}, start.fresh
         if condition is not None and earlier.restores(start.epoch):
             # Again at the begin of the pass: the script may have changed the objects since `tt.prepare`.
             for name in self._here.kept:
                 self.restore_kept(name)
-            self._rates.restore(earlier.later or condition)
+            self._rates.restore(earlier.later or condition, earlier.steps)
             self._restore_trains(condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
                 begin, fresh, kept_iterator = condition.begin, condition.fresh, not condition.fresh
                 self._moment = condition.now
+                if self._ahead is not None:
+                    self._ahead.replay(condition.now, condition.ahead)
         drawn_by = opening.dice if opening.drawn == "dice" else None
         self._at = replace(
             self._at,
@@ -165,6 +180,12 @@ class ScriptResume(ScriptPosition):
         Raises:
             GroupLeaving: the worker's group leaves the job.
         """
+        if self._ahead is not None:
+            # Batches that are drawn and not used would be lost here, so `use` asks whether the group leaves.
+            noted = self._ahead.asked(self._generator_state() if self._ahead.notes else {})
+            if noted:
+                put_back(noted, self._generators, self._worker.device)
+            return
         # Of several steps with one batch, an earlier one may have brought the number of a snapshot.
         if len(self._worker.optimizers) > 1:
             self._worker.client.values.settle()
@@ -175,15 +196,19 @@ class ScriptResume(ScriptPosition):
 
     def ended(self) -> None:
         """See `distributed_loader.ResumeRecorder`. Raises GroupLeaving, as `asked` does."""
-        self._loop_ended()
+        self._here.owner.loop_ended()
+        if self._ahead is not None:
+            self._ahead.ended()
+            return
+        # In an epoch of one batch the scheduler's step is seen only here. Without a batch, what was seen is a step
+        # between this pass and the one before.
+        if not self._begins:
+            self._rates.note_steps()
         self._check_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
             # Other workers had batches of this pass left at the snapshot, and only this state can draw them again.
             self._now = self._generator_state()
             self._save_for_snapshot()
-
-    def _loop_ended(self) -> None:
-        self._here.owner.loop_ended()
 
     def _check_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.client.extension(DataClient).leaves:
@@ -193,10 +218,38 @@ class ScriptResume(ScriptPosition):
         # The script is about to get a batch, so everything that its last step changes has changed by now.
         if self._begins:
             self._begin()
+            if self._ahead is None:
+                self._save_if_due()
+        elif self._ahead is None:
+            self._save_rates()
+            self._save_if_due()
+
+    def read_ahead(self) -> None:
+        """The loop draws batches before it uses them, and calls `use` for each."""
+        self._ahead = ReadAhead(takes_snapshots(self._here.place.job, self._here.place.topology) or self._lazy)
+
+    def use(self) -> None:
+        """See `ScriptPosition`. Raises GroupLeaving, as `asked` does."""
+        assert self._ahead is not None
+        self._check_whether_it_leaves()
+        first = self._ahead.unused
+        noted = self._ahead.reached()
+        if noted:
+            put_back(noted, self._generators, self._worker.device)
+        if not first:
+            self._save_rates()
+        if self._worker.snapshot or self._lazy:
+            # For the first batch the generators are those at the begin of the pass.
+            self._now, self._read = ({}, {}) if first else self._ahead.states(self._generator_state())
+        self._save_if_due()
+        self._ahead.used()
+
+    def _save_rates(self) -> None:
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
-        elif self._saves and (mark := self._rates.mark()) != self._marked:
-            self._marked = mark
-            self._save(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
+        if self._rates.note_steps() and self._saves:
+            self._capture.save(SINCE, self._capture.rates(self._at.passes))
+
+    def _save_if_due(self) -> None:
         if self._worker.snapshot:
             self._save_for_snapshot()
         if self._lazy and self._latest_step != self._worker.tally.steps:
@@ -205,12 +258,11 @@ class ScriptResume(ScriptPosition):
 
     def _begin(self) -> None:
         self._begins = False
-        self._rates.find()
-        self._marked = self._rates.mark()
+        self._rates.begin_pass()
         # For the first batch the generators are those at the begin of the pass.
-        self._now = {}
+        self._now, self._read = {}, {}
         if self._saves:
-            self._save(EPOCH, self._whole({}))
+            self._capture.save(EPOCH, self._whole({}))
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""
@@ -222,55 +274,21 @@ class ScriptResume(ScriptPosition):
             # A job that continues from here finds all passes over.
             passes = self._here.loader.passes if self._here.loader is not None else self._at.passes
             self._at = replace(self._at, passes=max(passes, self.first), begin=self._generator_state(), draw={})
-            self._now, self._latest = {}, None
+            self._now, self._read, self._latest = {}, {}, None
             self._save_for_snapshot()
 
     def _save_for_snapshot(self) -> None:
         # One state per snapshot: the number is taken with the save.
         number, self._worker.snapshot = self._worker.snapshot, 0
         late = self._latest if self._lazy else None
-        self._save(number, late or self._whole(self._now))
-        self._now = {}
+        self._capture.save(number, late or self._whole(self._now))
+        self._now, self._read = {}, {}
 
     def _generator_state(self) -> Stand:
         return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
-        tensors: dict[str, torch.Tensor] = {}
-        kept = {}
-        for name, thing in self._here.kept.items():
-            # Schedulers are in the part that `_rated` adds.
-            if self._rates.has(thing):
-                continue
-            try:
-                kept[name] = pack(thing.state_dict(), tensors)
-            except UnserializableState as error:
-                accepted = "its state must be numbers, texts, lists, dicts and tensors"
-                raise ConfigError(f"tt.keep {name}", str(error), accepted) from None
-        parts = self._worker.parts
-        buffers = {
-            # A copy: the state of a lazy step is held while BatchNorm changes the buffers.
-            described.name: buffer.detach().cpu().contiguous().clone()
-            for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
-            if not buffer.is_meta
-        }
-        trains = {
-            described.name: tensor.requires_grad
-            for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
-        }
-        steps = self._worker.tally.steps
-        whole = replace(self._at, steps=steps, trains=trains, kept=kept, now=now, buffers=buffers, tensors=tensors)
-        return self._rated(whole)
-
-    def _rated(self, condition: WorkerState) -> WorkerState:
-        groups, schedulers = self._rates.pack(condition.tensors)
-        return replace(condition, groups=groups, schedulers=schedulers)
-
-    def _save(self, number: int, condition: WorkerState) -> None:
-        # `frombuffer` needs writable memory. `bytes` would give a warning, and warnings are errors in tests.
-        data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
-        with self._worker.client.channel.spans.span("deposit"):
-            self._worker.client.extension(WorkerStateClient).save(number, data)
+        return self._capture.whole(replace(self._at, now=now, ahead=self._read if now else {}))
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 
@@ -305,7 +323,7 @@ class ScriptResume(ScriptPosition):
         finally:
             # Also if the script leaves the loop early.
             self.in_epochs = False
-            self._loop_ended()
+            self._here.owner.loop_ended()
         # A death after the loop must not repeat it.
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
@@ -313,7 +331,7 @@ class ScriptResume(ScriptPosition):
         """Begin an epoch of a script that divides its data itself."""
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
-            self._rates.restore(self._earlier.later or was)
+            self._rates.restore(self._earlier.later or was, self.steps)
             self._restore_trains(was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)

@@ -15,7 +15,7 @@ from topotrain.training.rng_state import Stand
 
 VERSION = 1
 _WHAT = "a worker's state"
-_TENSORS = ("begin", "now", "draw", "buffers", "tensors")
+_TENSORS = ("begin", "now", "ahead", "draw", "buffers", "tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,13 @@ class WorkerState:
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
         groups: the optimizer's parameter groups without their parameters, packed, by index.
         schedulers: LR schedulers, packed, by class.
+        within: the names of schedulers that have stepped within a pass, and not only after it.
         trains: by parameter, whether it trains or is frozen.
         kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
         begin: random number generators before the pass began.
         now: the same before this batch, if it is not the first one.
+        ahead: the same before each further batch that the loop had read ahead, and before it used this batch, as
+            "<number> <name>" with numbers from 0.
         draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
         buffers: of the model, by name.
         tensors: of the packed values.
@@ -48,10 +51,12 @@ class WorkerState:
     fresh: bool = True
     groups: list[Any] = field(default_factory=list)
     schedulers: dict[str, Any] = field(default_factory=dict)
+    within: list[Any] = field(default_factory=list)
     trains: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     begin: Stand = field(default_factory=dict)
     now: Stand = field(default_factory=dict)
+    ahead: Stand = field(default_factory=dict)
     draw: Stand = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

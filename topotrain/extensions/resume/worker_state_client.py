@@ -1,4 +1,4 @@
-"""Client of the worker-state store: saves and loads the state of one worker."""
+"""Client of the worker-state store, for the states of one worker group."""
 
 import torch
 
@@ -13,7 +13,7 @@ from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Partial
 
 
 class WorkerStateClient(ClientExtension):
-    """One worker's client of the store (`WorkerStateStore`)."""
+    """Saves a worker's state in the store, and loads those of its group."""
 
     messages = (WorkerStatePart,)
 
@@ -32,19 +32,26 @@ class WorkerStateClient(ClientExtension):
         for part in cut(self._channel.me, number, data):
             self._channel.send(self._channel.first_server, part)
 
-    def load(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the state when the last epoch began, and its changes since, or None each."""
+    def load(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return a worker's state when its last epoch began, and its changes since.
+
+        None each: there is none.
+
+        index: the worker, in the group of this one.
+        """
         # Replies of an earlier call must not count as those of this one.
         with self._channel.waiter.update():
             self._arrivals.clear()
             self._loaded.clear()
-        self._channel.send(self._channel.first_server, WorkerStateRequest())
+        self._channel.send(self._channel.first_server, WorkerStateRequest(index))
         self._channel.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """Return memory for a part. Raises ProtocolError for another worker's state."""
-        return room(self._channel.me, message) if isinstance(message, WorkerStatePart) else None
+        """Return memory for a part. Raises ProtocolError for the state of another group."""
+        if not isinstance(message, WorkerStatePart):
+            return None
+        return room(self._channel.me._replace(index=message.index), message)
 
     def handle(self, sender: Address, message: m.Message) -> None:
         assert isinstance(message, WorkerStatePart)

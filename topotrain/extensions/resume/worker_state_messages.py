@@ -33,7 +33,15 @@ class WorkerStatePart(Message):
 @message(63, TO_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class WorkerStateRequest(Message):
-    """Worker -> server (0,0): request for the state of the worker's former process.
+    """Worker -> server (0,0): request for the state of a former process.
 
     The server replies with WorkerStatePart messages.
+
+    Attributes:
+        index: the worker of the sender's group of which the state is.
     """
+
+    index: int
+
+    def is_valid(self) -> bool:
+        return 0 <= self.index < MOST

@@ -43,7 +43,7 @@ def cut(worker: Address, number: int, data: torch.Tensor) -> list[WorkerStatePar
 
 def room(worker: Address, message: WorkerStatePart) -> torch.Tensor:
     """Return memory for a part of a worker's state. Raises ProtocolError."""
-    # A worker saves and loads only its own state, so none can change that of another.
+    # A worker saves only its own state, so none can change that of another.
     if worker != Address(Role.WORKER, message.group, message.index):
         raise ProtocolError(f"the state of worker ({message.group},{message.index}) where that of {worker} was due")
     # The sizes come from a peer, and memory is made for them part by part.
@@ -122,8 +122,10 @@ class WorkerStateStore(ServerExtension, WorkerStateKeeper):
         return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> Replies:
-        if not isinstance(message, WorkerStatePart):
-            return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._saved(sender, number)]
+        if isinstance(message, WorkerStateRequest):
+            worker = sender._replace(index=message.index)
+            return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._saved(worker, number)]
+        assert isinstance(message, WorkerStatePart)
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its state without a body")
         self._states.setdefault(sender, _WorkerStates()).receive(message, message.body)

@@ -5,6 +5,10 @@ Worker groups leave or join an asynchronous job, workers a job of one group.
 
 import json
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +36,15 @@ Example:
   topotrain join --rendezvous redis://store/0 --job night7 --group 2
 """
 
+NOTICE_S = 5.0
+"""Seconds after which the command says that it waits."""
+
 Workspace = Annotated[
     Path | None,
-    typer.Argument(metavar="WORKSPACE", help="The folder of a job of which a part runs on this machine."),
+    typer.Argument(
+        metavar="WORKSPACE",
+        help="The folder of a job of which a part runs on this machine, or that `topotrain launch` has started.",
+    ),
 ]
 Rendezvous = Annotated[
     str,
@@ -74,7 +84,7 @@ def register(app: typer.Typer) -> None:
         worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
         again.
         """
-        with refusing():
+        with refusing(), _notice():
             _print(_answer(workspace, rendezvous, job, _meant("leave", group, workers, within)), as_json)
 
     @app.command("join", epilog=JOIN_EXAMPLE)
@@ -92,34 +102,76 @@ def register(app: typer.Typer) -> None:
         A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more.
         The command returns when it trains again.
         """
-        with refusing():
+        with refusing(), _notice():
             _print(_answer(workspace, rendezvous, job, _meant("join", group, workers, within)), as_json)
+
+
+@contextmanager
+def _notice() -> Iterator[None]:
+    """Print a notice when the answer of the job takes long."""
+    text = "topotrain: the job has not answered yet (Ctrl-C ends this command, and not the change)"
+    timer = threading.Timer(NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
     """Send a request, and return the answer. Raises ConfigError or BadInput."""
-    url = rendezvous or (os.environ.get(RENDEZVOUS_VARIABLE, "") if job else "")
-    if (workspace is None) is not bool(job) or bool(rendezvous) > bool(job):
+    if (workspace is None) is not bool(rendezvous or job):
         raise BadInput("give either the WORKSPACE of the job, or --rendezvous URL and --job ID")
     if workspace is not None:
-        from topotrain.launch.control_socket import ask
-
-        return ask(workspace, wish)
+        return _answer_in(workspace, wish)
+    url = rendezvous or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not url:
         raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
     from topotrain.comm.store import StoreError
-    from topotrain.comm.store.discovery.job_registry import UnknownJob
     from topotrain.comm.store.store_url import parse
-    from topotrain.launch.store_requests import ask_over_store
 
     try:
-        parse(url)
+        named = parse(url).job
     except StoreError as error:
         raise BadInput(str(error)) from None
+    if rendezvous and job and named and named != job:
+        raise ConfigError("--job", job, f"is not the job of the rendezvous, which is {named!r}")
+    if not job and not named:
+        raise BadInput(
+            "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
+        )
+    return _answer_over_store(url, job or named, wish)
+
+
+def _answer_in(workspace: Path, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
+    """Ask the job of a workspace, which a launch may have started elsewhere."""
+    from topotrain.comm.store.discovery.job_registry import RUNNING
+    from topotrain.launch.control_socket import NotHere, ask
+    from topotrain.launch.store_requests import launched_job
+
+    try:
+        return ask(workspace, wish)
+    except NotHere:
+        found = launched_job(workspace)
+        if found is None:
+            raise
+    url, record = found
+    if record.state != RUNNING:
+        last = f"the last one launched there, {record.id}, is over: {record.state}"
+        raise ConfigError("WORKSPACE", str(workspace), f"must be the workspace of a job that runs; {last}")
+    return _answer_over_store(url, record.id, wish)
+
+
+def _answer_over_store(url: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
+    from topotrain.comm.store import StoreError
+    from topotrain.comm.store.discovery.job_registry import UnknownJob
+    from topotrain.launch.store_requests import ask_over_store
+
     try:
         return ask_over_store(url, job, wish, os.environ)
     except UnknownJob as error:
         raise BadInput(str(error)) from None
+    # After the request was sent: it is not known whether the job has changed.
     except StoreError as error:
         complain(str(error))
         raise typer.Exit(1) from None

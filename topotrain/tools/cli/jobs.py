@@ -140,13 +140,15 @@ def _registry(rendezvous: str) -> "Iterator[Registry]":
 
 
 def _open(rendezvous: str) -> "Store":
-    from topotrain.comm.store import StoreError, open_store
+    from topotrain.comm.store import StoreError, open_existing
+    from topotrain.launch.multinode.node_info import with_job
 
     url = rendezvous or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not url:
         raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
     try:
-        return open_store(url, patience=PATIENCE)
+        # The list is that of the whole store, also where the URL is that of one job.
+        return open_existing(with_job(url, ""), patience=PATIENCE)
     except StoreError as error:
         raise BadInput(str(error)) from None
 

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from topotrain.config.job import ConfigError
+from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.map_dataset import (
@@ -132,6 +133,14 @@ class ShardedLoader:
         if kept and inner.fresh:
             inner.seed(epoch_seed(self._plan.seed, epoch))
         return opening
+
+    def remaining(self, epoch: int, done: Runs, returned: bool) -> int:
+        """Batches of a pass that are left; `done` and `returned` as in `ResumePoint`."""
+        plan = self._plan
+        batches = len(self._loader) - sum(last - first for first, last in done)
+        units = -(-batches // plan.workers) if plan.in_rounds else batches
+        own = len(range(plan.group, units, plan.groups))
+        return max(0, own - (self._client.applied(plan.stream(epoch)) if returned else 0))
 
     @property
     def passes(self) -> int:

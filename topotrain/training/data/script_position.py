@@ -18,6 +18,22 @@ class ScriptPosition(ResumeRecorder):
         """Steps that this worker had taken before this process began."""
 
     @abstractmethod
+    def batches_left(self, epoch: int) -> int:
+        """Batches that this worker's group has not yet had applied, of those of a pass."""
+
+    @abstractmethod
+    def read_ahead(self) -> None:
+        """The loop draws batches before it uses them, and calls `use` for each."""
+
+    @abstractmethod
+    def use(self) -> None:
+        """The loop is about to use the oldest batch that it has drawn.
+
+        Raises:
+            GroupLeaving: the worker's group leaves the job.
+        """
+
+    @abstractmethod
     def remaining(self, count: int) -> range:
         """The epochs of the script's next loop over `range(count)`, without beginning it."""
 
