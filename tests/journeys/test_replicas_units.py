@@ -4,14 +4,13 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from free_ports import free_port
 from job_runner import JobRunner
-from unit_hosts import Job, hastily, wait
+from unit_hosts import Job, covered, hastily, servers, wait
 
 pytestmark = pytest.mark.journey
 
@@ -40,22 +39,6 @@ def units(runner: JobRunner) -> Iterator[Any]:
             unit.kill()
 
 
-def entries(job: Job) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in job.workspace.glob("processes-*.json")]
-    return [entry for unit in found for entry in unit if entry["servers"]]
-
-
-def covered(job: Job, servers: int) -> None:
-    """Wait until all servers have a second copy, as they had at the start, and unit 0 has long heard of it."""
-    wait(lambda: sum(entry["second"] is not None for entry in entries(job)) == servers)
-    number = max((int(path.parent.name) for path in manifests(job)), default=0)
-    wait(lambda: any(int(path.parent.name) > number + 1 for path in manifests(job)))
-
-
-def manifests(job: Job) -> list[Path]:
-    return list((job.workspace / "manifests").glob("*/manifest.json"))
-
-
 def incidents(job: Job) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((job.folder / "report-0.json").read_text())["incidents"]
     return found
@@ -80,8 +63,8 @@ def test_a_unit_with_a_server_and_a_group_that_others_can_do_without(units: Any)
     covered(job, 2)
     job.units[1].kill()
     job.start(1, command=HASTILY)
-    wait(lambda: any(entry["second"] == 1 for entry in entries(job)))
-    (pid,) = (entry["pid"] for entry in entries(job) if "server 0/0" in entry["roles"])
+    wait(lambda: any(entry["second"] == 1 for entry in servers(job)))
+    (pid,) = (entry["pid"] for entry in servers(job) if "server 0/0" in entry["roles"])
     os.kill(pid, signal.SIGKILL)
     job.end_well()
     assert all(bool((cells == 4).all()) for cells in job.final.values())

@@ -1,5 +1,6 @@
 """Requests of the user to a running job: who is answered, and over which way a request comes."""
 
+import json
 import os
 import selectors
 import subprocess
@@ -17,8 +18,8 @@ from topotrain.comm.store import open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.config.job import ConfigError
 from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
-from topotrain.launch.job_requests import ENDED, JobRequests, RequestClient, from_data, to_data
-from topotrain.launch.multinode.control_connection import ControlConnection
+from topotrain.launch.job_requests import ENDED, LEADER_LOST, JobRequests, RequestClient, from_data, to_data
+from topotrain.launch.multinode.control_connection import ControlClient
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
 from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
 from topotrain.launch.store_requests import StoreRequests, ask_over_store
@@ -130,23 +131,25 @@ def test_nonsense_in_the_store_is_answered(tmp_path: Path) -> None:
 # ---- over another unit -----------------------------------------------------------------------------------------------
 
 
-class Wire(ControlConnection):
+class Wire(ControlClient):
     """The two ends of a connection between units; what is sent is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, leader: int = 0) -> None:
+        self.leader = leader
         self.sent: list[tuple[int, dict[str, Any]]] = []
 
     def send(self, rank: int, words: Any) -> None:
         self.sent.append((rank, words))
 
 
-def test_a_request_at_another_unit_is_answered_by_unit_0() -> None:
-    there, here, requests = Wire(), Wire(), JobRequests()
-    forwards, clients = ForwardedRequests(there), [Heard(), Heard()]
+def test_a_request_at_another_unit_is_answered_by_the_leader() -> None:
+    there, here, requests = Wire(2), Wire(), JobRequests()
+    forwards, clients = ForwardedRequests(), [Heard(), Heard()]
+    forwards.use(there)
     for number, client in enumerate(clients):
         forwards.send(GroupRequest("leave", number, 2.0), client)
     for rank, words in there.sent:
-        assert rank == 0
+        assert rank == 2
         accept(requests, here, 3, words["ask"])
     assert requests.take() == [GroupRequest("leave", 0, 2.0), GroupRequest("leave", 1, 2.0)]
     requests.answer(AnswerRequest("leave", 1, "has left"))
@@ -156,6 +159,42 @@ def test_a_request_at_another_unit_is_answered_by_unit_0() -> None:
         forwards.receive(words["answer"])
     forwards.close()
     assert [client.said for client in clients] == [[{"error": ENDED}], [{"group": 1, "text": "has left"}]]
+
+
+def test_a_request_that_a_lost_leader_has_not_answered_is_an_error() -> None:
+    former, present, requests = Wire(0), Wire(2), JobRequests()
+    forwards, clients = ForwardedRequests(), [Heard(), Heard(), Heard()]
+    forwards.use(former)
+    forwards.send(GroupRequest("leave", 0, 2.0), clients[0])
+    forwards.use(None)
+    assert not forwards.has_leader
+    forwards.send(GroupRequest("leave", 1, 2.0), clients[1])
+    forwards.use(present)
+    forwards.send(GroupRequest("leave", 2, 2.0), clients[2])
+    assert [client.said for client in clients] == [[{"error": LEADER_LOST}], [{"error": LEADER_LOST}], []]
+    # What the former leader says about the first request is not an answer to the third one.
+    forwards.receive({"number": former.sent[0][1]["ask"]["number"], "said": {"error": "late"}})
+    ((rank, words),) = present.sent
+    accept(requests, Wire(), 2, words["ask"])
+    assert rank == 2 and requests.take() == [GroupRequest("leave", 2, 2.0)]
+    assert clients[2].said == []
+
+
+def test_a_request_in_the_store_that_a_lost_leader_has_taken_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    with closing(open_store((tmp_path / "store").as_uri())) as store:
+        former, present = JobRequests(), JobRequests()
+        store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
+        store.set("asked", b"ab")
+        StoreRequests(store, former).look()
+        assert former.take() == [ResizeRequest("leave", 1, 5.0)]
+        store.set("requests/cd", b'{"verb": "leave", "workers": 2, "within_s": 5}')
+        store.set("asked", b"cd")
+        taker = StoreRequests(store, present)
+        for _ in range(2):
+            taker.look()
+        assert present.take() == [ResizeRequest("leave", 2, 5.0)], "a request is carried out once"
+        assert json.loads(store.get("answers/ab") or b"") == {"error": LEADER_LOST}
+        assert store.keys("requests/") == ["requests/cd"]
 
 
 # ---- by workspace ----------------------------------------------------------------------------------------------------

@@ -10,17 +10,24 @@ from pathlib import Path
 from urllib.parse import quote
 
 from free_ports import free_port
+from two_hosts import VirtualNetwork
 
 PASSWORD = "pass word/@"
 MISSING = "" if shutil.which("redis-server") else "redis-server is not installed (Debian package redis-server)"
 
 
 @contextmanager
-def redis_server(folder: Path, tls: bool = False, port: int = 0) -> Iterator[str]:
-    """Run one, at a free port where none is given; yields the URL of its database 0."""
+def redis_server(
+    folder: Path, tls: bool = False, port: int = 0, network: VirtualNetwork | None = None
+) -> Iterator[str]:
+    """Run one, at a free port where none is given; yields the URL of its database 0.
+
+    network: it runs on host 0 of this network.
+    """
+    host = "127.0.0.1" if network is None else network.addresses[0]
     port = port or free_port()
-    lines = ["bind 127.0.0.1", f'requirepass "{PASSWORD}"', 'save ""', "appendonly no", f"dir {folder}", "daemonize no"]
-    login = f":{quote(PASSWORD, safe='')}@127.0.0.1:{port}/0"
+    lines = [f"bind {host}", f'requirepass "{PASSWORD}"', 'save ""', "appendonly no", f"dir {folder}", "daemonize no"]
+    login = f":{quote(PASSWORD, safe='')}@{host}:{port}/0"
     if tls:
         certificate(folder)
         files = f"tls-cert-file {folder}/cert.pem\ntls-key-file {folder}/key.pem\ntls-ca-cert-file {folder}/cert.pem"
@@ -30,20 +37,25 @@ def redis_server(folder: Path, tls: bool = False, port: int = 0) -> Iterator[str
         lines += [f"port {port}"]
         url = f"redis://{login}"
     (folder / "redis.conf").write_text("\n".join(lines) + "\n")
-    process = subprocess.Popen(["redis-server", str(folder / "redis.conf")], stdout=subprocess.DEVNULL)
+    prefix = [] if network is None else network.prefix(0)
+    process = subprocess.Popen([*prefix, "redis-server", str(folder / "redis.conf")], stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < until, "redis-server does not start"
-                time.sleep(0.02)
+        while not (_answers(host, port) if network is None else network.run_on(0, lambda: _answers(host, port))):
+            assert process.poll() is None and time.monotonic() < until, "redis-server does not start"
+            time.sleep(0.02)
         yield url
     finally:
         process.kill()
         process.wait()
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
 
 
 def certificate(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from job_runner import PROGRAMS, JobRunner
@@ -147,6 +147,24 @@ class Job:
     def _processes(self) -> Iterator[dict]:  # type: ignore[type-arg]
         for path in self.workspace.glob("processes-*.json"):
             yield from json.loads(path.read_text())
+
+
+def servers(job: Job) -> list[dict[str, Any]]:
+    """The entries of all processes with servers."""
+    found = [json.loads(path.read_text()) for path in job.workspace.glob("processes-*.json")]
+    return [entry for unit in found for entry in unit if entry["servers"]]
+
+
+def newest(job: Job) -> int:
+    """The number of the newest snapshot; 0: there is none."""
+    return max((int(path.parent.name) for path in job.workspace.glob("manifests/*/manifest.json")), default=0)
+
+
+def covered(job: Job, count: int) -> None:
+    """Wait until all servers have a second copy, as they had at the start, and the leader has long heard of it."""
+    wait(lambda: sum(entry["second"] is not None for entry in servers(job)) == count)
+    number = newest(job)
+    wait(lambda: newest(job) > number + 1)
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------

@@ -56,11 +56,13 @@ class ActionExecutor:
         self._topology, self._recovery = topology, recovery
         self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
         self._units, self._shutdown, self._connection = units, shutdown, host.connection
-        self._promises, self._requests, self._forwards = host.promises, host.requests, host.forwards
+        self._succession, self._promises = host.succession, host.promises
+        self._requests, self._forwards = host.requests, host.forwards
         self._replicated = topology.cluster.replicas > 1
         self._control: ControlSocket | None = None
         self._attempt = 0
-        self._steps_wanted = False
+        self._commands: list[dict[str, Any]] = []  # for units on other hosts, of the decision that is executed
+        self._executing = self._steps_wanted = False
         self.released = False
         """Whether the units may end, because nothing can restart any more."""
         self.resized: Job | None = None
@@ -72,6 +74,12 @@ class ActionExecutor:
         self._attempt = attempt
         self._control = ControlSocket(folder, selector, self._requests)
 
+    def lead(self, policy: RecoveryPolicy) -> None:
+        """Execute the decisions of this policy on all hosts from now on."""
+        self._recovery = self._leads = policy
+        # This unit alone may have noted it, when it heard of no leader.
+        self.released = False
+
     def close(self) -> None:
         """Close the control socket. A second call does nothing."""
         if self._control is not None:
@@ -82,6 +90,13 @@ class ActionExecutor:
 
     def execute(self, actions: Iterable[Action]) -> Iterator[Event]:
         """Execute actions, and yield the events among them in their place."""
+        self._executing = True
+        yield from self._execute(actions)
+        self._update()
+        self._executing = False
+        self._share()
+
+    def _execute(self, actions: Iterable[Action]) -> Iterator[Event]:
         for action in actions:
             match action:
                 case RestartGroup(group=group, incarnation=incarnation, why=why, worker=who, told=told):
@@ -124,7 +139,6 @@ class ActionExecutor:
                             promise.send()
                 case event:
                     yield event
-        self._update()
 
     def _update(self) -> None:
         """Send the units what follows: they may end, or every step matters."""
@@ -150,10 +164,20 @@ class ActionExecutor:
         """Send a command to units on other hosts, if this unit decides for them."""
         if self._connection is None or self._leads is None:
             return
-        # The attempt's number lets a unit ignore a command of an earlier attempt.
-        for rank in self._connection.ranks:
-            if ranks is None or rank in ranks:
-                self._connection.send(rank, {"life": self._attempt, "command": command, **values})
+        places = None if ranks is None else sorted(ranks)
+        self._commands.append({"command": command, "ranks": places, "values": values})
+        if not self._executing:
+            self._share()
+
+    def _share(self) -> None:
+        """Send the decision that was executed to all units, which may decide next."""
+        commands, self._commands = self._commands, []
+        decided = None if self._succession is None else self._succession.decide(commands, time.monotonic())
+        if decided is not None and self._connection is not None:
+            number, decision = decided
+            # The attempt's number lets a unit ignore a command of an earlier attempt.
+            for rank in self._connection.ranks:
+                self._connection.send(rank, {"life": self._attempt, "number": number, "decision": decision})
 
     def command_servers(self, group: int, command: str, incarnation: int, index: int = -1) -> None:
         """Send a command to the coordinator of a worker group.
@@ -200,8 +224,9 @@ class ActionExecutor:
 
     def receive(self) -> Iterator[Sequence[Action]]:
         """Yield the actions after each request of the user."""
-        if self._forwards is not None:
-            for wish, client in self._requests.take_with_client():
+        if self._leads is None and self._forwards is not None:
+            # They wait while there is no leader, and while this unit is about to lead.
+            for wish, client in self._requests.take_with_client() if self._forwards.has_leader else ():
                 self._forwards.send(wish, client)
             return
         for request in self._requests.take():

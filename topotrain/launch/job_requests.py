@@ -15,6 +15,7 @@ from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerReques
 
 JobRequest = GroupRequest | ResizeRequest
 ENDED = "the job has ended, or the whole job restarts"
+LEADER_LOST = "the unit that led the job was lost before it answered: ask again if the job has not changed"
 
 
 class RequestClient(ABC):
@@ -95,10 +96,10 @@ class JobRequests:
             self._waiting = [(each, client) for each, client in self._waiting if each is not wish]
         return PendingAnswer(number, data, found[0] if found else None)
 
-    def close(self) -> None:
+    def close(self, error: str = ENDED) -> None:
         """Answer all waiting clients with an error."""
         for wish, client in list(self._waiting):
-            self._reply(wish, client, {"error": ENDED})
+            self._reply(wish, client, {"error": error})
         with self._lock:
             self._new.clear()
 

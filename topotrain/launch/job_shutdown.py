@@ -22,7 +22,8 @@ from topotrain.launch.agent.supervisor import GRACE_S
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcesses
 from topotrain.launch.grace_period import hint
 from topotrain.launch.job_requests import JobRequests, PendingAnswer
-from topotrain.launch.multinode.control_connection import ControlConnection
+from topotrain.launch.multinode.control_connection import ControlChannel
+from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
@@ -99,6 +100,7 @@ class LauncherContext(Notifier):
     mark: the run's mark, see RUN_VARIABLE.
     others: the units on other hosts, if there are any.
     connection: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
+    succession: what this unit needs in order to be that unit.
     outlet: where the program's output goes.
     promises: answers to clients that are due when the job trains again, possibly in another attempt.
     requests: of the user, which are not answered yet.
@@ -111,7 +113,8 @@ class LauncherContext(Notifier):
     forkserver: ForkserverHandle
     mark: str
     others: OtherUnits | None = None
-    connection: ControlConnection | None = None
+    connection: ControlChannel | None = None
+    succession: Succession | None = None
     outlet: Outlet = field(default_factory=AlwaysTaken)
     promises: list[PendingAnswer] = field(default_factory=list)
     requests: JobRequests = field(default_factory=JobRequests)
@@ -148,6 +151,13 @@ class JobShutdown:
         """Whether the whole job is to restart."""
         self.saved: Saved | None = None
         """The last reported snapshot, of this unit or another one."""
+
+    def lead(self, policy: RecoveryPolicy, saved: Saved | None) -> None:
+        """Note that this unit decides about restarts from now on.
+
+        saved: the last snapshot that any unit knows.
+        """
+        self._recovery, self.saved = policy, saved or self.saved
 
     @property
     def missing(self) -> set[str]:

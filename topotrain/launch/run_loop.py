@@ -4,13 +4,12 @@ There is one process per unit. No process is left behind: if the launcher itself
 read the end of their stdin, and end.
 
 * The end of the job is decided in `job_shutdown.py`.
-* Unit 0 decides about restarts. It receives the events of the other units and sends them commands
-  (`control_connection.py`).
+* The leader decides about restarts. It receives the events of the other units and sends them commands
+  (`remote_units.py`).
 * Where a job survives process deaths, `RecoveryPolicy` receives every event first, and its actions are executed
   (`action_executor.py`): a group restarts, or this run ends so that another one follows.
 """
 
-import json
 import os
 import selectors
 import signal
@@ -21,7 +20,7 @@ from dataclasses import replace
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Saved, Started, Unsaved, from_json
+from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Started, from_json
 from topotrain.launch import (
     RUN_VARIABLE,
     JobOutcome,
@@ -36,19 +35,12 @@ from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitP
 from topotrain.launch.agent.workspace import ProcessList
 from topotrain.launch.grace_period import grace
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
-from topotrain.launch.multinode.control_connection import (
-    ControlClient,
-    ControlServer,
-    News,
-    UnitMessage,
-    UnitReturned,
-    UnitVanished,
-)
+from topotrain.launch.multinode.control_connection import News
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 from topotrain.launch.recovery.stall_detector import StallDetector
+from topotrain.launch.remote_units import RemoteUnits
 
 
 class RunLoop:
@@ -69,7 +61,7 @@ class RunLoop:
         recovery: RecoveryPolicy | Follower | None = None,
     ) -> None:
         self.job, self.topology = job, topology
-        self._host, self._recovery = host, recovery
+        self._host = host
         self._connection = host.connection
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
@@ -78,10 +70,17 @@ class RunLoop:
         self._stalls = StallDetector(self._table.workers)
         self.shutdown = JobShutdown(self._table, self._units, recovery, host)
         self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host)
-        self._attempt = 0
+        self._remote = RemoteUnits(topology, recovery, self.executor, self.shutdown, host)
         self._paused = False
-        self.unread: list[News] = []
-        """Messages for the next attempt of the job."""
+
+    @property
+    def _recovery(self) -> RecoveryPolicy | Follower | None:
+        return self._remote.recovery
+
+    @property
+    def unread(self) -> list[News]:
+        """News for the next attempt of the job."""
+        return self._remote.unread
 
     def start(self, calls: EntryPoints, places: Sequence[UnitPlace], attempt: AttemptInfo = AttemptInfo()) -> None:  # noqa: B008
         """Start the units at `places`.
@@ -95,7 +94,7 @@ class RunLoop:
             self._selector.register(self._host.others.fileno(), selectors.EVENT_READ, self._on_decided)
         if self._connection is not None:
             self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._on_news)
-        self._attempt = attempt.number
+        self._remote.begin(attempt.number)
         forkserver = self._host.forkserver
         address = forkserver.up(calls.preload, environ, again=attempt.number > 0)
         self._processes = ProcessList(self.topology, self._host.files.processes, own_forkserver=forkserver.own)
@@ -141,7 +140,7 @@ class RunLoop:
             self._execute(actions)
         self.shutdown.poll(time.monotonic())
         self._units.write()
-        self._poll_connection()
+        self._remote.poll()
         if self._recovery is not None and not self.shutdown.stopping:
             self._execute(self._recovery.poll(time.monotonic()))
         notice = self._stalls.poll(time.monotonic(), self.shutdown.missing)
@@ -231,84 +230,10 @@ class RunLoop:
         away = self._connection is None or self._recovery is None
         return not (away or self.shutdown.stopping or self.executor.released)
 
-    def _poll_connection(self) -> None:
-        """Pass the state of the connections to the policy, and its suspicion to them."""
-        if self._connection is None or self._recovery is None:
-            return
-        if isinstance(self._recovery, Follower) and isinstance(self._connection, ControlClient):
-            self._recovery.on_connection(self._connection.all_received, self._connection.alone)
-        self._connection.suspect(self._recovery.suspicious)
-
     def _on_news(self) -> None:
         """Handle messages and disappearances of other units."""
-        assert self._connection is not None
-        for news in self._connection.news():
-            match news:
-                case UnitMessage(rank=rank, words=words) if words.get("life") == self._attempt and "ready" not in words:
-                    # The processes of a lost unit may have been restarted elsewhere, so its messages are ignored.
-                    lost = isinstance(self._recovery, RecoveryPolicy) and rank in self._recovery.lost_units
-                    if not self.shutdown.stopping and not lost:
-                        self._on_message(words)
-                case UnitMessage():
-                    # It is for the barrier between attempts, or about the next attempt.
-                    self.unread.append(news)
-                case UnitReturned():
-                    self._on_unit_returned(news)
-                case UnitVanished(rank=rank, failed=failed):
-                    self.unread.append(news)
-                    self._on_unit_lost(rank, failed)
-
-    def _on_unit_lost(self, rank: int, failed: Failed) -> None:
-        if isinstance(self._recovery, RecoveryPolicy) and not self.shutdown.stopping:
-            self._execute(self._recovery.on_unit_lost(rank, failed, time.monotonic()))
-            if not self.shutdown.stopping and self._connection is not None:  # if it still runs, it must end
-                self._connection.send(rank, {"life": self._attempt, "outcast": True})
-
-    def _on_unit_returned(self, news: UnitReturned) -> None:
-        """Handle a new unit at the rank of a lost one."""
-        what = f"unit {news.rank} is gone, and {news.unit.who} has replaced it"
-        # First: the new process may be here before its predecessor's silence was noticed.
-        self._on_unit_lost(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
-        if self.shutdown.again:
-            self.unread.append(news)
-        elif not self.shutdown.stopping and isinstance(self._connection, ControlServer):
-            # Only a restart of the whole job can include it, and this job goes on.
-            self._connection.open(news.rank, news.unit.word)
-            if self.topology.cluster.replicas > 1:  # its servers are needed if more are lost
-                self.unread.append(news)
-                text = f"{news.unit.who} waits until the whole job starts again: other units run its processes"
-                self._host.notify(text)
-            else:
-                self._connection.send(news.rank, {"life": self._attempt, "outcast": True})
-
-    def _on_message(self, words: Words) -> None:
-        """Handle an event of another unit, or a command of unit 0."""
-        if isinstance(self._recovery, RecoveryPolicy):
-            event = from_json(json.dumps(words["event"]))
-            # The first server may be in the other unit, and this unit may have asked it for the last snapshot.
-            if isinstance(event, Saved | Unsaved):
-                self.shutdown.on_event(event)
-            actions = self._recovery.on_event(event, time.monotonic())
-            # The other unit has shown this event already, and has it in its own report.
-            self._execute([action for action in actions if action is not event or isinstance(event, Failed)])
-            return
-        assert isinstance(self._recovery, Follower)
-        if "outcast" in words:
-            assert self._host.others is not None
-            self._host.others.exclude()
-            return
-        values = {key: value for key, value in words.items() if key not in ("life", "command")}
-        match words["command"]:
-            case "renew":
-                self.executor.restart_job()
-            case "end":
-                self._recovery.end()
-            case "listen":
-                self._recovery.listen(values["on"])
-            case command:
-                self.executor.send(command, **values)
-        # No action, but a command such as "end" may complete this unit.
-        self._execute(())
+        for actions in self._remote.receive():
+            self._execute(actions)
 
     def _on_decided(self) -> None:
         others = self._host.others

@@ -1,6 +1,7 @@
 """Requests to a running job over its store.
 
-`topotrain join --rendezvous URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer.
+`topotrain join --rendezvous URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer. A
+request that is taken stays until it is answered, so that the next leader answers those that a lost one has taken.
 `asked` changes with each request, because a list of keys costs much in a large store. The job looks for requests now
 and then, on the thread that looks for `topotrain jobs stop`.
 """
@@ -22,13 +23,14 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 from topotrain.launch.agent.workspace import STORE
 from topotrain.launch.control_socket import checked
-from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, RequestClient, from_text, to_data
 from topotrain.launch.launchers.submission import LAUNCH
 from topotrain.launch.multinode.node_info import with_job
 
 KEEP_S = 600.0
 """Seconds for which a request and an answer stay in the store."""
 _REQUESTS, _ANSWERS, _MARK = "requests/", "answers/", "asked"
+_TAKEN = b"taken"
 _LOOK_S = 2.0
 _PATIENCE_S = 5.0
 
@@ -69,10 +71,14 @@ class StoreRequests:
         mark = self._store.get(_MARK) or b""
         for key in self._store.keys(_REQUESTS) if mark != self._mark else []:
             id, raw = key.removeprefix(_REQUESTS), self._store.get(key)
-            self._store.delete(key)
             if raw is None or id in self._taken:
                 continue
             self._taken.add(id)
+            if raw == _TAKEN:
+                # Whether it was carried out is not known, and some requests must not be carried out twice.
+                self.put(id, {"error": LEADER_LOST})
+                continue
+            self._store.set(key, _TAKEN, KEEP_S)
             try:
                 self._requests.add(from_text(raw), _StoreClient(self, id))
             except ValueError as error:
@@ -87,6 +93,7 @@ class StoreRequests:
             answers = dict(self._answers)
         for id, said in answers.items():
             self._store.set(f"{_ANSWERS}{id}", json.dumps(said).encode(), KEEP_S)
+            self._store.delete(f"{_REQUESTS}{id}")
             with self._lock:
                 self._answers.pop(id)
 
@@ -113,16 +120,23 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
         # Last: the job looks for the request when it sees this.
         store.set(_MARK, id.encode(), KEEP_S)
-        until = time.monotonic() + KEEP_S
-        while time.monotonic() < until:
-            try:
-                raw = store.watch(f"{_ANSWERS}{id}", _LOOK_S)
-            except TimeoutError:
-                _check_runs(registry, job)
-                continue
-            store.delete(f"{_ANSWERS}{id}")
-            return checked(wish, json.loads(raw))
-        raise ConfigError("--job", job, f"has not answered within {KEEP_S:g} s")
+        try:
+            return checked(wish, json.loads(_answer(store, id, registry, job)))
+        finally:
+            with suppress(StoreError):  # the keys expire
+                for key in (_ANSWERS, _REQUESTS):
+                    store.delete(f"{key}{id}")
+
+
+def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:
+    """Wait for the answer to a request. Raises ConfigError if there is none."""
+    until = time.monotonic() + KEEP_S
+    while time.monotonic() < until:
+        try:
+            return store.watch(f"{_ANSWERS}{id}", _LOOK_S)
+        except TimeoutError:
+            _check_runs(registry, job)
+    raise ConfigError("--job", job, f"has not answered within {KEEP_S:g} s")
 
 
 def _opened(url: str, environ: Mapping[str, str]) -> "closing[Store]":

@@ -22,20 +22,24 @@ from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.multinode import control_connection as control_module
 from topotrain.launch.multinode import node_membership as company_module
+from topotrain.launch.multinode import reliable_messages, unit_membership
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
+    ControlChannel,
     ControlClient,
-    ControlConnection,
     ControlServer,
     News,
+    NewsQueue,
     UnitMessage,
     UnitReturned,
     UnitVanished,
 )
+from topotrain.launch.multinode.election.leader_election import KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
-from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, StoreKeys
+from topotrain.launch.multinode.node_membership import LeaderMembership, StoreKeys, UnitContext
 from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.multinode.restart_barrier import (
+    Begin,
     RestartBarrier,
     RestartInfo,
     await_begin,
@@ -43,6 +47,7 @@ from topotrain.launch.multinode.restart_barrier import (
     check_found,
     send_attempt,
 )
+from topotrain.launch.multinode.unit_membership import UnitMembership
 
 DEADLINE_S = 20.0
 SECRET, OTHER_SECRET = bytes(32), bytes(31) + b"x"
@@ -54,6 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "BEAT_S", 0.05)
     monkeypatch.setattr(control_module, "_RETRY_S", 0.02)
     monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(unit_membership, "BEAT_S", 0.05)
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
 
 
@@ -64,27 +70,44 @@ class Unread:
         return False
 
 
+class Client(ControlClient):
+    """A unit that follows unit 0, with its news."""
+
+    def __init__(self, access: ControlAccess, word: str, term: int) -> None:
+        self.received = NewsQueue()
+        super().__init__(access, 1, word, Unread(), self.received, term)
+        self.start()
+
+    def close(self) -> None:
+        super().close()
+        self.received.close()
+
+
 class Pair:
-    """The connections of unit 0 and unit 1."""
+    """The connections of unit 0, which leads, and unit 1."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = open_store(folder.as_uri())
-        self.first = ControlServer(self.access(), {1: "a"}, Unread())
-        self.first.start("127.0.0.1")
+        self.news = NewsQueue()
+        self.first = ControlServer(self.access(), self.news)
+        self.listen()
+        self.first.start(Unread(), {1: "a"})
         self.second = self.client("a")
 
     def access(self, secret: bytes = SECRET) -> ControlAccess:
         return ControlAccess(within(self.store, "run"), "j.1", secret)
 
-    def client(self, word: str, secret: bytes = SECRET) -> ControlClient:
-        made = ControlClient(self.access(secret), 1, word, Unread(), 0.3)
-        made.start()
-        return made
+    def client(self, word: str, secret: bytes = SECRET, term: int = 1) -> "Client":
+        return Client(self.access(secret), word, term)
+
+    def listen(self, term: int = 1) -> None:
+        self.first.listen("127.0.0.1")
+        self.store.set(f"run/{KEY}", LeaderRecord(term, 0, "0", self.first.url).dumped())
 
     @property
     def url(self) -> str:
-        return self.store.watch("run/control", DEADLINE_S).decode()
+        return self.first.url
 
     @property
     def listening(self) -> list[TcpTransport]:
@@ -99,6 +122,7 @@ class Pair:
     def close(self) -> None:
         self.second.close()
         self.first.close()
+        self.news.close()
 
 
 @pytest.fixture
@@ -114,9 +138,10 @@ def wait(condition: object) -> None:
         time.sleep(0.002)
 
 
-def news(control: ControlConnection, count: int) -> list[News]:
+def news(source: Pair | Client | ControlChannel, count: int) -> list[News]:
+    queue = source.news if isinstance(source, Pair) else source.received if isinstance(source, Client) else source.queue
     found: list[News] = []
-    wait(lambda: found.extend(control.news()) or len(found) >= count)  # type: ignore[func-returns-value]
+    wait(lambda: found.extend(queue.take()) or len(found) >= count)  # type: ignore[func-returns-value]
     return found
 
 
@@ -128,11 +153,11 @@ def test_messages_go_both_ways_once_and_in_order(pair: Pair) -> None:
     for number in range(10):
         pair.second.send(0, {"n": number})
         pair.first.send(1, {"back": number})
-    assert words(news(pair.first, 10)) == [{"n": number} for number in range(10)]
+    assert words(news(pair, 10)) == [{"n": number} for number in range(10)]
     assert words(news(pair.second, 10)) == [{"back": number} for number in range(10)]
     wait(lambda: pair.first.all_received and pair.second.all_received)
     pair.first.send(2, {"n": 0})  # there is no such unit
-    assert pair.first.news() == pair.second.news() == []
+    assert pair.news.take() == pair.second.received.take() == []
     assert pair.first.ranks == [1]
     assert pair.second.ranks == [0]
 
@@ -145,7 +170,7 @@ def test_messages_survive_broken_connections(pair: Pair) -> None:
             pair.cut()
             time.sleep(0.01 * (number % 4))
     assert [each["n"] for each in words(news(pair.second, 30))] == list(range(30))
-    assert [each["m"] for each in words(news(pair.first, 30))] == list(range(30))
+    assert [each["m"] for each in words(news(pair, 30))] == list(range(30))
     wait(lambda: pair.first.all_received and pair.second.all_received)
 
 
@@ -154,21 +179,51 @@ def test_a_connection_that_broke_is_made_again_without_the_store(pair: Pair) -> 
     news(pair.second, 1)
     block(pair.folder)
     with pytest.raises(StoreError):
-        pair.store.get("run/control")
+        pair.store.get("run/leader")
     pair.cut()
     pair.first.send(1, {"n": 1})
     assert words(news(pair.second, 1)) == [{"n": 1}]
 
 
-def test_the_address_of_unit_0_is_found_again_after_the_store_was_wiped(pair: Pair) -> None:
+def test_the_address_of_the_leader_is_found_again_in_the_store(pair: Pair) -> None:
     url = pair.url
-    pair.store.delete("run/control")
-    assert pair.url == url
-    pair.first.listen("127.0.0.1")  # another address, as for a unit that returns on another machine
-    wait(lambda: pair.url != url)
+    pair.listen()  # another address, as for a unit that returns on another machine
+    assert pair.url != url
     pair.listening[0].close()
     pair.first.send(1, {"n": 1})
     assert words(news(pair.second, 1)) == [{"n": 1}]
+
+
+def test_a_unit_of_another_term_is_refused_and_receives_nothing(pair: Pair) -> None:
+    pair.second.close()
+    with closing(pair.client("a", term=2)) as later:
+        pair.store.set(f"run/{KEY}", LeaderRecord(2, 0, "0", pair.url).dumped())  # it dials a leader of the first term
+        pair.first.send(1, {"n": 1})
+        later.send(0, {"m": 1})
+        wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)
+        assert later.received.take() == pair.news.take() == []
+
+
+def test_a_leader_without_its_lease_sends_heartbeats_and_no_decision(pair: Pair, tmp_path: Path) -> None:
+    """As after a long pause of its process: there may be another leader, which only the store knows."""
+    election = LeaderElection(0, "0", 1000.0, True, time.monotonic())
+    election.on_read(None, time.monotonic())
+    with closing(NewsQueue()) as queue, closing(ControlServer(pair.access(), queue, 2, election)) as server:
+        server.listen("127.0.0.1")
+        pair.store.set(f"run/{KEY}", LeaderRecord(2, 0, "0", server.url).dumped())
+        server.start(Unread(), {1: "b"})
+        with closing(pair.client("b", term=2)) as unit:
+            server.send(1, {"n": 0})
+            assert words(news(unit, 1)) == [{"n": 0}]
+            election._renewed_at -= 2000.0
+            server.send(1, {"n": 1})
+            time.sleep(0.5)
+            assert unit.silence_s(0) < 0.4
+            assert unit.received.take() == []
+            proposal = election.proposal(server.url, False, time.monotonic())
+            assert proposal is not None
+            election.on_written(proposal, time.monotonic())
+            assert words(news(unit, 1)) == [{"n": 1}]
 
 
 def test_silence_is_counted_until_something_arrives(pair: Pair) -> None:
@@ -176,9 +231,8 @@ def test_silence_is_counted_until_something_arrives(pair: Pair) -> None:
     news(pair.second, 1)
     time.sleep(0.5)
     assert max(pair.first.silence_s(1), pair.second.silence_s(0)) < 0.4  # heartbeats go both ways
-    assert not pair.second.alone
     pair.first.close()
-    wait(lambda: pair.second.alone)
+    wait(lambda: pair.second.silence_s(0) > 0.5)
 
 
 def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: Pair) -> None:
@@ -187,17 +241,17 @@ def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: P
     with closing(pair.client("b")) as late:
         late.send(0, {"m": 0})  # refused: nothing has told unit 0 of this process
         wait(lambda: not late.all_received)
-        assert pair.first.news() == []
+        assert pair.news.take() == []
         pair.first.open(1, "b")
         assert pair.store.watch("run/welcome/1.b", DEADLINE_S) == b"1"
         pair.first.send(1, {"n": 1})
         assert words(news(late, 1)) == [{"n": 1}]
-        assert words(news(pair.first, 1)) == [{"m": 0}]
+        assert words(news(pair, 1)) == [{"m": 0}]
         with closing(pair.client("a")) as former:  # it was only silent: it gets what was sent to it, and counts no more
             assert words(news(former, 1)) == [{"n": 0}]
             former.send(0, {"m": 1})
             wait(lambda: former.all_received)
-            assert pair.first.news() == []
+            assert pair.news.take() == []
 
 
 @pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\n\r\n", b"ttHS" + b"\xff" * 600, b"\x16\x03\x01" + bytes(200)])
@@ -210,15 +264,15 @@ def test_garbage_on_the_port_is_refused_and_changes_nothing(pair: Pair, raw: byt
             assert len(sock.recv(1024)) < 512
     wait(lambda: pair.listening[0].refusals().get("STRANGER") == 1)
     pair.second.send(0, {"n": 1})
-    assert words(news(pair.first, 1)) == [{"n": 1}]
+    assert words(news(pair, 1)) == [{"n": 1}]
 
 
 def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) -> None:
     with closing(pair.client("a", OTHER_SECRET)) as stranger:
         stranger.send(0, {"end": "now"})
         wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)  # it finds unit 0's proof wrong, and hangs up
-        assert pair.first.news() == []
-    other = ControlAccess(within(pair.store, "run"), "k.1", SECRET).transport()
+        assert pair.news.take() == []
+    other = ControlAccess(within(pair.store, "run"), "k.1", SECRET).transport(1)
     me = Address(Role.WORKER, 1, 1)
     with closing(other):
         other.attach_together({me: pair.second}, listens=False)
@@ -237,18 +291,33 @@ def introduced(rank: int, word: str, name: str = "", proofs: NodeVerifier = PROO
     return NodeInfo(rank, name or f"h{rank}", 1, "m", "10.0.0.3", proofs.proof(rank), 3, False, word)
 
 
-HOSTS = HostMap((0, 0, 0), ("h0", "h1", "h2"), ("127.0.0.1",) * 3)
+UNITS = tuple(introduced(rank, word) for rank, word in enumerate("0ab"))
+HOSTS = HostMap((0, 0, 0), ("h0", "h1", "h2"), ("127.0.0.1",) * 3, served=True, units=UNITS)
 
 
-def leader(store: Store) -> LeaderMembership:
-    units = [introduced(rank, word) for rank, word in enumerate("0ab")]
+def member(store: Store, rank: int, leads: bool) -> UnitMembership:
     access = ControlAccess(within(store, "jobs/j.1"), "j.1", SECRET)
-    return LeaderMembership(keys_of(store), HOSTS, False, access, units, PROOFS, True, {})
+    return UnitMembership(UnitContext(keys_of(store), rank, "0ab"[rank], access, PROOFS, True, False), HOSTS, leads)
 
 
-def follower(store: Store, rank: int) -> FollowerMembership:
-    access = ControlAccess(within(store, "jobs/j.1"), "j.1", SECRET)
-    return FollowerMembership(keys_of(store), rank, HOSTS, False, access, "0ab"[rank])
+class Leader:
+    """Unit 0, which leads."""
+
+    def __init__(self, store: Store) -> None:
+        self.unit = member(store, 0, True)
+        assert self.unit.leader is not None
+        self.role: LeaderMembership = self.unit.leader
+
+    def close(self) -> None:
+        self.unit.close()
+
+
+def leader(store: Store) -> Leader:
+    return Leader(store)
+
+
+def follower(store: Store, rank: int) -> UnitMembership:
+    return member(store, rank, False)
 
 
 @pytest.fixture
@@ -262,27 +331,27 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypa
     for rank in (0, 1):  # unit 1 has no connection, but a heartbeat in the store
         run.set(f"alive/{rank}", b"1")
     with closing(leader(store)) as made:
-        (found,) = news(made.control, 1)
+        (found,) = news(made.unit.control, 1)
         assert isinstance(found, UnitVanished)
         assert (found.rank, found.failed.text) == (2, "unit 2 on h2 vanished without a word")
         time.sleep(0.5)
-        assert made.control.news() == []  # it is told once, and unit 1 is not lost
-        assert not made.over
+        assert made.unit.control.news() == []  # it is told once, and unit 1 is not lost
+        assert not made.unit.over
         for word, proofs in (("f", NodeVerifier(OTHER_SECRET, "j", 3)), ("c", PROOFS)):
             unit = introduced(2, word, "h3", proofs)
             run.set("back/2", unit.dumped())
             time.sleep(0.2)
-        assert news(made.control, 1) == [UnitReturned(2, unit)]
+        assert news(made.unit.control, 1) == [UnitReturned(2, unit)]
         # While a process is known to have lost a peer, a silent unit is not waited for as long.
         monkeypatch.setattr(company_module, "LOST_S", 1000.0)
         monkeypatch.setattr(company_module, "ALIVE_S", 0.3)
-        made.expect(HostMap((0, 0, 1), ("h0", "h1", "h3"), ("127.0.0.1",) * 3), [1, 2])
-        made.control.suspect(True)
-        (found,) = news(made.control, 1)
+        made.role.expect(HostMap((0, 0, 1), ("h0", "h1", "h3"), ("127.0.0.1",) * 3, units=UNITS), [1, 2])
+        made.unit.control.suspect(True)
+        (found,) = news(made.unit.control, 1)
         assert isinstance(found, UnitVanished)
         assert found.failed.text == "unit 2 on h3 vanished without a word"
-        made.on_not_replaced(2, 3.0, "; more")
-        end = made.wait(DEADLINE_S)
+        made.role.on_not_replaced(2, 3.0, "; more")
+        end = made.unit.wait(DEADLINE_S)
         assert end is not None
         assert end.failed is not None
         assert end.failed.text.endswith("vanished without a word, and within 3 s no replacement was started; more")
@@ -294,14 +363,16 @@ def test_a_unit_with_a_connection_and_without_the_store_is_not_lost(
 ) -> None:
     monkeypatch.setattr(company_module, "LOST_S", 0.3)
     with closing(leader(store)) as first, closing(follower(store, 1)) as second:
-        (found,) = news(first.control, 1)  # nothing has a heartbeat in the store
+        (found,) = news(first.unit.control, 1)  # nothing has a heartbeat in the store
         assert isinstance(found, UnitVanished) and found.rank == 2
         time.sleep(0.5)
-        assert first.control.news() == []
+        assert first.unit.control.news() == []
         assert not second.over
 
 
-def test_unit_0_is_not_to_be_done_without(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_0_is_not_to_be_done_without_where_it_serves_the_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(company_module, "LOST_S", 0.3)
     run = within(store, "jobs/j.1")
     run.set("alive/0", b"1")
@@ -317,7 +388,7 @@ def test_unit_0_is_not_to_be_done_without(store: Store, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[LeaderMembership, FollowerMembership]]:
+def two(tmp_path: Path) -> Iterator[tuple[Leader, UnitMembership]]:
     """Units 0 and 1."""
     store = open_store((tmp_path / "store").as_uri())
     first, second = leader(store), follower(store, 1)
@@ -341,57 +412,72 @@ def snapshot(workspace: Path, number: int, text: str = "{}") -> Path:
 
 
 def test_all_begin_the_next_attempt_from_the_same_snapshot(
-    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
     hosts = HostMap((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
     made, told = RestartBarrier(4, [1], (), 60.0), TextList()
-    second.control.send(0, {"life": 4, "ready": True})
-    assert await_ready(made, (), first, quiet, told, "")
+    second.control.report({"life": 4, "ready": True})
+    assert await_ready(made, (), first.unit, quiet, told, "") is True
     path = snapshot(tmp_path / "w", 3)
+    decisions = [{"at": 1.0, "inputs": [], "commands": []}]
     job = Job(name="ours", cluster=Cluster(nworkers_per_group=3))
     sent = RestartInfo(AttemptInfo(5, str(path), frozenset({2}), "why"), hosts, job)
-    send_attempt(first, made, sent)
-    assert await_begin((), second, quiet, 4, tmp_path / "w") == sent
+    send_attempt(first.role, made, sent, decisions)
+    assert await_begin((), second, quiet, 4, tmp_path / "w", 60.0) == Begin(sent, decisions)
     assert told == []
+
+
+def test_an_attempt_begins_however_many_decisions_there_are(
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A former leader has sent a part of them, and did not come to the rest."""
+    monkeypatch.setattr(reliable_messages, "MESSAGE_BYTES", 128 << 10)
+    first, second = two
+    decisions = [{"at": float(number), "inputs": [], "commands": ["x" * 1000]} for number in range(350)]
+    made = RestartBarrier(4, [1], (), 60.0)
+    first.role.control.send(1, {"life": 5, "part": {"at": 0, "log": decisions[7:100]}})
+    send_attempt(first.role, made, RestartInfo(AttemptInfo(5), HostMap((), (), ())), decisions)
+    begun = await_begin((), second, quiet, 4, tmp_path / "w", 60.0)
+    assert isinstance(begun, Begin) and begun.decisions == decisions
 
 
 @pytest.mark.parametrize("other", [None, '{"another": 1}'])
 def test_a_snapshot_that_a_unit_does_not_see_is_told(
-    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals, other: str | None
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals, other: str | None
 ) -> None:
     first, second = two
     attempt = AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
-    send_attempt(first, RestartBarrier(0, [1], (), 60.0), RestartInfo(attempt, HostMap((), (), ())))
+    send_attempt(first.role, RestartBarrier(0, [1], (), 60.0), RestartInfo(attempt, HostMap((), (), ())))
     if other is not None:
         snapshot(tmp_path / "else", 3, other)
     with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):
-        await_begin((), second, quiet, 0, tmp_path / "else")
+        await_begin((), second, quiet, 0, tmp_path / "else", 60.0)
     with pytest.raises(ConfigError, match="has no snapshot, though server 0/0 has taken number 7"):
         check_found("", Saved("server 0/0", 7, 70, "p", "time"), Job())
     check_found("", None, Job())
 
 
 def test_a_unit_that_does_not_come_back_ends_the_job(
-    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
     told = TextList()
     lost = UnitVanished(1, Failed("unit 1", "died", "?", ""))
-    assert not await_ready(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told, "; go on with it")
+    assert not await_ready(RestartBarrier(0, [1], (), 0.1), [lost], first.unit, quiet, told, "; go on with it")
     assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
     end = second.wait(DEADLINE_S)
     assert end is not None
     assert end.failed is not None
     assert end.failed.text.endswith("no replacement was started; go on with it")
-    assert await_begin((), second, quiet, 0, tmp_path) is None
+    assert await_begin((), second, quiet, 0, tmp_path, 60.0) is None
 
 
 def test_a_unit_that_the_others_do_without_ends(
-    two: tuple[LeaderMembership, FollowerMembership], tmp_path: Path, quiet: StopSignals
+    two: tuple[Leader, UnitMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
-    first.control.send(1, {"life": 0, "outcast": True})
-    assert await_begin((), second, quiet, 0, tmp_path) is None
+    first.role.control.send(1, {"life": 0, "outcast": True})
+    assert await_begin((), second, quiet, 0, tmp_path, 60.0) is None
     assert second.end is not None
     assert second.end.text == "the job goes on without unit 1 on h1, which was silent for too long"

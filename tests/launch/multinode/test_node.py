@@ -31,8 +31,9 @@ from topotrain.launch.multinode import node, node_rendezvous
 from topotrain.launch.multinode import node_membership as company_module
 from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, hosts_of, with_job
-from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget
+from topotrain.launch.multinode.unit_membership import UnitMembership
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -303,20 +304,19 @@ def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeyp
 
 @pytest.fixture
 def company(store):
-    """Makes the membership of one unit; `leads` is the rank of the unit with the first server."""
+    """Makes the membership of one unit; `leads` is the rank of the unit with the first server, and unit 0 decides."""
     made = []
 
     def make(rank=0, units=3, leads=0):
         run = within(store, "jobs/j.1")
         stores = StoreKeys(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-        hosts = HostMap(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("127.0.0.1",) * units)
         access = ControlAccess(run, "j.1", bytes(32))
-        known = [NodeInfo(r, f"h{r}", 1, "m", "", "", units, False, f"{r:08x}") for r in range(units)]
-        if rank:
-            made.append(FollowerMembership(stores, rank, hosts, rank == leads, access, known[rank].word))
-        else:
-            verifier = NodeVerifier(bytes(32), "j", units)
-            made.append(LeaderMembership(stores, hosts, leads == 0, access, known, verifier, False, {}))
+        known = tuple(NodeInfo(r, f"h{r}", 1, "m", "", "", units, False, f"{r:08x}") for r in range(units))
+        names, addresses = tuple(f"h{r}" for r in range(units)), ("127.0.0.1",) * units
+        hosts = HostMap(tuple(range(units)), names, addresses, units=known)
+        verifier = NodeVerifier(bytes(32), "j", units)
+        context = UnitContext(stores, rank, known[rank].word, access, verifier, False, rank == leads)
+        made.append(UnitMembership(context, hosts, rank == 0))
         return made[-1], run
 
     yield make
@@ -616,12 +616,14 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
 
 
 @pytest.mark.journey
-def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
+@pytest.mark.parametrize("survives", [False, True])
+def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, survives):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
     url = f"tcp://127.0.0.1:{free_port()}?job=play"
     args = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="witness", server_0_0="stay")
-    job = [units(rank, args, url=url) for rank in range(3)]
+    counts = {**THREE, "restarts": 3} if survives else THREE
+    job = [units(rank, args, counts=counts, url=url) for rank in range(3)]
     for each in job[:2]:
         each.until(Serving, f"worker 0/{each.rank}")
     witness = job[2].until(Notice, "worker 0/2").text
@@ -629,6 +631,8 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
     Path(witness).write_text("go")
     assert [each.end() for each in job[1:]] == [1, 1]
     named = f"unit 0 on {socket.gethostname()} vanished without a word, and the store with it"
+    if survives:
+        named += "; with a store at redis:// or file:// another unit would lead the job, and it would go on"
     assert [each.told["text"] for each in job[1:]] == [named] * 2
 
 
@@ -718,6 +722,7 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
 
     class Others:
         over = False
+        control = SimpleNamespace(fileno=theirs.fileno)
 
         def fileno(self):
             return ours.fileno()
@@ -730,13 +735,25 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
 
     others = Others()
 
-    def hear(event):
-        said.append(event.text)
+    def hear(text):
+        said.append(text)
         others.over = True
         theirs.send(b"!")
 
     monkeypatch.setattr(node, "QUIET_S", 0.01)
     with ours, theirs, signals() as heard:
-        end = node._agree(others, JobOutcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
+        attempts = SimpleNamespace(membership=others, stop=heard, notify=hear, answer=lambda: None)
+        end = node._agree(attempts, JobOutcome(0, 1.0), SimpleNamespace(events=()), False)
     assert end == JobEnd(0, 0)
     assert said == ["this unit has ended; the job ends when its other units have"]
+
+
+def test_a_signal_that_no_leader_has_heard_of_is_left_in_the_store(company, monkeypatch):
+    """The unit ends after a while; the unit that leads next reads it."""
+    first, run = company(rank=0)
+    membership = SimpleNamespace(over=False, wait=lambda seconds: None, signalled=lambda number: None)
+    rendezvous = SimpleNamespace(run=run, rank=2)
+    attempts = SimpleNamespace(membership=membership, stop=SimpleNamespace(came=[15]), rendezvous=rendezvous)
+    end = node._agree(attempts, JobOutcome(143, 1.0), SimpleNamespace(events=()), True)
+    assert (end.code, end.text) == (143, "ended by signal 15 to unit 2")
+    assert first.wait(DEADLINE_S) == end

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.config.job import Cluster, ConfigError, Grads, Job
+from topotrain.config.job import Cluster, ConfigError, Grads, Job, OnFailure
 from topotrain.config.sharding import Parameter
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 
@@ -120,3 +120,26 @@ def test_the_tables_name_every_process() -> None:
         assert any(line.startswith(who) for line in lines)
     assert "3 tensors" in text
     assert "imbalance" in text
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (
+            "tcp://a:1",
+            "rendezvous tcp://a:1: if unit 0 serves this store, the job ends when the host of unit 0 is lost",
+        ),
+        ("env://", "with redis://HOST or file:///SHARED/FOLDER another unit takes over"),
+        ("", "on several hosts the job survives the loss of any of them with --rendezvous redis://HOST or file://"),
+        ("redis://a/0", ""),
+        ("file:///shared", ""),
+    ],
+)
+def test_a_store_that_is_lost_with_unit_0_is_named_with_the_better_ones(url: str, words: str) -> None:
+    job = Job(cluster=Cluster(nworkers_per_group=2), rendezvous=url)
+    text = " ".join(plan(job).explain().split())
+    assert words in text if words else "note:" not in text
+    assert "note:" not in plan(Job(rendezvous=url)).explain(), "one unit"
+    with pytest.raises(ConfigError, match="rendezvous 'foo'"):
+        plan(replace(job, rendezvous="foo"))
+    assert "note:" not in plan(replace(job, on_failure=OnFailure.kStop)).explain()

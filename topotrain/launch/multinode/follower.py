@@ -1,7 +1,7 @@
 """Recovery in a unit that another unit decides for.
 
-`Follower` replaces `RecoveryPolicy` in all units but unit 0. It is pure: it does no I/O and reads no clock. It sends
-unit 0 the events that matter for recovery.
+`Follower` replaces `RecoveryPolicy` in all units but the leader. It is pure: it does no I/O and reads no clock. It
+sends the leader the events that matter for recovery.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,11 +32,11 @@ from topotrain.launch.recovery.recovery_actions import Action, FailJob
 
 
 class Follower:
-    """The policy of a unit that follows the decisions of unit 0.
+    """The policy of a unit that follows the decisions of the leader.
 
     Args:
         residents: the workers and servers of this unit.
-        leader: sends events to unit 0.
+        leader: sends events to the leader.
     """
 
     def __init__(self, residents: Collection[str], leader: EventSink) -> None:
@@ -64,31 +64,31 @@ class Follower:
 
     @property
     def suspicious(self) -> bool:
-        """Whether failures here wait for unit 0, which may be their cause."""
+        """Whether failures here wait for the leader, which may be their cause."""
         return bool(self._held)
 
     @property
     def listens(self) -> bool:
-        """Whether unit 0 wants every step."""
+        """Whether the leader wants every step."""
         return self._listens
 
     def listen(self, on: bool) -> None:
-        """Set whether unit 0 wants every step."""
+        """Set whether the leader wants every step."""
         self._listens = on
 
     def end(self) -> None:
-        """Note that unit 0 restarts nothing any more."""
+        """Note that the leader restarts nothing any more."""
         self._ended = True
 
     def on_connection(self, all_received: bool, alone: bool) -> None:
-        """Note the state of the connection to unit 0.
+        """Note the state of the connection to the leader.
 
         Args:
-            all_received: unit 0 has received all messages.
-            alone: unit 0 was out of reach for so long that this unit stops waiting for it.
+            all_received: the leader has received all messages.
+            alone: the leader was out of reach for so long that this unit stops waiting for it.
         """
         self._alone = alone
-        if all_received:  # unit 0 decides what follows
+        if all_received:  # the leader decides what follows
             self._held.clear()
 
     def on_event(self, event: Event, now: float) -> Sequence[Action]:
@@ -100,10 +100,10 @@ class Follower:
                 return [Failed(who, "died", text, log)]
             case Failed(kind=kind):
                 self._leader.emit(event)
-                # As in unit 0: nothing else can explain these, so the job ends at once.
+                # As in the leader: nothing else can explain these, so the job ends at once.
                 if kind in ("program", "config"):
                     return [event]
-                # Not shown yet: unit 0 may restart the process, or find a better cause.
+                # Not shown yet: the leader may restart the process, or find a better cause.
                 self._held.append(event)
                 return []
             case Lost(who=who, text=text, log=log):
@@ -140,7 +140,7 @@ class Follower:
     def poll(self, now: float) -> Sequence[Action]:
         """Return the actions that are due by time."""
         if self._held and self._alone:
-            # No decision of unit 0 will come, so this unit ends by its own errors.
+            # No decision of the leader will come, so this unit ends by its own errors.
             held, self._held = self._held, []
             return [FailJob(tuple(held))]
         return []

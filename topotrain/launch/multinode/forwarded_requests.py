@@ -5,34 +5,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.launch.job_requests import ENDED, JobRequest, JobRequests, RequestClient, from_data, to_data
-from topotrain.launch.multinode.control_connection import ControlConnection
+from topotrain.launch.job_requests import ENDED, LEADER_LOST, JobRequest, JobRequests, RequestClient, from_data, to_data
+from topotrain.launch.multinode.control_connection import ControlClient, ControlConnection
 
 
 class ForwardedRequests:
-    """Forwards requests to unit 0, and its answers to their clients.
+    """Forwards requests to the leader, and its answers to their clients.
 
     Several threads may use it.
-
-    Args:
-        control: the connection to unit 0.
     """
 
-    def __init__(self, control: ControlConnection) -> None:
-        self._control, self._lock = control, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: ControlClient | None = None
         self._clients: dict[int, RequestClient] = {}
         self._count = 0
+
+    @property
+    def has_leader(self) -> bool:
+        """Whether there is a leader that requests go to, and it is another unit."""
+        return self._control is not None
+
+    def use(self, control: ControlClient | None) -> None:
+        """Forward to this leader from now on.
+
+        None: there is no leader, or it is this unit. A former leader answers nothing any more.
+        """
+        with self._lock:
+            self._control = control
+            clients, self._clients = list(self._clients.values()), {}
+        # Whether it has carried them out is not known, so they are not sent again.
+        for client in clients:
+            client.reply({"error": LEADER_LOST})
 
     def send(self, wish: JobRequest, client: RequestClient) -> None:
         """Forward a request of this client. The call does not block."""
         with self._lock:
-            self._count += 1
-            number = self._count
-            self._clients[number] = client
-        self._control.send(0, {"ask": {"number": number, "wish": to_data(wish)}})
+            control = self._control
+            if control is not None:
+                self._count += 1
+                self._clients[self._count] = client
+                # With the lock: the client belongs to this leader, and to no later one.
+                control.send(control.leader, {"ask": {"number": self._count, "wish": to_data(wish)}})
+        if control is None:
+            client.reply({"error": LEADER_LOST})
 
     def receive(self, answer: Mapping[str, Any]) -> None:
-        """Pass on an answer of unit 0."""
+        """Pass on an answer of the leader."""
         with self._lock:
             client = self._clients.pop(answer["number"], None)
         if client is not None:
@@ -41,7 +60,7 @@ class ForwardedRequests:
     def close(self) -> None:
         """Answer all clients with an error."""
         with self._lock:
-            clients, self._clients = list(self._clients.values()), {}
+            clients, self._clients, self._control = list(self._clients.values()), {}, None
         for client in clients:
             client.reply({"error": ENDED})
 
@@ -60,5 +79,5 @@ class _UnitClient(RequestClient):
 
 
 def accept(requests: JobRequests, control: ControlConnection, rank: int, words: Mapping[str, Any]) -> None:
-    """Add a request in unit 0 that another unit has forwarded."""
+    """Add a request in the leader that another unit has forwarded."""
     requests.add(from_data(words["wish"]), _UnitClient(control, rank, words["number"]))

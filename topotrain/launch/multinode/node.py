@@ -20,6 +20,7 @@ from topotrain.comm.store import Store, StoreError, StoreService, host_store, op
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.transport import TransportError
+from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology, layout
@@ -28,7 +29,7 @@ from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Outlet, Uni
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
-from topotrain.launch.agent.stop_signals import StopSignals, signals
+from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, write_run_files
 from topotrain.launch.control_socket import linked_folder
 from topotrain.launch.grace_period import LEADER
@@ -37,17 +38,12 @@ from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
 from topotrain.launch.launchers.foreground_tool import StopRequested, interruptible
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
 from topotrain.launch.multinode.control_connection import ControlAccess
+from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
-from topotrain.launch.multinode.node_membership import (
-    FollowerMembership,
-    LeaderMembership,
-    StoreKeys,
-    UnitMembership,
-    UnitReport,
-)
+from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
 from topotrain.launch.multinode.restart_barrier import RestartInfo
-from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
+from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
 
@@ -63,13 +59,17 @@ Watching = Callable[[Job, Topology, Topology], AbstractContextManager[EventListe
 
 @dataclass(frozen=True, slots=True)
 class NodeResult:
-    """How the job ended for one unit, with the same code and cause as in every unit."""
+    """How the job ended for one unit, with the same code and cause as in every unit.
+
+    leads: this unit has led the job at its end, and has the reports of all units.
+    """
 
     outcome: JobOutcome
     end: JobEnd
     job: Job | None = None
     topology: Topology | None = None
     rank: int = 0
+    leads: bool = False
 
 
 @dataclass(slots=True)
@@ -138,11 +138,11 @@ class Node:
         while True:
             try:
                 rendezvous.enter(rendezvous.introduce(self.start.host, self.start.rendezvous))
-                job = rendezvous.bring(self.given) if rank == 0 else rendezvous.take(self.given)
+                job = rendezvous.bring(self.given) if rendezvous.opens else rendezvous.take(self.given)
                 rendezvous.check(job)
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
-                if rank:
+                if not rendezvous.opens:
                     hosts = rendezvous.learn()
                     # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
                     resume = "" if rendezvous.returns else seen(workspace, *rendezvous.chosen())
@@ -183,8 +183,8 @@ class Node:
             with suppress(StoreError):
                 # Another unit may have ended the job before, and its reason counts.
                 rendezvous.run.compare_and_set("end", None, end.dumped())
-            if self.start.rank == 0:
-                outlast(rendezvous.run)  # the store may end with this process
+            if rendezvous.opens:
+                outlast(rendezvous.run, self.start.rank)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
 
     def _run_to_end(
@@ -204,15 +204,18 @@ class Node:
                 notes(event)
                 on_event(event)
 
-            if topology.torch_collective and len(set(hosts.numbers)) > 1 and rank == 0:
+            if topology.torch_collective and len(set(hosts.numbers)) > 1 and rendezvous.opens:
                 record(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            attempts = Attempts(rendezvous, agreement, membership, stop, record)
+            succession = Succession(job, rank, hosts.numbers, hosts)
+            attempts = Attempts(rendezvous, agreement, membership, stop, record, succession, agreement.origin)
             folder = stack.enter_context(linked_folder(agreement.workspace, rank))
             host = self._context(attempts, folder)
             stack.enter_context(closing(host.forkserver))
             try:
-                outcome, again = self._run_attempts(attempts, host, attempts.recovery(topology, began), secret)
+                if rendezvous.opens:
+                    succession.open(topology, began)
+                outcome, again = self._run_attempts(attempts, host, secret)
                 for promise in host.promises:
                     promise.send("the job ended before it trained again")
             # The other units must not wait for this one until its silence counts as its loss.
@@ -221,7 +224,7 @@ class Node:
                 text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
                 self._give_up(rendezvous, JobEnd(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
-            end = _agree(membership, outcome, notes, stop, again, record)
+            end = _agree(attempts, outcome, notes, again)
             # A user who has sent a signal does not wait for a reader of the output.
             if stop.came:
                 self.outlet.hurry()
@@ -230,7 +233,7 @@ class Node:
                 on_event(event)
             self._leave(rendezvous, root, membership, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
-            return NodeResult(whole, end, job, topology, rank)
+            return NodeResult(whole, end, job, topology, rank, membership.leader is not None)
 
     def _context(self, attempts: Attempts, folder: Path) -> LauncherContext:
         """Return the settings and resources that all attempts share.
@@ -250,19 +253,16 @@ class Node:
             mark,
             membership,
             membership.control if continues else None,
+            attempts.succession if continues else None,
             self.outlet,
             requests=membership.requests,
-            forwards=membership.forwards if continues and isinstance(membership, FollowerMembership) else None,
+            forwards=membership.forwards if continues else None,
         )
 
-    def _run_attempts(
-        self, attempts: Attempts, host: LauncherContext, policy: RecoveryPolicy | None, secret: bytes
-    ) -> tuple[JobOutcome, bool]:
+    def _run_attempts(self, attempts: Attempts, host: LauncherContext, secret: bytes) -> tuple[JobOutcome, bool]:
         """Run the attempts of this unit, one after another.
 
         Returns the outcome of the last one, and whether the job was to restart after it.
-
-        policy: decides in unit 0 about restarts.
         """
         outcome, again = JobOutcome(0, 0.0), True
         begun = attempts.first()
@@ -270,12 +270,12 @@ class Node:
             job = attempts.job
             # A new unit may run on another host, and workers may have left, which changes the layout.
             here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
-            run = RunLoop(job, here, host, attempts.follows(here, begun) if self.start.rank else policy)
+            run = RunLoop(job, here, host, attempts.policy(here, begun))
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again
             # A signal, or the end of the job, may have come while the attempt ended.
             if not again or attempts.membership.over or attempts.stop.came:
                 break
-            begun = attempts.next(policy, run, begun)
+            begun = attempts.next(run, begun)
         return outcome, again
 
     def _join(
@@ -284,21 +284,30 @@ class Node:
         """Return the membership of this unit, with its control connections."""
         rank, job, hosts = self.start.rank, agreement.job, agreement.hosts
         stores = StoreKeys(rendezvous.run, rendezvous.shared, Registry(root), self._record(rendezvous, job, hosts))
-        twice = job.cluster.replicas > 1  # the first server may move, and unit 0 has its place
-        leads = rank == 0 if twice else LEADER in topology.units[rank].servers
         access = ControlAccess(rendezvous.run, rendezvous.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
-        if rank:
-            assert rendezvous.me is not None
-            return FollowerMembership(stores, rank, hosts, leads, access, rendezvous.me.word)
-        recovers = job.on_failure is OnFailure.kContinue
+        assert rendezvous.me is not None
+        moves = job.cluster.replicas > 1  # the first server may move, and the leader has its place
+        context = UnitContext(
+            stores,
+            rank,
+            rendezvous.me.word,
+            access,
+            rendezvous.verifier,
+            job.on_failure is OnFailure.kContinue,
+            not moves and LEADER in topology.units[rank].servers,
+            moves,
+            _where(topology),
+            {"job": job_file.dumps(job).encode(), "hosts": hosts.dumped()},
+        )
         try:
-            return LeaderMembership(
-                stores, hosts, leads, access, rendezvous.known, rendezvous.verifier, recovers, _where(topology)
-            )
-        # Unit 0 cannot listen at its address, so no other unit could reach it.
+            return UnitMembership(context, hosts, rendezvous.opens)
+        # This unit cannot listen at its address, so no other unit could reach it.
         except TransportError as error:
-            self._give_up(rendezvous, JobEnd(2, 0, hosts.names[0], text=f"unit 0 cannot be reached: {error}"))
-            raise ConfigError("--host", hosts.addresses[0], f"must be an address of this machine ({error})") from error
+            self._give_up(
+                rendezvous, JobEnd(2, rank, hosts.names[rank], text=f"unit {rank} cannot be reached: {error}")
+            )
+            accepted = f"must be an address of this machine ({error})"
+            raise ConfigError("--host", hosts.addresses[rank], accepted) from error
 
     def _run_attempt(self, run: RunLoop, rendezvous: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
         """Run one attempt of this unit, from its first process to its last."""
@@ -323,14 +332,15 @@ class Node:
                 run.destroy()
 
     def _leave(self, rendezvous: NodeRendezvous, root: Store, membership: UnitMembership, end: JobEnd) -> None:
-        """Leave the job. Unit 0 also cleans up when all other units have left the store."""
-        if self.start.rank:
+        """Leave the job. The leader also cleans up when all other units have left."""
+        leader = membership.leader
+        if leader is None:
             return
-        assert isinstance(membership, LeaderMembership)
-        outlast(rendezvous.run)
+        outlast(rendezvous.run, self.start.rank)
         with suppress(StoreError):
-            membership.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
-            # Before keys are deleted: it maintains them, and would write them again.
+            # Before keys are deleted: these maintain them, and would write them again.
+            membership.close()
+            leader.leave(end, "done" if end.code == 0 else "stopped" if end.failed is None else "failed")
             rendezvous.close()
             forget_attempts(root, rendezvous.run_id)
             if end.code:  # the user may ask why the job failed
@@ -359,35 +369,46 @@ def _reported(membership: UnitMembership, rank: int, own: UnitReport) -> Iterato
     yield from (event for event in (*events, *own.events) if isinstance(event, Counted))
 
 
-def _agree(
-    membership: UnitMembership,
-    outcome: JobOutcome,
-    notes: UnitReport,
-    stop: StopSignals,
-    again: bool,
-    on_event: EventListener,
-) -> JobEnd:
+def _agree(attempts: Attempts, outcome: JobOutcome, notes: UnitReport, again: bool) -> JobEnd:
     """Wait until all units agree how the job has ended. A signal ends the wait."""
+    membership, stop = attempts.membership, attempts.stop
     # The job was about to restart and does not, which is no failure: only a signal, or a known end, explains it.
     if again:
         if stop.came and not membership.over:
             membership.signalled(stop.came[0])
     elif outcome.code == 0 and not membership.over:
         membership.finish(notes.events)
-        with DefaultSelector() as selector:
-            selector.register(membership.fileno(), EVENT_READ)
-            selector.register(stop.woken, EVENT_READ)
-            seconds: float | None = QUIET_S
-            while not membership.over and not stop.came:
-                if not selector.select(seconds):
-                    # One notice is enough; from here on the wait has no limit.
-                    seconds = None
-                    on_event(Notice("launcher", "this unit has ended; the job ends when its other units have"))
+        _await_others(attempts)
         if stop.came and not membership.over:
             membership.signalled(stop.came[0])
     elif outcome.cause is not None and not membership.over:
         membership.tell(outcome.cause)
-    return membership.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
+    end = membership.wait(DECIDE_S)
+    if end is None:
+        end = JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
+        if stop.came:
+            # For the unit that leads next: this one has found no leader that it could tell.
+            end = replace(end, text=f"ended by signal {stop.came[0]} to unit {attempts.rendezvous.rank}")
+            with suppress(StoreError):
+                attempts.rendezvous.run.compare_and_set("end", None, end.dumped())
+    return end
+
+
+def _await_others(attempts: Attempts) -> None:
+    """Wait until the end of the job is decided, or a signal comes."""
+    membership, stop = attempts.membership, attempts.stop
+    with DefaultSelector() as selector:
+        for number in (membership.fileno(), membership.control.fileno(), stop.woken.fileno()):
+            selector.register(number, EVENT_READ)
+        quiet_at: float | None = time.monotonic() + QUIET_S
+        while not membership.over and not stop.came:
+            selector.select(None if quiet_at is None else max(0.0, quiet_at - time.monotonic()))
+            # This unit may become the leader of units that are not done yet.
+            attempts.answer()
+            if quiet_at is not None and time.monotonic() >= quiet_at and not membership.over:
+                # One notice is enough; from here on the wait has no limit.
+                quiet_at = None
+                attempts.notify("this unit has ended; the job ends when its other units have")
 
 
 def _check_program(job: Job) -> None:

@@ -24,6 +24,7 @@ class JobEnd:
 
     code: the exit code of every unit. unit, host: where it ended; -1 and "" for no particular unit.
     failed: the first cause of a failure. text: the reason of an early end without a failure.
+    term: the term of the leader that has decided it, 0 for another unit.
     """
 
     code: int
@@ -31,6 +32,7 @@ class JobEnd:
     host: str = ""
     failed: Failed | None = None
     text: str = ""
+    term: int = 0
 
     @staticmethod
     def of(cause: Failed, unit: int, host: str) -> "JobEnd":
@@ -44,6 +46,10 @@ class JobEnd:
             # The store limits the size of values. The end of a traceback is its useful part.
             data["failed"].update(text=self.failed.text[-20_000:], traceback=self.failed.traceback[-40_000:])
         return json.dumps(data).encode()
+
+    def counts_in(self, term: int) -> bool:
+        """Return whether this end counts in a term: it was not decided by a former leader."""
+        return not self.term or self.term >= term
 
     def to_text(self) -> str:
         """Serialize for a message between units."""
@@ -140,6 +146,7 @@ class HostMap:
 
     numbers: the number of each unit's host. names: the name of each unit's host. addresses: the address of each unit.
     url: the URL of the store, if units were started with another one. served: unit 0 serves the store itself.
+    units: the descriptions of all units. Every unit knows them, because any of them may lead.
     """
 
     numbers: tuple[int, ...]
@@ -147,6 +154,7 @@ class HostMap:
     addresses: tuple[str, ...]
     url: str = ""
     served: bool = False
+    units: tuple[NodeInfo, ...] = ()
 
     def dumped(self) -> bytes:
         """Serialize for the store."""
@@ -164,7 +172,8 @@ class HostMap:
     def of(data: Mapping[str, Any]) -> "HostMap":
         """Return the inverse of `asdict` after JSON. Raises KeyError or TypeError."""
         numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
-        return HostMap(numbers, names, addresses, data["url"], data["served"])
+        units = tuple(NodeInfo(**unit) for unit in data["units"])
+        return HostMap(numbers, names, addresses, data["url"], data["served"], units)
 
 
 def machine() -> str:
@@ -234,4 +243,5 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
         tuple("127.0.0.1" if alone and not unit.given else unit.address for unit in units),
         url,
         served,
+        tuple(units),
     )

@@ -3,9 +3,8 @@
     jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
     jobs/ID/run      a random word for this start of the job, by unit 0
     jobs/ID/stop     set by `topotrain jobs stop`
-    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the address at which unit 0 controls the others
-                     (control), back/R of a unit that rejoins the running job, with welcome/R.WORD as the reply, and
-                     the addresses of its processes
+    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the unit that leads it (leader), back/R of a unit that
+                     rejoins the running job, with welcome/R.WORD as the reply, and the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
 Each start has its own keys, so data of an earlier start is never read.
@@ -24,7 +23,7 @@ from typing import Self, TypeVar
 from topotrain.comm.store import Store, StoreError, within
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config import job_file
-from topotrain.config.job import ConfigError, Job
+from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
 from topotrain.launch.multinode.node_info import (
     EndedBeforeStart,
@@ -51,7 +50,7 @@ _FROM = "from"
 
 
 def welcome_key(rank: int, word: str) -> str:
-    """Return the key that unit 0 writes when a process may rejoin as unit `rank`."""
+    """Return the key that the leader writes when a process may rejoin as unit `rank`."""
     return f"welcome/{rank}.{word}"
 
 
@@ -126,8 +125,6 @@ class NodeRendezvous:
         self._kept = MaintainedValues(root)
         self._missing = 0  # consecutive reads that found no start of the job in the store
         self.me: NodeInfo | None = None
-        self.known: list[NodeInfo] = []
-        """In unit 0: all units, ordered by rank."""
         self.returns = False
         """Whether this unit was restarted while its job runs."""
 
@@ -141,6 +138,11 @@ class NodeRendezvous:
         """The keys of this start."""
         return within(self._root, f"jobs/{self.run_id}")
 
+    @property
+    def opens(self) -> bool:
+        """Whether this unit has opened this start of the job."""
+        return self.rank == 0 and not self.returns
+
     def close(self) -> None:
         """Leave, and delete this unit's heartbeat."""
         self._kept.close()
@@ -150,17 +152,19 @@ class NodeRendezvous:
     def enter(self, me: NodeInfo) -> None:
         """Open a start of the job as unit 0, or join it as another unit.
 
-        Raises ConfigError or StoreError.
+        Where the job runs on under another leader, unit 0 rejoins it. Raises ConfigError or StoreError.
         """
         self.me, self.returns = me, False
         self._kept.close()  # of an earlier start
         self._kept = MaintainedValues(self._root)
-        if self.rank == 0:
-            self._open()
-            self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
-            self._set("host/0", me.dumped())
-            self.heartbeat = Heartbeat(self.run, 0).start()
-            return
+        while self.rank == 0:
+            if self._open():
+                self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
+                self._set("host/0", me.dumped())
+                self.heartbeat = Heartbeat(self.run, 0).start()
+                return
+            if self._return(me):
+                return
         old = ""
         while True:
             # Waits for another word than the last one, which was that of a start that is gone.
@@ -182,11 +186,11 @@ class NodeRendezvous:
     def _return(self, me: NodeInfo) -> bool:
         """Rejoin a running job that has lost the unit of this rank.
 
-        The unit announces itself to unit 0, and waits for a reply. Returns False if another start has begun. Raises
+        The unit announces itself to the leader, and waits for a reply. Returns False if another start has begun. Raises
         EndedBeforeStart or StoreError.
         """
         self._set(f"back/{self.rank}", me.dumped())
-        what = f"unit 0 of job {self.id!r}, which is running, and can include unit {self.rank} when it restarts"
+        what = f"the leader of job {self.id!r}, which is running, and can include unit {self.rank} when it restarts"
         try:
             self._await(self.run, welcome_key(self.rank, me.word), what)
         except JobRestarted:
@@ -199,11 +203,13 @@ class NodeRendezvous:
         self.heartbeat = Heartbeat(self.run, self.rank).start()
         return True
 
-    def _open(self) -> None:
+    def _open(self) -> bool:
+        """Open a start of the job; return False if an earlier one runs on."""
         known = self._patiently(lambda: self.shared.get("run"), "the store")
         old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
-        if old is not None:
-            self._await_end(old)
+        if old is not None and self._await_end(old):
+            self.word = (known or b"").decode()
+            return False
         self.word = secrets.token_hex(4)
         # Another process may have begun a start meanwhile as unit 0.
         if not self.shared.compare_and_set("run", known, self.word.encode()):
@@ -211,18 +217,27 @@ class NodeRendezvous:
         if old is not None:
             forget(old)  # not before: a unit that joins it late must find its rank taken
             forget_attempts(self._root, f"{self.id}.{(known or b'').decode()}")
+        return True
 
-    def _await_end(self, old: Store) -> None:
-        """Wait until all units of an earlier start are gone; ConfigError if it is running."""
+    def _await_end(self, old: Store) -> bool:
+        """Wait until all units of an earlier start are gone; ConfigError if it is running.
+
+        Returns True instead if only its unit 0 is gone, and the others go on without it.
+        """
         first = {key: old.get(key) for key in old.keys("alive/")}
         while living := old.keys("alive/"):
             self._waiting(f"the end of an earlier start of job {self.id!r}")
             # A heartbeat that stays the same is of a killed unit, and expires. One that moves is of a running unit.
             moving = [key for key in living if (now := old.get(key)) is not None and now != first.get(key)]
+            runs = bool(moving) and old.get("end") is None
+            survives = runs and "alive/0" not in moving and _survives(old)
+            if survives and "alive/0" not in living:
+                return True
             # Moving heartbeats of an ended start are those of units that still clean up.
-            if time.monotonic() > self._deadline or (moving and old.get("end") is None):
+            if time.monotonic() > self._deadline or (runs and not survives):
                 raise self._running(", ".join(f"unit {key.partition('/')[2]}" for key in moving or living))
             time.sleep(BEAT_S / 4)
+        return False
 
     def _running(self, who: str) -> ConfigError:
         accepted = f"runs already ({who}): end it with `topotrain jobs stop`, or choose a name with ?job=NAME"
@@ -263,11 +278,12 @@ class NodeRendezvous:
     def take(self, given: Job | None) -> Job:
         """Return the job that unit 0 has published.
 
-        For all units but unit 0. Raises EndedBeforeStart, StoreError, and ConfigError if it differs from `given`.
+        For all units but the one that opens the job. Raises EndedBeforeStart, StoreError, and ConfigError if it differs
+        from `given`.
         """
         job = job_file.loads(self._await(self.run, "job", "the job from unit 0").decode(), "the job in the store")
         if given is not None and given.digest() != job.digest():
-            raise ConfigError("JOB.conf", given.name or None, f"differs from that of unit 0 ({job.name or 'no name'})")
+            raise ConfigError("JOB.conf", given.name or None, f"differs from that of the job ({job.name or 'no name'})")
         return job
 
     def check(self, job: Job) -> None:
@@ -287,21 +303,19 @@ class NodeRendezvous:
             others = [str(r) for r in range(self._nprocs) if r not in known and self.run.get(f"host/{r}") is None]
             what = ("unit " if len(others) < 2 else "units ") + ", ".join(others or [str(rank)])
             known[rank] = self.verifier.verify(self._await(self.run, f"host/{rank}", what))
-        self.known = [known[rank] for rank in range(self._nprocs)]
-        hosts = hosts_of(self.known, url, served)
-        for unit in self.known:  # a unit that joins after a loss of the store's data must find its rank taken
+        units = [known[rank] for rank in range(self._nprocs)]
+        hosts = hosts_of(units, url, served)
+        for unit in units:  # a unit that joins after a loss of the store's data must find its rank taken
             self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
         self._set("hosts", hosts.dumped())
         return hosts
 
     def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after units were replaced. For unit 0. Raises ConfigError."""
-        # Kept for the next restart, which may replace other units.
-        self.known = [back.get(unit.rank, unit) for unit in self.known]
-        return hosts_of(self.known, hosts.url, hosts.served)
+        """Return the hosts after units were replaced. For the leader. Raises ConfigError."""
+        return hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
 
     def learn(self) -> HostMap:
-        """Return the hosts that unit 0 has published. Not for unit 0.
+        """Return the hosts that unit 0 has published. Not for the unit that opens the job.
 
         Raises EndedBeforeStart or StoreError.
         """
@@ -316,7 +330,9 @@ class NodeRendezvous:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """Return the name and the seal of the snapshot to resume from. Not for unit 0.
+        """Return the name and the seal of the snapshot to resume from.
+
+        Not for the unit that opens the job.
 
         Call it after `learn`. Raises StoreError.
         """
@@ -384,6 +400,15 @@ class JobRestarted(Exception):
     """Unit 0 has begun another start of the job."""
 
 
+def _survives(run: Store) -> bool:
+    """Return whether a start goes on when its unit 0 is lost. Raises StoreError."""
+    hosts, text = run.get("hosts"), run.get("job")
+    if hosts is None or text is None:
+        return False
+    job = job_file.loads(text.decode(), "the job in the store")
+    return not HostMap.loaded(hosts).served and job.on_failure is OnFailure.kContinue
+
+
 def _is_final(error: StoreError) -> bool:
     """Return whether a retry cannot succeed."""
     from topotrain.comm.store.tcp_store import AccessDenied
@@ -391,11 +416,14 @@ def _is_final(error: StoreError) -> bool:
     return isinstance(error, AccessDenied)
 
 
-def outlast(run: Store) -> None:
-    """Wait in unit 0 until the other units have left, or their heartbeats expired."""
+def outlast(run: Store, rank: int) -> None:
+    """Wait in the leader until the other units have left, or are silent.
+
+    rank: of this unit.
+    """
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
-        while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
+        while time.monotonic() < until and set(run.keys("alive/")) - {f"alive/{rank}"}:
             time.sleep(BEAT_S / 10)
 
 

@@ -1,13 +1,13 @@
 """The barrier between two attempts of a job over several units.
 
 * No unit starts before all units have ended their processes.
-* Unit 0 waits for a replacement of a vanished unit as long as units wait at the rendezvous. Then the job ends.
-* Unit 0 chooses the snapshot, and each unit checks that it sees the same one. A workspace that is not shared is an
+* The leader waits for a replacement of a vanished unit as long as units wait at the rendezvous. Then the job ends.
+* The leader chooses the snapshot, and each unit checks that it sees the same one. A workspace that is not shared is an
   error.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -18,10 +18,22 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notifier, Saved
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
-from topotrain.launch.multinode.control_connection import News, UnitMessage, UnitReturned, UnitVanished
+from topotrain.launch.multinode.control_connection import (
+    LeaderChanged,
+    LeaderElected,
+    News,
+    UnitMessage,
+    UnitReturned,
+    UnitVanished,
+)
+from topotrain.launch.multinode.election.decision_log import Decision, LogParts, parts_of
+from topotrain.launch.multinode.election.succession import Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
-from topotrain.launch.multinode.node_membership import LeaderMembership, UnitMembership
+from topotrain.launch.multinode.node_membership import LeaderMembership
+from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
+
+_LOOK_S = 1.0  # between two looks whether the leader is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +48,19 @@ class RestartInfo:
     job: Job | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The leader's message that an attempt begins. decisions: all of the job."""
+
+    info: RestartInfo
+    decisions: Sequence[Decision]
+
+
 @dataclass(slots=True)
 class RestartBarrier:
     """The units that are ready for the attempt after number `number`. It does no I/O.
 
-    ranks: all units but 0. vacant: the units that would have no processes.
+    ranks: all units but the leader. vacant: the units that would have no processes.
     patience_s: seconds to wait for a vanished unit.
     """
 
@@ -57,7 +77,8 @@ class RestartBarrier:
         match news:
             case UnitMessage(rank, words) if (
                 # A replacement is ready at once, and its predecessor's word no longer counts.
-                "ready" in words and words.get("life") == self.number and rank not in self.back
+                # A unit that joins a new leader may not have begun the last attempt.
+                "ready" in words and ("joins" in words or words.get("life") == self.number) and rank not in self.back
             ):
                 self._ready.add(rank)
                 self._gone.pop(rank, None)
@@ -96,26 +117,33 @@ class RestartBarrier:
 def await_ready(
     barrier: RestartBarrier,
     unread: Iterable[News],
-    membership: LeaderMembership,
+    membership: UnitMembership,
     stop: StopSignals,
     notifier: Notifier,
     hint: str,
-) -> bool:
-    """Wait in unit 0 until all units are ready; False if the job ends instead."""
+) -> LeaderElected | LeaderChanged | bool | None:
+    """Wait in the leader until all units are ready.
+
+    Returns None if the job ends instead, or the news that another unit leads.
+    """
     reported: set[int] = set()
     news = list(unread)
     while True:
-        for each in news:
+        for number, each in enumerate(news):
+            if isinstance(each, LeaderElected | LeaderChanged):
+                membership.control.queue.put_back(news[number + 1 :])
+                return each
             barrier.on_news(each, time.monotonic())
         # Before `missing`: a job that has ended begins no other attempt.
         if membership.over or stop.came:
-            return False
+            return None
         if not barrier.missing:
             return True
-        if barrier.due is not None and time.monotonic() >= barrier.due:
-            membership.on_not_replaced(barrier.gone[0], barrier.patience_s, hint)
+        leader = membership.leader
+        if leader is not None and barrier.due is not None and time.monotonic() >= barrier.due:
+            leader.on_not_replaced(barrier.gone[0], barrier.patience_s, hint)
             membership.wait(barrier.patience_s)
-            return False
+            return None
         for rank in set(barrier.gone) - reported:
             reported.add(rank)
             text = f"the job waits {barrier.patience_s:g} s for another `topotrain unit --rank {rank}`"
@@ -124,50 +152,113 @@ def await_ready(
         news = membership.control.news()
 
 
-def send_attempt(membership: LeaderMembership, barrier: RestartBarrier, begun: RestartInfo) -> None:
-    """Send the next attempt from unit 0 to all units that are present."""
+def await_joins(takeover: Takeover, membership: UnitMembership, stop: StopSignals) -> bool:
+    """Wait in a new leader until all units have joined or are lost.
+
+    Returns False if the job ends, or another unit leads instead.
+    """
+    while takeover.missing:
+        if membership.over or stop.came:
+            return False
+        _sleep(membership, stop, None)
+        news = membership.control.news()
+        for number, each in enumerate(news):
+            if isinstance(each, LeaderChanged):
+                membership.control.queue.put_back(news[number:])
+                return False
+            takeover.on_news(each)
+    return True
+
+
+def await_leader(
+    unread: Sequence[News], membership: UnitMembership, stop: StopSignals
+) -> LeaderElected | LeaderChanged | None:
+    """Wait for the news about the leader; None if the job ends instead."""
+    news = list(unread)
+    while not (membership.over or stop.came):
+        for number, each in enumerate(news):
+            if isinstance(each, LeaderElected | LeaderChanged):
+                membership.control.queue.put_back(news[number + 1 :])
+                return each
+        _sleep(membership, stop, None)
+        news = membership.control.news()
+    return None
+
+
+def send_attempt(
+    leader: LeaderMembership, barrier: RestartBarrier, begun: RestartInfo, decisions: Sequence[Decision] = ()
+) -> None:
+    """Send the next attempt from the leader to all units that are present."""
     attempt, hosts = begun.attempt, begun.hosts
     for rank, unit in barrier.back.items():  # before `expect`: the silence of the former process must not count
-        membership.control.open(rank, unit.word)
-    membership.expect(hosts, barrier.there)
+        leader.control.open(rank, unit.word)
+    leader.expect(hosts, barrier.there)
     # The seal lets each unit check that it sees the same snapshot under this name.
     words: dict[str, Any] = {"name": Path(attempt.resume).name, "seal": seal(attempt.resume)}
-    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why}
+    *first, last = parts_of(decisions)
+    words |= {"absent": sorted(attempt.absent), "hosts": asdict(hosts), "why": attempt.why, **last}
     words |= {} if begun.job is None else {"job": job_file.dumps(begun.job)}
     for rank in sorted(barrier.there):
-        membership.control.send(rank, {"life": attempt.number, "begin": words})
+        for part in first:
+            leader.control.send(rank, {"life": attempt.number, "part": part})
+        leader.control.send(rank, {"life": attempt.number, "begin": words})
 
 
 def await_begin(
-    unread: Iterable[News], membership: UnitMembership, stop: StopSignals, number: int, workspace: Path
-) -> RestartInfo | None:
-    """Wait in another unit for the attempt after number `number`.
+    unread: Iterable[News],
+    membership: UnitMembership,
+    stop: StopSignals,
+    number: int,
+    workspace: Path,
+    patience_s: float,
+) -> Begin | LeaderElected | LeaderChanged | None:
+    """Wait in a unit that follows for the attempt after number `number`.
 
-    Returns None if the job ends instead. Raises ConfigError.
+    Returns None if the job ends instead, or the news that this unit leads or has another leader. The unit ends when it
+    has heard of no leader for `patience_s` longer than it would in an attempt. Raises ConfigError.
     """
     news = list(unread)
+    alone_since: float | None = None
+    parts = LogParts()
     while True:
-        for each in news:
-            # Numbers are compared: a repeated message about this or a former attempt begins nothing.
-            if isinstance(each, UnitMessage) and "begin" in each.words and each.words["life"] > number:
-                return _begun(each.words["life"], each.words["begin"], workspace)
+        for at, each in enumerate(news):
+            found = _begun(each, number, workspace, parts)
+            if found is not None:
+                membership.control.queue.put_back(news[at + 1 :])
+                return found
             if isinstance(each, UnitMessage) and "outcast" in each.words:
                 membership.exclude()
         if membership.over or stop.came:
             return None
-        _sleep(membership, stop, None)
+        now = time.monotonic()
+        alone_since = (alone_since or now) if membership.control.alone else None
+        if alone_since is not None and now - alone_since > patience_s:
+            membership.give_up_waiting(patience_s)
+            return None
+        _sleep(membership, stop, now + _LOOK_S)
         news = membership.control.news()
 
 
-def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInfo:
+def _begun(news: News, number: int, workspace: Path, parts: LogParts) -> Begin | LeaderElected | LeaderChanged | None:
+    """Return what these news begin, if anything."""
+    if isinstance(news, LeaderElected | LeaderChanged):
+        return news
+    # Numbers are compared: a repeated message about this or a former attempt begins nothing.
+    if not isinstance(news, UnitMessage) or news.words.get("life", 0) <= number:
+        return None
+    if "part" in news.words:
+        parts.add(news.words["part"])
+    if "begin" not in news.words:
+        return None
+    words = news.words["begin"]
     path = seen(workspace, words["name"], words["seal"])
-    attempt = AttemptInfo(number, path, frozenset(words["absent"]), words.get("why", ""))
-    job = job_file.loads(words["job"], "the job of unit 0") if "job" in words else None
-    return RestartInfo(attempt, HostMap.of(words["hosts"]), job)
+    attempt = AttemptInfo(news.words["life"], path, frozenset(words["absent"]), words["why"])
+    job = job_file.loads(words["job"], "the job of the leader") if "job" in words else None
+    return Begin(RestartInfo(attempt, HostMap.of(words["hosts"]), job), parts.add(words))
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:
-    """Raise ConfigError where unit 0 does not see a snapshot that was taken."""
+    """Raise ConfigError where the leader does not see a snapshot that was taken."""
     if saved is not None and not resume:
         accepted = f"has no snapshot, though {saved.who} has taken number {saved.number}: {SHARED}"
         raise ConfigError("cluster.workspace", job.workspace, accepted)

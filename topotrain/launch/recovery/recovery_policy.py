@@ -5,8 +5,8 @@ may follow from a death waits for one, while an exception of the user's program,
 once. The policy is pure: it receives events and the time, and returns actions.
 
 * A process that stays frozen is ended, and counts as dead.
-* Over several units unit 0 decides for all. The others send it their events (`follower.py`). A unit without a heartbeat
-  is lost with all its processes.
+* Over several units the leader decides for all. The others send it their events (`follower.py`). A unit without a
+  heartbeat is lost with all its processes.
 * `restarts` limits how often a group or the job restarts. It has no delay, because the old processes have
   ended by then.
 * A group that has exhausted `restarts` is given up where the other groups can continue without it.
@@ -418,10 +418,17 @@ class RecoveryPolicy:
         return [] if self._resizing is None else [*self._resizing.give_up("the job is ending")]
 
 
-def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
+def recovery(
+    job: Job,
+    topology: Topology,
+    began: float,
+    near: frozenset[str] | None = None,
+    kind: type[RecoveryPolicy] = RecoveryPolicy,
+) -> RecoveryPolicy | None:
     """Return the policy of a job; None where a death ends the job.
 
     near: the workers of this unit, where another tool starts the units. None: all units have one launcher.
+    kind: the class of the policy.
     Raises ConfigError.
     """
     replica_placement.check(job, topology)
@@ -432,7 +439,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
         # The death of a host is noticed after a lease, and so later than the errors that it causes.
         cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
         terms, resizing = replace(terms, cause_s=cause_s), ResizeState(job, len(topology.units))
-    return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, resizing)
+    return kind(topology, terms, began, job.cluster.replicas > 1, near, resizing)
 
 
 def _terms(job: Job, topology: Topology) -> RestartTerms:

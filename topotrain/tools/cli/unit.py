@@ -1,7 +1,7 @@
 """The command `topotrain unit`: run one unit of a job on this machine.
 
-A user or any launcher starts it. Unit 0 shows the job and makes its report. The others print on stderr that they have
-started, and how the job ended.
+A user or any launcher starts it. Unit 0 shows the job. The unit that leads the job at its end makes the report; that is
+unit 0, unless it was lost. The others print on stderr that they have started, and how the job ended.
 """
 
 import os
@@ -73,9 +73,12 @@ def register(app: typer.Typer) -> None:
             str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
         ] = "",
         report: Annotated[
-            Path | None, typer.Option("--report", metavar="FILE", help="Unit 0 writes the result as JSON to this file.")
+            Path | None,
+            typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file."),
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Unit 0 prints the result as JSON on stdout.")] = False,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")
+        ] = False,
         quiet: Quiet = False,
         forkserver: Forkserver = "",
     ) -> None:
@@ -94,7 +97,7 @@ def register(app: typer.Typer) -> None:
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
             start = _start(args or (), rank, nprocs, rendezvous or named, host)
             if report is not None and start.rank == 0:
-                # Only unit 0 writes it. The machines of the others may not have its folder.
+                # The others write it only if unit 0 is lost. Their machines may not have its folder.
                 check_writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
@@ -135,7 +138,7 @@ def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous
 
 @dataclass(slots=True)
 class _Window:
-    """The display of a unit while it runs, and the report that unit 0 makes."""
+    """The display of a unit while it runs, and the report that it makes if it leads."""
 
     rank: int
     quiet: bool
@@ -175,32 +178,34 @@ class _Window:
 
 
 def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:
-    """Print how the job ended; unit 0 also writes it as data."""
+    """Print how the job ended; the leader also writes it as data."""
     outcome = ended.outcome
     if outcome.code:
         complain(_story(ended))
     elif ended.end.text:
         print(f"topotrain: {ended.end.text}", file=sys.stderr, flush=True)
-    if ended.rank:
-        if not outcome.code:
-            print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
-        return
-    if window.report is not None:
+    if ended.rank and not outcome.code:
+        print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
+    if ended.leads and window.report is not None and ended.job is not None:
         from topotrain.tools.monitor.job_report import JobResult
 
+        if ended.rank and report is None:
+            # The options of unit 0, which is lost, are not known here.
+            report = Path(ended.job.workspace) / "report.json"
+            print(f"topotrain: unit {ended.rank} has led the job, and writes {report}", file=sys.stderr, flush=True)
         show(JobResult(outcome, window.report), window.console, quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:
     """Return the first cause and its place.
 
-    It is complete for unit 0 and the unit of the cause, and one line for the others.
+    It is complete for the leader and the unit of the cause, and one line for the others.
     """
     end = ended.end
     if end.failed is None:
         return end.text or f"the job ended with code {end.code}"
     where = f"unit {end.unit} on {end.host}" if end.host else f"unit {end.unit}"
-    if ended.job is None or ended.topology is None or ended.rank not in (0, end.unit):
+    if ended.job is None or ended.topology is None or not (ended.leads or ended.rank == end.unit):
         return f"{where}: {end.failed.who}: {end.failed.text}"
     from topotrain.tools.monitor.job_report import story
 

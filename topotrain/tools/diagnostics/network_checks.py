@@ -14,6 +14,7 @@ from topotrain.comm.store.tcp_store import AccessDenied
 from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, bind, is_loopback, resolve
 from topotrain.tools.diagnostics.finding import Finding, failed, ok, warning
 from topotrain.tools.diagnostics.folder_checks import clock_difference, clock_finding, nearest
+from topotrain.tools.plan.store_advice import SURVIVES
 
 PATIENCE_S = 5.0
 """Seconds for which a store is tried."""
@@ -59,7 +60,8 @@ def _server_finding(url: str, address: StoreUrl, environ: Mapping[str, str]) -> 
         served = host_store(url, environ=environ)
         if served is not None:
             served.close()
-            return ok(_NAME, f"{served.url} is free, and unit 0 can serve the store here")
+            text = f"{served.url} is free, and unit 0 can serve the store here"
+            return ok(_NAME, f"{text}; the job then ends when unit 0 is lost, which it does not with {SURVIVES}")
         took = _round_trip(url, environ)
     except AccessDenied as error:
         return failed(_NAME, str(error), "give all hosts the same TOPOTRAIN_TOKEN, or the same file of it")

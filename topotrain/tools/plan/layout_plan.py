@@ -4,6 +4,7 @@ The plan is pure, and needs no torch. The layout follows from the cluster block 
 from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
 """
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +14,10 @@ from topotrain.config.job import Algorithm, Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
+from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
+_WIDTH = 120
 _SIZES = ("values", "gradients", "staging", "state")
 
 
@@ -71,7 +74,7 @@ class ProcessEstimate:
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
-    Without a program `slices` is None, and `shares` and `memory` are empty.
+    Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
     """
 
     topology: Topology
@@ -79,6 +82,7 @@ class LayoutPlan:
     shares: tuple[ServerShare, ...] = ()
     memory: tuple[ProcessEstimate, ...] = ()
     warning: str = ""
+    note: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
@@ -96,7 +100,9 @@ class LayoutPlan:
 
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
-        text = self.topology.explain().rstrip("\n") + (f"\n\nwarning: {self.warning}" if self.warning else "")
+        text = self.topology.explain().rstrip("\n")
+        text += f"\n\nwarning: {self.warning}" if self.warning else ""
+        text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
@@ -127,7 +133,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     if schema is None:
         # Without a program only the job's updater block can name an optimizer.
         momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
-        return LayoutPlan(topology, warning=async_momentum.warning(job, topology, momentum, names))
+        warning = async_momentum.warning(job, topology, momentum, names)
+        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology))
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -136,7 +143,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, store_advice(job, topology))
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
