@@ -19,6 +19,8 @@ from topotrain.core.events import (
     Incident,
     Lost,
     Recovered,
+    Repeatable,
+    Repeated,
     Saved,
     Started,
     StepDone,
@@ -112,12 +114,15 @@ def some_event(rng: random.Random, cluster: Cluster) -> Event:
         Agreed("server 0/0", group, LOSE, rng.choice(("", "nobody else reads"))),
         Covered(f"server 0/{rng.randrange(3)}", rng.randrange(3)),
         Saved("server 0/0", 1, 5, "p", "time"),
+        Repeatable(who, rng.choice(("", "", "it leaves its loop early"))),
+        Repeated(who, 7, 0.1),
         step(who),
         step(who),
         step(who),
     ]
     event = rng.choice(choices)
-    return event if not isinstance(event, StepDone) or who.startswith("worker") else Started(who, 1)
+    of_worker = isinstance(event, StepDone | Repeatable | Repeated)
+    return event if not of_worker or who.startswith("worker") else Started(who, 1)
 
 
 def as_json(decisions: list[Decision]) -> list[Decision]:

@@ -31,6 +31,8 @@ from topotrain.core.events import (
     Frozen,
     Lost,
     Missed,
+    Repeatable,
+    Repeated,
     Saved,
     Started,
     StepDone,
@@ -48,7 +50,7 @@ Decision = Mapping[str, Any]
 """Inputs and commands of one decision, as JSON."""
 _LOGGED = (
     *(Agreed, Bounded, Covered, Differs, Exited, Failed, Finished, Frozen),
-    *(Lost, Missed, Started, Thawed, Unrepeatable, Unsaved),
+    *(Lost, Missed, Repeatable, Repeated, Started, Thawed, Unrepeatable, Unsaved),
 )
 _TEXT = 2000  # the last characters of a log or a traceback
 PART = 100
