@@ -6,7 +6,7 @@ end of its ways; the launcher, who is played here, then has the standby speak, a
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -156,7 +156,8 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         self.home: dict[Address, Process] = {}  # of each server's speaking copy
         self.deaths = 0
         self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
-        self.job, self.topology = job, layout(job.cluster)
+        self.job = job = replace(job, cluster=replace(job.cluster, replicas=2))
+        self.topology = layout(job.cluster)
         self.sim = Simulation(seed)
         self.transport = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives
         self.random = __import__("random").Random(seed)

@@ -112,7 +112,7 @@ class Worker(BatchAccounting):
         self.server_state = ServerState(parts, self.map, self.optimizers, state, me.index if speaks else None)
         self.hyper = HyperEncoder(*self.optimizers)
         self._sent_hyper = b""
-        self.path: GradientPath = self._make_path(topology.workers_per_group)
+        self.path: GradientPath = _path_of(self, topology.workers_per_group)
         self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)
@@ -127,15 +127,6 @@ class Worker(BatchAccounting):
         self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
         self._held = HeldGradients(parts)
         self._freed: tuple[float, float] | None = None  # time, and seconds waited, when the last step was over
-
-    def _make_path(self, group_size: int) -> GradientPath:
-        args = (self.parts, self.buffers, self.client.gradients, self.map, self.batches)
-        if self.job.apply is Apply.kOnArrival:
-            return ArrivalPath(*args, hyper=self.hyper)
-        if group_size > 1 and self.job.grads is Grads.kVisible:
-            return MeanPath(*args)
-        # With local steps the pushed gradient is a sum that exists only at step(), so no backward can send it.
-        return PushPath(*args, compare=group_size == 1, eager=self.job.cluster.n_push == 1)
 
     def attach(self, extension: WorkerExtension) -> None:
         """Let an extension take part in the steps from here on."""
@@ -463,3 +454,13 @@ class Worker(BatchAccounting):
         """Call `left_job` of all extensions."""
         for extension in self._hooks.left_job:
             extension.left_job()
+
+
+def _path_of(worker: Worker, group_size: int) -> GradientPath:
+    job, args = worker.job, (worker.parts, worker.buffers, worker.client.gradients, worker.map, worker.batches)
+    if job.apply is Apply.kOnArrival:
+        return ArrivalPath(*args, hyper=worker.hyper)
+    if group_size > 1 and job.grads is Grads.kVisible:
+        return MeanPath(*args)
+    # With local steps the pushed gradient is a sum that exists only at step(), so no backward can send it.
+    return PushPath(*args, compare=group_size == 1, eager=job.cluster.n_push == 1)

@@ -26,6 +26,7 @@ from topotrain.core.server.server_extension import (
     makes_partial_steps,
 )
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
+from topotrain.extensions.checkpointing.freeze_moment import FreezeMoment
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, takes_snapshots
 from topotrain.extensions.checkpointing.shard_snapshot import (
     SnapshotParticipant,
@@ -83,9 +84,6 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         """The extension for jobs with several server groups."""
         participants = [each for each in others if isinstance(each, SnapshotParticipant)]
         self._keepers = [each for each in others if isinstance(each, WorkerStateKeeper)]
-        self._changers = [each for each in others if isinstance(each, ValueChanger)]
-        self._waits = False  # scripts change values behind their steps, so that a snapshot waits for the next one
-        self._frozen_behind = -1  # worker group with the last step, if the shard was frozen behind it
         self.snapshots = ServerSnapshots(server.me, job, topology, source, server.queue, participants, self.cut)
         self._coordinator = coordinator = self.snapshots.coordinator
         self._listed = takes_snapshots(job, topology)
@@ -93,6 +91,8 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         if coordinator is not None and not self.snapshots.refusal:
             steps = self.snapshots.steps[server.groups[0]]
             self._schedule = SnapshotSchedule(coordinator, StepInterval.of(job, "checkpoint"), steps)
+        changers = [each for each in others if isinstance(each, ValueChanger)]
+        self._moment = FreezeMoment(server, self.snapshots, changers, self._schedule, topology.synced)
         if self._listed:
             # A resumed job reads the rest of an epoch, so manifests list what is applied of it.
             server.steps.batches.keep_until_closed()
@@ -169,7 +169,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         """All shards take a snapshot behind their next step."""
         self.snapshots.announce(decision.step)
         # If no worker of this group trains any more, the next step never comes.
-        self._freeze_without_steps()
+        self.on_drain()
         return ()
 
     # --- behind a step -------------------------------------------------------------------------------------------
@@ -183,56 +183,21 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         return replace(applied, snapshot=number) if number else applied
 
     def before_apply(self, group: int, first: m.Commit) -> None:
-        """Freeze if a snapshot is due, and all that belongs to its moment is in the values."""
         # All shards have the same commit at the same place of the log, so they freeze at one moment.
-        if self.snapshots.due and not self._belongs_to_last_batch(group, first):
+        if self._moment.is_before(group, first):
             self._freeze()
-
-    def _belongs_to_last_batch(self, group: int, first: m.Commit) -> bool:
-        """Whether the group's script has read no batch between its last step and this commit.
-
-        The script begins again where it has asked for a batch, so it would not repeat what this commit changes.
-        """
-        if not first.counts:
-            return any(changer.follows_step(group) for changer in self._changers)
-        # With one optimizer a step is the end of a batch, and with several an assignment or a step may follow.
-        return self._waits_for_batch and not first.marks and bool(self._server.steps.batches.counts())
-
-    @property
-    def _waits_for_batch(self) -> bool:
-        model = self._server.state.model
-        return model is not None and self.snapshots.waits_for_batch(model.optimizers > 1)
 
     def step_over(self, result: StepResult) -> Outbox:
         """Freeze if a snapshot is due behind this step."""
-        if not result.counts:
-            self._note_change(result.group)
-            return ()
-        # All shards have `closed` from the same layout, so they forget the same epochs.
-        self._server.steps.batches.close(self.snapshots.closed)
-        if self._waits_for_batch:
-            return ()
-        self._frozen_behind = result.group if self.snapshots.due else -1
+        if result.counts:
+            # All shards have `closed` from the same layout, so they forget the same epochs.
+            self._server.steps.batches.close(self.snapshots.closed)
         # Before any later message is handled, so that all shards freeze the values of the same step.
-        if not self._waits:
+        if self._moment.is_behind(result):
             self._freeze()
         return ()
 
-    def _note_change(self, group: int) -> None:
-        """A group has changed values between two steps."""
-        # With several server groups the freezes of all belong together, and none waits.
-        # With several optimizers the freeze waits for the next batch, behind which nothing of this one follows.
-        if self._synced or self._waits_for_batch or not any(changer.follows_step(group) for changer in self._changers):
-            return
-        # Once seen it is to be expected behind every step. All shards see it at the same place of the log.
-        if not self._waits and self._frozen_behind == group and self._schedule is not None:
-            self._schedule.take_again("a script has changed parameters behind its step (tt.assign)")
-        self._waits = True
-
     def on_drain(self) -> None:
-        self._freeze_without_steps()
-
-    def _freeze_without_steps(self) -> None:
         """Freeze if no worker trains here any more, so that no step follows."""
         # Other server groups still train, and their snapshot needs the buckets that this group masters.
         if self._server.state.model is not None and not self._server.worker_groups.any_runs:
@@ -325,12 +290,11 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         schedule = None if self._schedule is None else self._schedule.state_dict()
         if snapshots is None:
             return None
-        own = {"waits": self._waits, "frozen_behind": self._frozen_behind}
-        return {"snapshots": snapshots, "schedule": schedule, **own}
+        return {"snapshots": snapshots, "schedule": schedule, **self._moment.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         self.snapshots.load_state_dict(state["snapshots"])
-        self._waits, self._frozen_behind = state["waits"], state["frozen_behind"]
+        self._moment.load_state_dict(state)
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])
 

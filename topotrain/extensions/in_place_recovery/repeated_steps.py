@@ -27,7 +27,7 @@ from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
 MOST_SAMPLES = 1 << 22
-"""Samples of an epoch whose draw server (0,0) keeps for a worker that comes back: 100 MB for three epochs."""
+"""Samples of an epoch with a draw that server (0,0) keeps for a worker that comes back: 100 MB for three epochs."""
 
 
 class RepeatedSteps(WorkerExtension):

@@ -33,6 +33,7 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
 from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
@@ -83,7 +84,7 @@ class ScriptResume(ScriptPosition):
         if self._earlier.returned:
             worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
-            self._restore_buffers(self._earlier.condition.buffers)
+            _restore_buffers(worker.parts, self._earlier.condition.buffers)
             # Objects that the script gives to `tt.keep` later are restored there, by `restore_kept`.
             for name in here.kept:
                 self.restore_kept(name)
@@ -107,28 +108,6 @@ class ScriptResume(ScriptPosition):
 
     # --- restore ------------------------------------------------------------------------------------------
 
-    def _restore_buffers(self, left: Mapping[str, torch.Tensor]) -> None:
-        parts = self._worker.parts
-        for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True):
-            found = left.get(described.name)
-            # A meta buffer has no values: the layer is on another worker.
-            if buffer.is_meta or found is None:
-                continue
-            if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
-                was, now = (f"{tuple(t.shape)} of {t.dtype}" for t in (found, buffer))
-                raise ConfigError(f"model buffer {described.name}", now, f"must be {was}, as before")
-            with torch.no_grad():
-                buffer.copy_(found)
-
-    def _restore_trains(self, left: WorkerState) -> None:
-        """Freeze and thaw parameters as they were."""
-        # The script may have thawed a layer in an epoch that is over, and is not repeated.
-        parts = self._worker.parts
-        for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
-            trains = left.trains.get(described.name)
-            if isinstance(trains, bool) and not tensor.is_meta:
-                tensor.requires_grad_(trains)
-
     def restore_kept(self, name: str) -> None:
         """Restore an object of `tt.keep`, if the saved state has its name."""
         condition = self._earlier.condition
@@ -147,7 +126,7 @@ class ScriptResume(ScriptPosition):
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition, earlier.steps)
-            self._restore_trains(condition)
+            _restore_trains(self._worker.parts, condition)
             if opening.restored:
                 # The loader draws the pass from these generators, so it gets the same order of samples.
                 put_back(condition.begin, start.generators, device)
@@ -341,8 +320,30 @@ class ScriptResume(ScriptPosition):
         # Its batches are not known, so a repeated epoch is read as a whole, from the generators of its begin.
         if was is not None:
             self._rates.restore(self._earlier.later or was, self.steps)
-            self._restore_trains(was)
+            _restore_trains(self._worker.parts, was)
             if self._earlier.own:
                 put_back(was.begin, (), self._worker.device)
         self._at = replace(self._at, begin=self._generator_state())
         self._begin()
+
+
+def _restore_buffers(parts: ModelParts, left: Mapping[str, torch.Tensor]) -> None:
+    for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True):
+        found = left.get(described.name)
+        # A meta buffer has no values: the layer is on another worker.
+        if buffer.is_meta or found is None:
+            continue
+        if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
+            was, now = (f"{tuple(t.shape)} of {t.dtype}" for t in (found, buffer))
+            raise ConfigError(f"model buffer {described.name}", now, f"must be {was}, as before")
+        with torch.no_grad():
+            buffer.copy_(found)
+
+
+def _restore_trains(parts: ModelParts, left: WorkerState) -> None:
+    """Freeze and thaw parameters as they were."""
+    # The script may have thawed a layer in an epoch that is over, and is not repeated.
+    for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
+        trains = left.trains.get(described.name)
+        if isinstance(trains, bool) and not tensor.is_meta:
+            tensor.requires_grad_(trains)
