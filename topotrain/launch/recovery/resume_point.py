@@ -82,7 +82,7 @@ def seen(workspace: Path, name: str, sealed: str) -> str:
     path = str(workspace / FOLDER / name) if name else ""
     # Equal names are not enough: a workspace that is not shared may have another snapshot of that number.
     if seal(path) != sealed:
-        accepted = f"has no snapshot {name} as unit 0 sees it, from which the job is to go on: {SHARED}"
+        accepted = f"has no snapshot {name} as the leader sees it, from which the job is to go on: {SHARED}"
         raise ConfigError("cluster.workspace", str(workspace), accepted)
     return path
 
