@@ -21,7 +21,7 @@ from topotrain.extensions.resume.worker_state_store import EPOCH, cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey-snapshot.md"
 WORKER = Address(Role.WORKER, 0, 0)
-MOST_FILES = 12
+MOST_FILES = 13
 """Files of `extensions`, apart from the hooks in EVERY_MESSAGE."""
 EVERY_MESSAGE = ("accepts", "may_send")
 NOT_FOLLOWED = ("config", "comm", "tools")

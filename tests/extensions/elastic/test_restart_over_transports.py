@@ -19,6 +19,8 @@ from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job, OnFailure, Reduce, TransportChoice
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
+from topotrain.core.events import Event
+from topotrain.extensions.elastic.resize_requests import REPLACED, ResizeRequests, ServerProcess
 from topotrain.launch.runtime.process_host import HostOptions, serve
 from topotrain.launch.runtime.worker_connections import WorkerConnections
 from topotrain.training.adopted_optimizer import adopt
@@ -88,6 +90,24 @@ class Process:
         self.connections.close()
 
 
+class Unread:
+    """Events that no launcher reads."""
+
+    def emit(self, event: Event) -> None:
+        pass
+
+
+class LaunchedServers(FailureObserver):
+    """Passes requests of the launcher on to the servers of a process."""
+
+    def __init__(self, requests: ResizeRequests, trouble: Callable[[], object]) -> None:
+        super().__init__(trouble)
+        self._requests = requests
+
+    def on_open(self, servers: ServerProcess) -> None:
+        self._requests.open(servers)
+
+
 def all_of(group: list[Process], do: Callable[[Process], None]) -> None:
     """Workers of a group wait for each other."""
     with ThreadPoolExecutor(len(group)) as pool:
@@ -117,10 +137,12 @@ def test_others_take_the_place_of_a_group(
             made = list(pool.map(lambda me: Process(place(incarnation), me), workers))
         return [[process for process in made if process.connections.me.group == group] for group in groups]
 
+    launchers = []
     homes = []
     for unit in topology.units:
         if unit.servers:
-            options = HostOptions(FailureObserver(lambda: troubles.append("a server failed")))
+            launchers.append(ResizeRequests(Unread()))
+            options = HostOptions(LaunchedServers(launchers[-1], lambda: troubles.append("a server failed")))
             live = partial(serve, place(), unit.servers, options)
             homes.append(threading.Thread(target=live, daemon=True))
             homes[-1].start()
@@ -132,6 +154,9 @@ def test_others_take_the_place_of_a_group(
     for process in dead if closed else ():
         process.connections.close(finished=False)
     all_of(groups[1 - number], lambda process: process.train(1))
+    # Only the launcher knows whether a group of several restarts as a whole, or one worker of it does.
+    if workers > 1:
+        launchers[0].on_command({"command": REPLACED, "group": number, "incarnation": 1, "index": -1})
     (groups[number],) = start(number, incarnation=1)
     for process in () if closed else dead:
         with pytest.raises(PeerLost):
