@@ -451,9 +451,7 @@ def test_a_snapshot_that_a_unit_does_not_see_is_told(
     send_attempt(first.role, RestartBarrier(0, [1], (), 60.0), RestartInfo(attempt, HostMap((), (), ())))
     if other is not None:
         snapshot(tmp_path / "else", 3, other)
-    with pytest.raises(
-        ConfigError, match=r"has no snapshot 000003 as the leader sees it.*one workspace that all"
-    ):
+    with pytest.raises(ConfigError, match=r"has no snapshot 000003 as the leader sees it.*one workspace that all"):
         await_begin((), second, quiet, 0, tmp_path / "else", 60.0)
     with pytest.raises(ConfigError, match="has no snapshot, though server 0/0 has taken number 7"):
         check_found("", Saved("server 0/0", 7, 70, "p", "time"), Job())
