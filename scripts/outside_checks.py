@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +161,18 @@ print("samples", tt.notebook_launch(train.main, block, quiet=True)["samples"])
 """
 
 
+@check("two models with an optimizer each, and weights clamped in tt.assign")
+def several_models(project: OutsideProject) -> str:
+    seen = []
+    for conf in ("allreduce", "downpour"):
+        metrics = project.job(f"conf/{conf}.conf", "-m", "orchard.critic")["metrics"]
+        must(metrics["accuracy"] > 0.9, f"{conf}: accuracy {metrics['accuracy']}")
+        must(0 < metrics["largest"] <= 0.1 + 1e-6, f"{conf}: the largest weight is {metrics['largest']}")
+        seen.append(f"{conf} {metrics['accuracy']:.1%}")
+    project.run("python", "-m", "orchard.critic")
+    return ", ".join(seen)
+
+
 @check("tt.notebook_launch of a function")
 def notebook(project: OutsideProject) -> str:
     out = project.run("python", "-c", NOTEBOOK).stdout
@@ -226,6 +239,70 @@ def killed_worker(project: OutsideProject) -> str:
     report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
     must(report["incidents"], "the kill came too late")
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
+
+
+@check("a group leaves and joins a job that runs")
+def leave_and_join(project: OutsideProject) -> str:
+    epochs = 200
+    words = ["--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
+    with project.training(*words) as process:
+        read_until(process, "epoch 5 of")
+        for verb in ("leave", "join"):
+            project.topotrain(verb, "workspace/downpour", "--group", "1")
+        said = process.communicate(timeout=300)[0]
+    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
+    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    return f"{report['samples']:,} samples"
+
+
+@check("a worker of a synchronous group is killed: the other keeps its step")
+def survivor(project: OutsideProject) -> str:
+    epochs = 60
+    settings = ["cluster.nworker_groups=1", "cluster.nworkers_per_group=2", "cluster.workspace=workspace/survivor"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    words = [*options, "--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
+    with project.training(*words) as process:
+        read_until(process, "epoch 5 of")
+        os.kill(processes(project, "workspace/survivor")["worker 0/1"], signal.SIGKILL)
+        said = process.communicate(timeout=300)[0]
+    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
+    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    (incident,) = report["incidents"]
+    must("its group continues meanwhile" in incident["action"], incident["action"])
+    return f"{incident['action']}; {report['samples']:,} samples"
+
+
+@check("topotrain unit: unit 0 is lost, another unit leads, and unit 0 starts again")
+def next_leader(project: OutsideProject) -> str:
+    epochs = 100
+    meet = project.folder / "meet"
+    meet.mkdir(mode=0o700)
+
+    def unit(rank: int) -> "AbstractContextManager[subprocess.Popen[str]]":
+        setting = ["--set", "cluster.workspace=workspace/units", "--report", f"report-{rank}.json"]
+        place = ["--rendezvous", meet.as_uri(), "--rank", str(rank), "--nprocs", "3"]
+        words = ["-m", "orchard.train", "--epochs", str(epochs)]
+        return project.started("unit", *place, *setting, "conf/downpour.conf", *words)
+
+    with unit(1) as second, unit(2) as third:
+        with unit(0) as first:
+            read_until(first, "epoch 5 of")
+            first.kill()
+        with unit(0) as again:
+            ends = {
+                name: process.communicate(timeout=300)[0]
+                for name, process in (("0", again), ("1", second), ("2", third))
+            }
+            codes = [process.returncode for process in (again, second, third)]
+    must(codes == [0, 0, 0], f"exit codes {codes}:\n" + "\n".join(said[-600:] for said in ends.values()))
+    # The unit that leads at the end writes the report. The files of the others are empty.
+    texts = [path.read_text(encoding="utf-8") for path in project.folder.glob("report-*.json")]
+    (report,) = (json.loads(text) for text in texts if text)
+    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
+    must(report["incidents"], "unit 0 was lost too late")
     return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
 
 

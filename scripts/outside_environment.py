@@ -80,9 +80,15 @@ class OutsideProject:
 
     @contextmanager
     def training(self, *words: str) -> Iterator["subprocess.Popen[str]"]:
-        """A `topotrain run` in the background; it is killed if it has not ended by the end of the block."""
+        """A `topotrain run` in the background, see `started`."""
+        with self.started("run", *words) as process:
+            yield process
+
+    @contextmanager
+    def started(self, *words: str) -> Iterator["subprocess.Popen[str]"]:
+        """A command of topotrain in the background; it is killed if it has not ended by the end of the block."""
         process = subprocess.Popen(
-            ["topotrain", "run", *words],
+            ["topotrain", *words],
             cwd=self.folder,
             env=self.environ(),
             stdout=subprocess.PIPE,
