@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outside_environment import REPOSITORY, CheckFailed, NotRun, OutsideProject, build_packages
 
@@ -227,6 +228,14 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
     raise CheckFailed(f"the job ended before it printed {text!r}:\n{''.join(heard[-10:])}")
 
 
+def report_of(project: OutsideProject, process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Wait for the end of a job, which must be good, and return its report."""
+    said = process.communicate(timeout=300)[0]
+    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
+    report: dict[str, Any] = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
 @check("a worker is killed: the job goes on, every sample counts once", short=True)
 def killed_worker(project: OutsideProject) -> str:
     epochs = 100
@@ -234,9 +243,7 @@ def killed_worker(project: OutsideProject) -> str:
     with project.training(*words) as process:
         read_until(process, "epoch 5 of")
         os.kill(processes(project, "workspace/downpour")["worker 1/0"], signal.SIGKILL)
-        said = process.communicate(timeout=300)[0]
-    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
-    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+        report = report_of(project, process)
     must(report["incidents"], "the kill came too late")
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
@@ -250,9 +257,7 @@ def leave_and_join(project: OutsideProject) -> str:
         read_until(process, "epoch 5 of")
         for verb in ("leave", "join"):
             project.topotrain(verb, "workspace/downpour", "--group", "1")
-        said = process.communicate(timeout=300)[0]
-    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
-    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+        report = report_of(project, process)
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     return f"{report['samples']:,} samples"
 
@@ -266,9 +271,7 @@ def survivor(project: OutsideProject) -> str:
     with project.training(*words) as process:
         read_until(process, "epoch 5 of")
         os.kill(processes(project, "workspace/survivor")["worker 0/1"], signal.SIGKILL)
-        said = process.communicate(timeout=300)[0]
-    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
-    report = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
+        report = report_of(project, process)
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     (incident,) = report["incidents"]
     must("its group continues meanwhile" in incident["action"], incident["action"])

@@ -142,14 +142,13 @@ class SocketTransport:
             for me in residents:
                 if me in self._residents:
                     raise TransportError(f"{me} is attached already")
-            first = listens and self._listener is None
-            if first:
+            opened = None
+            if listens and self._listener is None:
                 sock, self._url = self._listen()
-                self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
+                opened = self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
             self._residents.update(residents)
-            listener = self._listener
-        if first and listener is not None:
-            listener.start()
+        if opened is not None:
+            opened.start()
         return self._url
 
     def connect(self, me: Address, peer: Address, url: str, anew: bool = False) -> None:

@@ -7,28 +7,20 @@ sends the leader the events that matter for recovery.
 from collections.abc import Collection, Sequence
 
 from topotrain.core.events import (
-    Agreed,
-    Bounded,
-    Covered,
-    Differs,
     Event,
     EventSink,
     Exited,
     Failed,
-    Finished,
-    Frozen,
     Lost,
-    Missed,
     Repeatable,
     Repeated,
     Saved,
     Started,
     StepDone,
-    Thawed,
     Unrepeatable,
-    Unsaved,
 )
 from topotrain.launch.recovery.recovery_actions import Action, FailJob
+from topotrain.launch.recovery.recovery_policy import POLICY_EVENTS
 
 
 class Follower:
@@ -129,9 +121,7 @@ class Follower:
                 if self._listens or who in self._first:
                     self._leader.emit(event)
                 self._first.discard(who)
-            case Finished() | Agreed() | Frozen() | Thawed():
-                self._leader.emit(event)
-            case Bounded() | Covered() | Missed() | Differs() | Saved() | Unsaved():
+            case _ if isinstance(event, (*POLICY_EVENTS, Saved)):
                 self._leader.emit(event)
             case _:
                 pass

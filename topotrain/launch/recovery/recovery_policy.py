@@ -28,6 +28,7 @@ from topotrain.core.events import (
     Exited,
     Failed,
     Finished,
+    Frozen,
     Lost,
     Missed,
     Repeatable,
@@ -35,6 +36,7 @@ from topotrain.core.events import (
     Saved,
     Started,
     StepDone,
+    Thawed,
     Unrepeatable,
     Unsaved,
 )
@@ -66,6 +68,16 @@ CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
 """Seconds for which an error waits for its cause, such as a death, on one host and over several units."""
 _DONE = "nothing is missing: its work was done"
 _ENDING = "the job is ending, or the whole job is restarting"
+
+
+POLICY_EVENTS = (
+    *(Agreed, Bounded, Covered, Differs, Exited, Failed, Finished, Frozen),
+    *(Lost, Missed, Repeatable, Repeated, Started, Thawed, Unrepeatable, Unsaved),
+)
+"""Events that always count for a policy: the unit that leads is sent them, and the next leader knows them.
+
+Of StepDone and Saved only some do.
+"""
 
 
 @dataclass(frozen=True, slots=True)

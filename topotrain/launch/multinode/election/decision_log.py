@@ -20,38 +20,20 @@ from topotrain.config import job_file
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import (
-    Agreed,
-    Bounded,
-    Covered,
-    Differs,
     Event,
-    Exited,
     Failed,
-    Finished,
-    Frozen,
-    Lost,
-    Missed,
-    Repeatable,
-    Repeated,
     Saved,
     Started,
     StepDone,
-    Thawed,
-    Unrepeatable,
-    Unsaved,
     from_json,
     to_json,
 )
 from topotrain.launch.recovery.recovery_actions import Action, GroupRequest, ResizeRequest, RestartResized
-from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTerms
+from topotrain.launch.recovery.recovery_policy import POLICY_EVENTS, RecoveryPolicy, RestartTerms
 from topotrain.launch.recovery.resize import ResizeState
 
 Decision = Mapping[str, Any]
 """Inputs and commands of one decision, as JSON."""
-_LOGGED = (
-    *(Agreed, Bounded, Covered, Differs, Exited, Failed, Finished, Frozen),
-    *(Lost, Missed, Repeatable, Repeated, Started, Thawed, Unrepeatable, Unsaved),
-)
 _TEXT = 2000  # the last characters of a log or a traceback
 PART = 100
 """The number of decisions in one message between units. A long job with many deaths has more of them."""
@@ -195,7 +177,7 @@ class LoggedPolicy(RecoveryPolicy):
                 return acts
             case _:
                 pass
-        return isinstance(event, _LOGGED)
+        return isinstance(event, POLICY_EVENTS)
 
     def poll(self, now: float) -> list[Action]:
         """As in the base class."""
