@@ -1,12 +1,14 @@
 """A training step on GPUs: DDP over NCCL, `engine: kNccl`, Sandblaster, Downpour, and islands.
 
-Rule: every side that fails is a row with its reason, and the others go on without it. What keeps one model must end with
-DDP's parameters, nearly, or has no figure. A GPU of two workers computes for both in turn, so all sides of a row have as
-many processes on a GPU as "alone", where nothing is exchanged.
+Rule: every side that fails is a row with its reason, and the others go on without it. What keeps one model must end
+with DDP's parameters, nearly, or has no figure. A GPU with two workers computes for both in turn, so all sides of a row
+have as many processes on a GPU as "alone", where nothing is exchanged.
 """
 
 import argparse
+import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +25,7 @@ MOST_WORKERS = 4
 TURN_S, MOST_STEPS = 0.3, 64
 PATIENCE_S = 60.0
 TOLERANCE = 1e-3
-"""Of the mean magnitude of parameters. Kernels of GPUs add in no fixed order, so that the same side differs from itself."""
+"""Of the mean magnitude of parameters. Kernels of GPUs add in no fixed order: a side differs from itself a little."""
 ALONE, NCCL, GLOO = "alone", "DDP (NCCL)", "DDP (Gloo)"
 HIDDEN, ARRIVAL = "grads: kHidden", "grads: kHidden apply: kOnArrival"
 MODES = {"": "kVisible, kAtStep", HIDDEN: "kHidden, kAtStep", ARRIVAL: "kHidden, kOnArrival"}
@@ -71,8 +73,8 @@ class Target:
 class Contestant:
     """A side, before it is started.
 
-    Exactly one of `way` (a peer), `conf` (a job) and `missing` (why there is neither) says something. `over` is the side
-    whose time its own is divided by; with `rate` it is the other way round, and stands for samples per second.
+    `way` is set for a peer, `conf` for a job, and `missing` says why it cannot be started. Its time is divided by that
+    of the side `over`; with `rate` it is the other way round, and stands for samples per second.
     """
 
     name: str
@@ -146,8 +148,8 @@ def _single() -> list[Contestant]:
 
 
 def _unknown(conf: str) -> str:
-    """Why a conf is refused, without the list of what would be known."""
-    return refusal(conf).partition(";")[0].removeprefix("the conf:")
+    """Why a conf is refused, without the place in it and the list of what would be known."""
+    return re.sub(r"^the conf:[\d:]* *", "", refusal(conf).partition(";")[0])
 
 
 class Clock:
@@ -232,7 +234,9 @@ def _difference(one: Contestant, checks: Mapping[str, float | str]) -> str:
     if one.rate or not one.conf or not isinstance(wanted, float):
         return ""
     # A NaN is not near anything.
-    return "" if abs(mine / wanted - 1) <= TOLERANCE else f"ends with other parameters than DDP ({mine:.6g}, {wanted:.6g})"
+    return (
+        "" if abs(mine / wanted - 1) <= TOLERANCE else f"ends with other parameters than DDP ({mine:.6g}, {wanted:.6g})"
+    )
 
 
 def _row(model: str, one: Contestant, found: Mapping[str, Samples], lost: Mapping[str, str], note: str) -> Row:
@@ -255,12 +259,14 @@ def _row(model: str, one: Contestant, found: Mapping[str, Samples], lost: Mappin
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", default=list(models.TRAINED), choices=[*models.TRAINED, "small"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--workers", type=int, default=0, help=f"0: one for each GPU, at least 2, at most {MOST_WORKERS}")
+    parser.add_argument(
+        "--workers", type=int, default=0, help=f"0: one for each GPU, at least 2, at most {MOST_WORKERS}"
+    )
     parser.add_argument("--seconds", type=float, default=540.0, help="sides that are not begun by then are left out")
     parser.add_argument("--trial", action="store_true", help="on the CPU, with Gloo; writes nothing")
 
 
-def nothing_measured(reason: str) -> list[Row]:
+def absent_rows(reason: str) -> list[Row]:
     """The sides of a machine with two GPUs, each with the reason why none is measured."""
     sides = contestants(Target("cuda", Gpus(("", ""))))
     return [absent("", one.name, f"× {one.over}", one.missing or reason, mode=one.mode) for one in sides]
@@ -270,12 +276,18 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     gpus = Gpus() if options.trial else probe()
     if gpus.reason:
         say(f"  {gpus.reason}")
-        return nothing_measured(gpus.reason)
+        return absent_rows(gpus.reason)
     target, clock = Target("cpu" if options.trial else "cuda", gpus, options.workers), Clock(options.seconds)
     rows: list[Row] = []
     for model in options.models:
         say(f"  {model}")
-        rows += measure_model(model, target, options.rounds, clock, contestants(target))
+        chosen = contestants(target)
+        try:
+            rows += measure_model(model, target, options.rounds, clock, chosen)
+        except Exception as error:  # whatever it is, it must not take the rows of other models along
+            traceback.print_exc()
+            lost = {one.key: f"{type(error).__name__}: {error}" for one in chosen}
+            rows += [_row(model, one, {}, lost, "") for one in chosen]
     return rows
 
 

@@ -47,7 +47,7 @@ def gpus_here() -> Gpus:
         torch.ones(8, device=torch.device("cuda", number)).sum().item()  # a GPU that is listed may still not compute
     nccl = ""
     if torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     least = min(one.total_memory for one in found) / 2**30
     return Gpus(tuple(one.name for one in found), least, torch.version.cuda, nccl)
 

@@ -93,7 +93,7 @@ def results(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[st
         homes: "P1" -> the tables that measure it.
     """
     parts = [_INTRODUCTION, "## The goals\n", _goals(tables, goals, homes), "", *_reasons(tables)]
-    parts += ["## The runs\n", _runs(tables), ""]
+    parts += ["## The runs\n", runs(tables), ""]
     return "\n".join(parts + [section(table) for table in tables])
 
 
@@ -117,7 +117,8 @@ def _goals(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str
     return grid(["goal", "work", "mode", "bound", "median (min–max)", "", "remark", "table"], lines)
 
 
-def _runs(tables: Sequence[Table]) -> str:
+def runs(tables: Sequence[Table]) -> str:
+    """Where the figures of these tables come from."""
     machines = list(dict.fromkeys(table.machine for table in tables))
     letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
     lines = [

@@ -130,8 +130,10 @@ class Stepper:
         return loss.item()
 
     def traced(self, count: int, file: str) -> None:
-        """Take so many, and write what the profiler saw of them."""
-        self.steps(2)
+        """Take so many, and write what the profiler saw of them; without a file only take them."""
+        if not file:
+            self.steps(count)
+            return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
         with profile(activities=activities) as seen:
             self.steps(count)
@@ -246,8 +248,8 @@ def main() -> None:
             began = time.perf_counter()
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
         elif "trace" in order:
-            stepper.traced(order["count"], order["trace"])
-            line.say(traced=order["trace"])
+            stepper.traced(order["count"], order["trace"] if rank == 0 else "")
+            line.say(rank=rank)
         elif "check" in order:
             line.say(checksum=stepper.checksum(), **memory())
         else:
