@@ -74,7 +74,7 @@ MINUTES: Mapping[str, float] = {
     "tensors": 0.8,
     "training_step": 5.3,
     "downpour": 1.8,
-    "straggler": 2.6,
+    "straggler": 2.85,
     "slow_link": 4.6,
     "transports": 0.2,
     "compression": 0.2,
