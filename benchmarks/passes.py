@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +22,7 @@ from benchmarks.sides import Refused, Sides, cluster
 
 NAME, TITLE, GOALS = "passes", "Passes over memory, counted", ()
 
+COUNTING = "benchmarks.programs.counting"
 STEPS = 8
 COUNTED = 4
 """The step that is shown: buffers are made in the first ones."""
@@ -47,18 +49,33 @@ def with_torch(workers: int) -> int:
     return 3 * (workers - 1) + 5
 
 
-def count(workers: int, top: str, servers: int = 1, separate: bool = True, way: str = "step") -> Passes:
-    """Run a job and count one of its steps. Raises Refused."""
-    with TemporaryDirectory(prefix="bench-passes-") as folder, _variable(folder), Sides() as sides:
-        conf = cluster(workers, servers, separate=separate, top=f'{top} import: "benchmarks.programs.counting"')
-        side = sides.job("passes", conf, workers, way, "" if not separate else "kShm", script=PUSHER)
+def count(workers: int, top: str) -> Passes:
+    """Run Sandblaster with one server, and count one of its steps. Raises Refused."""
+    with TemporaryDirectory(prefix="bench-passes-") as folder, _variable(folder), Sides(preload=[COUNTING]) as sides:
+        side = sides.job("passes", cluster(workers, top=top), workers, "step", "kShm", script=PUSHER)
         side.run(STEPS)
         found = [dict(answer["counts"]) for answer in side.ask(count=1)]
-        side.run(1)  # servers write the counts of a step when the next one begins
-        files = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    if not any(str(COUNTED) in by_step for by_step in files):
+        side.run(1)
+        return Passes(_servers(folder, f"{COUNTED}/*"), merged(found))
+
+
+def count_reduction(ranks: int) -> Counts:
+    """Run AllReduce, and count what all ranks do for one reduction. Raises Refused."""
+    with TemporaryDirectory(prefix="bench-passes-") as folder, _variable(folder), Sides(preload=[COUNTING]) as sides:
+        conf = cluster(ranks, ranks, separate=False)
+        side = sides.job("passes", conf, ranks, "reduce", script=PUSHER)
+        # Its step is never committed: every reduction is a backward of the first step.
+        side.run(STEPS)
+        return _servers(folder, f"0/{COUNTED}")
+
+
+def _servers(folder: str, pattern: str) -> Counts:
+    """The counts that servers have left for steps and backwards: each of them as soon as a later one has begun."""
+    files = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    found = [counts for by_key in files for key, counts in by_key.items() if fnmatch(key, pattern)]
+    if not found:
         raise Refused("no server has counted")
-    return Passes(merged([by_step.get(str(COUNTED), {}) for by_step in files]), merged(found))
+    return merged(found)
 
 
 class _variable:
@@ -115,17 +132,35 @@ def rows_of(workers: int, top: str) -> list[Row]:
     ]
 
 
+def reduction_rows(ranks: int) -> list[Row]:
+    """The row of an all-reduce."""
+    what, mode = f"all-reduce, {ranks} ranks on one host, together", "kVisible"
+    try:
+        found = count_reduction(ranks)
+    except Refused as reason:
+        return [absent("", what, UNIT, str(reason), mode=mode)]
+    theory = (
+        f"least {2 * ranks}: every gradient is read, and every mean written; with torch's kernels {5 * ranks - 3}: "
+        f"{ranks - 1} additions, a division, {ranks - 1} copies"
+    )
+    return [row("", what, passes(found), UNIT, note=f"{told(found)}; {theory}", mode=mode)]
+
+
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     rows: list[Row] = []
     for workers in options.workers:
         for top in MODES:
             say(f"  {workers} workers, {MODES[top]}")
             rows += rows_of(workers, top)
+    for ranks in options.ranks:
+        say(f"  all-reduce of {ranks} ranks")
+        rows += reduction_rows(ranks)
     return rows
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4])
 
 
 if __name__ == "__main__":

@@ -189,10 +189,13 @@ class Sides:
     Args:
         arguments: of the stepper, in all sides.
         patience_s: the most that an answer of a side may take.
+        preload: modules that the forkserver of the jobs imports, before the processes of a job.
     """
 
-    def __init__(self, arguments: Sequence[str] = (), patience_s: float = PATIENCE_S) -> None:
-        self._arguments, self._patience = list(arguments), patience_s
+    def __init__(
+        self, arguments: Sequence[str] = (), patience_s: float = PATIENCE_S, preload: Sequence[str] = ()
+    ) -> None:
+        self._arguments, self._patience, self._preload = list(arguments), patience_s, tuple(preload)
         self._folder = Path(tempfile.mkdtemp(prefix="bench-"))
         self._forkserver: Any = None
         self._rooms = 0
@@ -306,7 +309,9 @@ class Sides:
             from topotrain.launch.agent import forkserver
 
             with _said(environment()):
-                self._forkserver = forkserver.start(self._folder / "forkserver.log")
+                self._forkserver = forkserver.start(
+                    self._folder / "forkserver.log", (*forkserver.PRELOAD, *self._preload)
+                )
         return str(self._forkserver.path)
 
     def _start(

@@ -1,8 +1,8 @@
 """Counts the bytes that torch's operations read and write, in the processes of a job.
 
-A job whose `import` names this module counts in its servers: all that they do while they handle messages, step by step.
-The counts go to a file in the folder of the variable FOLDER, one file per process, with the counts of every step that is
-over. Without the variable the module changes nothing.
+Where a forkserver has imported this module the servers of its jobs are counted: all that they do while they handle
+messages, step by step. The counts go to a file in the folder of the variable FOLDER, one file per process, with the
+counts of every step that is over. Without the variable the module changes nothing.
 
 Rule: an operation reads each of its inputs once and writes each of its outputs once, whatever caches hold. Views cost
 nothing.
@@ -79,10 +79,10 @@ def _memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, int], int]:
 
 
 class ServerCounts:
-    """The counts of a process's servers by step."""
+    """The counts of a process's servers, by step and backward: "3/0" is the first backward of step 3."""
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._steps, self._depth = file, dict[int, Counts](), 0
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._steps, self._depth = folder, dict[str, Counts](), 0
 
     def around(self, handle: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, counted. Messages without a step are those of the start, and are not."""
@@ -91,12 +91,13 @@ class ServerCounts:
             step = getattr(message, "step", None)
             if step is None or self._depth:
                 return handle(server, sender, message)
-            if step not in self._steps:
+            key = f"{step}/{getattr(message, 'ordinal', 0)}"
+            if key not in self._steps:
                 self._write()
-                self._steps[step] = {}
+                self._steps[key] = {}
             self._depth += 1
             try:
-                with CountingMode(self._steps[step]):
+                with CountingMode(self._steps[key]):
                     return handle(server, sender, message)
             finally:
                 self._depth -= 1
@@ -105,16 +106,16 @@ class ServerCounts:
 
     def _write(self) -> None:
         # Written aside and renamed: whoever reads it finds a whole file.
-        own = self._file.with_suffix(".part")
+        own = self._folder / f"{os.getpid()}.part"
         own.write_text(json.dumps(self._steps))
-        own.replace(self._file)
+        own.replace(own.with_suffix(".json"))
 
 
 def install(folder: str) -> None:
     """Count in this process from now on."""
     from topotrain.core.server.server import Server
 
-    counts = ServerCounts(Path(folder) / f"{os.getpid()}.json")
+    counts = ServerCounts(Path(folder))
     Server.handle = counts.around(Server.handle)  # type: ignore[method-assign]
 
 
