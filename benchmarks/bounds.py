@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks import models
-from benchmarks.exchange import MEGABYTES, PUSHER, RANKS
+from benchmarks.exchange import ARRIVAL, MEGABYTES, PUSHER, RANKS
 from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
 from benchmarks.processor import Turn
 from benchmarks.programs.pusher import ELEMENTS, MOMENTUM, RATE, SLOPE, TENSORS, Copies
 from benchmarks.record import run_table, say
-from benchmarks.sides import Side, Sides, attempt
+from benchmarks.sides import Side, Sides, attempt, cluster
 from benchmarks.slow_link import MBIT, wire_s
 from topotrain.config.slice_size import SLOW_BYTES
 
@@ -45,8 +45,8 @@ class Kernels:
 
         self._first, self._second, self._third = buckets(SLOPE), buckets(SLOPE), buckets(SLOPE)
         self._sums, self._scratch = buckets(0.0), torch.zeros(ELEMENTS)
-        self._values = [torch.nn.Parameter(part) for part in buckets(0.0)]
-        self._optimizers = [torch.optim.SGD([v], lr=RATE, momentum=MOMENTUM, fused=True) for v in self._values]
+        self.values = [torch.nn.Parameter(part) for part in buckets(0.0)]
+        self._optimizers = [torch.optim.SGD([v], lr=RATE, momentum=MOMENTUM, fused=True) for v in self.values]
 
     def copy(self) -> None:
         """Copy everything."""
@@ -105,7 +105,7 @@ class Kernels:
             self._apply(number, self._scratch)
 
     def _apply(self, number: int, gradient: torch.Tensor) -> None:
-        self._values[number].grad = gradient
+        self.values[number].grad = gradient
         self._optimizers[number].step()
 
 
@@ -363,6 +363,31 @@ def arithmetic_rows() -> list[Row]:
     return rows
 
 
+def link_rows() -> list[Row]:
+    """What pretending a slow link costs, in processor time; the steps are those of P9."""
+    inside = f"link {{ bandwidth: {MBIT} }}"
+    lost: dict[str, str] = {}
+    with Sides() as sides:
+        starts = {
+            "with": lambda: sides.job("with", cluster(4, 4, inside=inside, top=ARRIVAL), 4, "small"),
+            "without": lambda: sides.job(
+                "without", cluster(4, 4, inside=f"slice_bytes: {SLOW_BYTES}", top=ARRIVAL), 4, "small", "kTcp"
+            ),
+        }
+        living = _processes(sides, starts, lost)
+        spent = interleave({n: lambda s=side: s.turn(2) for n, side in living.items()}, lost=lost)
+    rows = []
+    for name, about in (("with", f"over a pretended link of {MBIT} Mbit/s"), ("without", "the same over plain TCP")):
+        what = f"P9, 4 workers 4 servers, processor time of a step {about}"
+        if name in spent:
+            figure = Samples(spent[name].processor).figure.times(1e3)
+            note = f"{spent[name].median * 1e3:.0f} ms by the clock, on {CORES} cores"
+            rows.append(row("", what, figure, "CPU ms", note=note))
+        else:
+            rows.append(absent("", what, "CPU ms", lost[name]))
+    return rows
+
+
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     lost: dict[str, str] = {}
     say("  kernels, sockets")
@@ -372,7 +397,9 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     rows += reduction_rows(measure_reductions(options.rounds, lost), lost)
     say("  training")
     found |= measure_training(options.rounds, lost, options.models)
-    return [*rows, *training_rows(found, lost, options.models), *arithmetic_rows()]
+    rows += training_rows(found, lost, options.models)
+    say("  pretended links")
+    return [*rows, *arithmetic_rows(), *link_rows()]
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

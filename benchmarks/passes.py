@@ -49,10 +49,11 @@ def with_torch(workers: int) -> int:
     return 3 * (workers - 1) + 5
 
 
-def count(workers: int, top: str) -> Passes:
-    """Run Sandblaster with one server, and count one of its steps. Raises Refused."""
+def count(workers: int, top: str, groups: int = 1) -> Passes:
+    """Run Sandblaster, or Downpour, with one server; count one step of all groups. Raises Refused."""
     with TemporaryDirectory(prefix="bench-passes-") as folder, _variable(folder), Sides(preload=[COUNTING]) as sides:
-        side = sides.job("passes", cluster(workers, top=top), workers, "step", "kShm", script=PUSHER)
+        conf = cluster(workers, groups=groups, top=top)
+        side = sides.job("passes", conf, workers * groups, "step", "kShm", script=PUSHER)
         side.run(STEPS)
         found = [dict(answer["counts"]) for answer in side.ask(count=1)]
         side.run(1)
@@ -115,7 +116,7 @@ def told(counts: Counts) -> str:
 
 def rows_of(workers: int, top: str) -> list[Row]:
     """Rows of Sandblaster with one server."""
-    what = f"{workers} worker{'s' * (workers > 1)} 1 server"
+    what = f"P1, {workers} worker{'s' * (workers > 1)} 1 server"
     try:
         found = count(workers, top)
     except Refused as reason:
@@ -132,9 +133,24 @@ def rows_of(workers: int, top: str) -> list[Row]:
     ]
 
 
+def downpour_rows() -> list[Row]:
+    """The rows of Downpour with two groups of one worker."""
+    rows: list[Row] = []
+    for top in (ARRIVAL, ""):
+        what, mode = "P6, 2 groups of 1 worker, 1 server: server, for both", MODES[top]
+        try:
+            found = count(1, top, groups=2)
+        except Refused as reason:
+            rows.append(absent("", what, UNIT, str(reason), mode=mode))
+            continue
+        theory = f"least {2 * least(1)}: an update of each group's gradient, with values in one place"
+        rows.append(row("", what, passes(found.servers), UNIT, note=f"{told(found.servers)}; {theory}", mode=mode))
+    return rows
+
+
 def reduction_rows(ranks: int) -> list[Row]:
     """The row of an all-reduce."""
-    what, mode = f"all-reduce, {ranks} ranks on one host, together", "kVisible"
+    what, mode = f"P3, {ranks} ranks on one host, together", "kVisible"
     try:
         found = count_reduction(ranks)
     except Refused as reason:
@@ -152,6 +168,8 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         for top in MODES:
             say(f"  {workers} workers, {MODES[top]}")
             rows += rows_of(workers, top)
+    say("  Downpour, 2 groups")
+    rows += downpour_rows()
     for ranks in options.ranks:
         say(f"  all-reduce of {ranks} ranks")
         rows += reduction_rows(ranks)

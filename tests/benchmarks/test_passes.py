@@ -69,6 +69,13 @@ def test_a_step_over_shared_memory_copies_nothing(workers: int, top: str, beyond
 
 
 @pytest.mark.journey
+def test_downpour_copies_its_values_once_for_each_group() -> None:
+    found = count(1, ARRIVAL, groups=2)
+    assert passes({"copy_": found.servers["copy_"]}) == pytest.approx(2 * 2, abs=0.01)
+    assert passes(found.servers) == pytest.approx(2 * (with_torch(1) + 1 + 2), abs=0.01)
+
+
+@pytest.mark.journey
 def test_an_all_reduce_of_three_ranks_adds_divides_and_copies_once() -> None:
     found = count_reduction(3)
     # Two additions, a division, two copies; of all ranks together, each for a third of the parameters.
