@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.markdown import results
+from benchmarks.reasons import SOURCES
 from benchmarks.record import RESULTS, ROOT, load, say
 from benchmarks.sides import environment
 
@@ -199,7 +200,7 @@ def worthless(names: Sequence[str], folder: Path = RESULTS) -> list[str]:
 
 def render() -> None:
     """Make the page of all results that are there."""
-    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE)]
+    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE, *SOURCES)]
     tables = [load(path) for path in there if path.exists()]
     homes = {goal: [name for name, goals in TABLES.items() if goal in goals] for goal in GOALS}
     PAGE.write_text(results(tables, GOALS, homes), encoding="utf-8")
