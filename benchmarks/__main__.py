@@ -64,18 +64,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
 
-ALONE = (
-    "snapshots",
-    "safety",
-    "survivors",
-    "asynchrony",
-    "agreement",
-    "uneven",
-    "lanes",
-    "slicing",
-    "bounds",
-    "passes",
-)
+ALONE = ("snapshots", "safety", "survivors", "asynchrony", "agreement", "uneven", "lanes", "slicing")
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 
 MINUTES: Mapping[str, float] = {
