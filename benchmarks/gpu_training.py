@@ -168,7 +168,8 @@ def measure_model(model: str, target: Target, rounds: int, clock: Clock, chosen:
     """All rows of one model."""
     living: dict[str, Side] = {}
     lost: dict[str, str] = {}
-    arguments = ("--device", target.device, "--times", str(target.times(len(chosen))))
+    times = target.times(sum(not one.missing for one in chosen))
+    arguments = ("--device", target.device, "--times", str(times))
     with Sides(arguments, PATIENCE_S) as sides:
         for one in chosen:
             side = attempt(_started, one, sides, model, clock)

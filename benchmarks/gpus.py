@@ -37,6 +37,8 @@ class Gpus:
 def gpus_here() -> Gpus:
     """Those of the machine that this process runs on."""
     import torch
+    from torch import distributed
+    from torch.cuda import nccl
 
     if not torch.version.cuda:
         return Gpus(reason=f"torch {torch.__version__} is built without CUDA")
@@ -45,11 +47,10 @@ def gpus_here() -> Gpus:
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     for number in range(len(found)):
         torch.ones(8, device=torch.device("cuda", number)).sum().item()  # a GPU that is listed may still not compute
-    nccl = ""
-    if torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    there = distributed.is_nccl_available()
+    version = ".".join(map(str, nccl.version())) if there else ""  # type: ignore[no-untyped-call]
     least = min(one.total_memory for one in found) / 2**30
-    return Gpus(tuple(one.name for one in found), least, torch.version.cuda, nccl)
+    return Gpus(tuple(one.name for one in found), least, torch.version.cuda, version)
 
 
 def probe(limit_s: float = LIMIT_S, command: tuple[str, ...] = (sys.executable, "-m", "benchmarks.gpus")) -> Gpus:

@@ -228,9 +228,9 @@ def main() -> None:
     try:
         device = device_of(options.device, options.peer, rank)
         if options.peer in _MEETING:
+            backend = _MEETING[options.peer]
             # The device is named, or NCCL would guess it from the rank when it is needed first.
-            named = {"device_id": device} if device.type == "cuda" else {}
-            dist.init_process_group(_MEETING[options.peer], **named)
+            dist.init_process_group(backend, **({"device_id": device} if backend == "nccl" else {}))
         work = build(options.model, rank, options.times).to(device)
         stepper = Stepper(work, *WAYS[way](work.model), device)
         stepper.steps(1)

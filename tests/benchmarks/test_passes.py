@@ -51,6 +51,7 @@ def test_counts_of_several_servers_are_added() -> None:
     [
         # Looking for numbers that are not finite is one pass.
         pytest.param(1, ARRIVAL, 1, id="1 worker"),
+        pytest.param(1, f"{ARRIVAL} nonfinite: kAllow", 0, id="1 worker, unchecked"),
         # The division reads and writes the sum once more.
         pytest.param(2, ARRIVAL, 3, id="2 workers"),
         # Each gradient is looked at as it arrives.
