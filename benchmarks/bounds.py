@@ -239,7 +239,11 @@ class Derived:
         if missing := [name for name in (above, below) if name not in self._found]:
             self.rows.append(absent("", what, unit, "; ".join(self._lost.get(n, f"no {n}") for n in missing)))
             return
-        figure = self._found[above].over(self._found[below])
+        parts = [self._found[name] for name in (above, below)]
+        if above in KERNELS and below in (*KERNELS, COPIES):
+            # Calls in one thread wait for nothing, and their processor time does not depend on what else is running.
+            parts = [Samples(part.processor) for part in parts]
+        figure = parts[0].over(parts[1])
         self.rows.append(row("", what, figure, unit, note=f"{note}; {beyond(limit, figure.value)}"))
 
     def value(self, what: str, unit: str, needed: Sequence[str], call: Callable[..., float], note: str) -> float | None:
@@ -258,7 +262,7 @@ def exchange_rows(found: Mapping[str, Samples], lost: Mapping[str, str]) -> list
     for name in (*KERNELS, COPIES, GLOO):
         made.part(f"40 MB: {name}", name)
     made.part(f"4 x 40 MB there and back: {SOCKETS}", SOCKETS, "two processes, one connection, slices of 4 MB")
-    counted = "{0} over two copies + update; by count of passes {1} over 9"
+    counted = "processor time of {0} over that of two copies + update; by count of passes {1} over 9"
     made.ratio("P1, 1 worker 1 server: at best", ONE, COPIES, "x", counted.format(ONE, 6), 0.5)
     made.ratio("P1, the same without a look", "fused update", COPIES, "x", counted.format("fused update", 5), 0.5)
     made.ratio("P1, 2 workers 1 server: at best", TWO, COPIES, "x", counted.format(TWO, 11), 0.8)
@@ -377,8 +381,8 @@ def link_rows() -> list[Row]:
         living = _processes(sides, starts, lost)
         spent = interleave({n: lambda s=side: s.turn(2) for n, side in living.items()}, lost=lost)
     rows = []
-    for name, about in (("with", f"over a pretended link of {MBIT} Mbit/s"), ("without", "the same over plain TCP")):
-        what = f"P9, 4 workers 4 servers, processor time of a step {about}"
+    for name, about in (("with", f"a pretended link of {MBIT} Mbit/s"), ("without", "plain TCP, the same buckets")):
+        what = f"P9, 4 workers 4 servers, processor time of a step: {about}"
         if name in spent:
             figure = Samples(spent[name].processor).figure.times(1e3)
             note = f"{spent[name].median * 1e3:.0f} ms by the clock, on {CORES} cores"

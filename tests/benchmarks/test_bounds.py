@@ -78,6 +78,13 @@ def test_bounds_are_formulas_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert "the goal ≤ 0.75 is within it" in rows["P4 and P5, MLP over shared memory: at best"].note
 
 
+def test_kernels_are_compared_by_processor_time_which_others_do_not_lengthen() -> None:
+    found = measured() | {bounds.ONE: Samples((0.1,) * 5, (0.006,) * 5), bounds.GLOO: Samples((0.1,) * 5, (0.02,) * 5)}
+    rows = {one.what: one.figure for one in exchange_rows(found, {})}
+    assert rows["P1, 1 worker 1 server: at best"] == pytest.approx(0.6)
+    assert rows["P1, 2 workers 1 server, over Gloo: at best"] == pytest.approx(0.09)  # Gloo's processes wait
+
+
 def test_a_part_that_is_missing_takes_only_its_bounds_along() -> None:
     found = {name: samples for name, samples in measured().items() if name not in (bounds.GLOO, "mlp DDP")}
     lost = {bounds.GLOO: "Gloo hung", "mlp DDP": "DDP ended"}
