@@ -3,7 +3,7 @@
 Started by the benchmarks as a side of two or more processes, with the variables of torch.distributed.
 
     sockets   two processes send each other twice 40 MB at once, over one TCP connection
-    reduce    every rank adds its share of all gradients, divides, and writes the mean for every rank; nobody waits
+    reduce    every rank adds its share of all gradients, divides, and writes the mean for every rank; none waits
 """
 
 import argparse

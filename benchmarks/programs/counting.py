@@ -105,7 +105,7 @@ class ServerCounts:
         return counted
 
     def _write(self) -> None:
-        # Written aside and renamed: whoever reads it finds a whole file.
+        # Written aside and renamed, so that a reader finds a whole file.
         own = self._folder / f"{os.getpid()}.part"
         own.write_text(json.dumps(self._steps))
         own.replace(own.with_suffix(".json"))
