@@ -280,15 +280,20 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         return absent_rows(gpus.reason)
     target, clock = Target("cpu" if options.trial else "cuda", gpus, options.workers), Clock(options.seconds)
     rows: list[Row] = []
+    chosen, stopped = contestants(target), ""
     for model in options.models:
-        say(f"  {model}")
-        chosen = contestants(target)
+        reason = stopped
         try:
-            rows += measure_model(model, target, options.rounds, clock, chosen)
+            if not stopped:
+                say(f"  {model}")
+                rows += measure_model(model, target, options.rounds, clock, chosen)
+                continue
+        except SystemExit:  # SIGTERM: the time for all tables is over, and what is complete must be saved
+            reason = stopped = "stopped: the time for all tables was over"
         except Exception as error:  # whatever it is, it must not take the rows of other models along
             traceback.print_exc()
-            lost = {one.key: f"{type(error).__name__}: {error}" for one in chosen}
-            rows += [_row(model, one, {}, lost, "") for one in chosen]
+            reason = f"{type(error).__name__}: {error}"
+        rows += [_row(model, one, {}, {one.key: reason for one in chosen}, "") for one in chosen]
     return rows
 
 

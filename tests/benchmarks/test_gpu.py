@@ -1,5 +1,6 @@
 """`make bench-gpu` without a GPU: its sides, its limits, its page, and what it makes of a trace."""
 
+import argparse
 import json
 import sys
 from dataclasses import dataclass
@@ -99,11 +100,31 @@ def test_whatever_goes_wrong_with_a_model_the_others_have_rows(monkeypatch: pyte
 
     monkeypatch.setattr(gpu_training, "measure_model", broken)
     monkeypatch.setattr(gpu_training, "probe", lambda: TWO)
-    parser = __import__("argparse").ArgumentParser()
+    parser = argparse.ArgumentParser()
     gpu_training.declare(parser)
     rows = gpu_training.measure(parser.parse_args(["--models", "mlp", "gpt"]))
     assert rows[-1].what == "gpt"
     assert {line.note for line in rows[:-1]} >= {"KeyError: 'surprise'"}
+
+
+def test_a_run_that_is_stopped_keeps_the_models_that_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def stopped(model: str, *_: Any) -> list[Row]:
+        begun.append(model)
+        if model == "gpt":
+            raise SystemExit(143)
+        return [row("", model, 1.0, "s")]
+
+    monkeypatch.setattr(gpu_training, "measure_model", stopped)
+    monkeypatch.setattr(gpu_training, "probe", lambda: TWO)
+    parser = argparse.ArgumentParser()
+    gpu_training.declare(parser)
+    rows = gpu_training.measure(parser.parse_args(["--models", "mlp", "gpt", "cnn"]))
+    assert begun == ["mlp", "gpt"]
+    assert rows[0].figure == 1.0
+    assert {line.note for line in rows[1:]} == {"stopped: the time for all tables was over"}
+    assert {line.what.partition(",")[0] for line in rows[1:]} == {"GPT", "CNN"}
 
 
 @dataclass(frozen=True, slots=True)
