@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.markdown import results
+from benchmarks.reasons import SOURCES
 from benchmarks.record import RESULTS, ROOT, load, say
 from benchmarks.sides import environment
 
@@ -73,7 +75,7 @@ MINUTES: Mapping[str, float] = {
     "tensors": 0.8,
     "training_step": 5.3,
     "downpour": 1.8,
-    "straggler": 2.6,
+    "straggler": 2.85,
     "slow_link": 4.6,
     "transports": 0.2,
     "compression": 0.2,
@@ -109,8 +111,19 @@ class Outcome:
     skipped: list[str] = field(default_factory=list)
 
 
-def run_all(names: Sequence[str], tensorflow: bool, budget_s: float) -> Outcome:
-    """Run tables one after the other, as far as the time goes; all of them have ended when this returns."""
+def run_all(
+    names: Sequence[str],
+    tensorflow: bool,
+    budget_s: float,
+    minutes: Mapping[str, float] = MINUTES,
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Outcome:
+    """Run tables one after the other, as far as the time goes; all of them have ended when this returns.
+
+    Args:
+        minutes: what each takes, as in MINUTES.
+        more: options of tables.
+    """
     began = time.monotonic()
     outcome = Outcome()
     for number, name in enumerate(names, 1):
@@ -119,16 +132,19 @@ def run_all(names: Sequence[str], tensorflow: bool, budget_s: float) -> Outcome:
         if find_spec(f"benchmarks.{name}") is None:
             say(f"{head}: is not there yet")
             continue
-        needed = MINUTES[name] + TENSORFLOW_MINUTES * (tensorflow and name == "downpour")
+        needed = minutes[name] + TENSORFLOW_MINUTES * (tensorflow and name == "downpour")
         if left < 60 * needed:
             say(
                 f"{head}: left out, it takes {needed:g} min and {max(0.0, left) / 60:.1f} of {budget_s / 60:g} are left"
             )
             outcome.skipped.append(name)
             continue
-        say(f"{head} ({', '.join(TABLES[name]) or 'no goal'}), {(time.monotonic() - began) / 60:.1f} min so far")
+        say(
+            f"{head} ({', '.join(TABLES.get(name, ())) or 'no goal'}), {(time.monotonic() - began) / 60:.1f} min so far"
+        )
         command = [sys.executable, "-m", f"benchmarks.{name}"]
         command += ["--tensorflow"] if tensorflow and name == "downpour" else []
+        command += more.get(name, ())
         try:
             code = _wait(subprocess.Popen(command, cwd=ROOT, env=environment()), left)
         except subprocess.TimeoutExpired:
@@ -173,7 +189,7 @@ def worthless(names: Sequence[str], folder: Path = RESULTS) -> list[str]:
 
 def render() -> None:
     """Make the page of all results that are there."""
-    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE)]
+    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE, *SOURCES)]
     tables = [load(path) for path in there if path.exists()]
     homes = {goal: [name for name, goals in TABLES.items() if goal in goals] for goal in GOALS}
     PAGE.write_text(results(tables, GOALS, homes), encoding="utf-8")

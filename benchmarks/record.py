@@ -118,8 +118,14 @@ def run_table(
     title: str,
     measure: Callable[[argparse.Namespace], Sequence[Row]],
     add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+    hardware: Callable[[], str] = lambda: "",
 ) -> None:
-    """The main function of a table's module: measure, print, save. `add` declares options of the table's own."""
+    """The main function of a table's module: measure, print, save.
+
+    Args:
+        add: declares options of the table's own. With one of the name `trial` that is set, nothing is saved.
+        hardware: what the figures depend on, besides what `machine` says.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
     add(parser)
     options = parser.parse_args()
@@ -129,13 +135,15 @@ def run_table(
     shares = load_of_machine.shares()
     command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
     seconds = round(time.monotonic() - began, 1)
-    table = Table(
-        name, title, command, state, machine(), seconds, rows, round(shares.others, 3), round(shares.stolen, 3)
-    )
-    path = save(table)
+    on = ", ".join(filter(None, (machine(), hardware())))
+    table = Table(name, title, command, state, on, seconds, rows, round(shares.others, 3), round(shares.stolen, 3))
     from benchmarks.markdown import section
 
     print(section(table))
+    if getattr(options, "trial", False):
+        say("a trial: nothing is written")
+        return
+    path = save(table)
     if table.disturbed:
         say(f"{shares.total:.0%} of the machine's processor time went elsewhere: measure again when it is quiet")
     say(f"written to {path.relative_to(ROOT)}")
