@@ -453,16 +453,16 @@ class MeanPath(GradientPath):
             if of != optimizer:
                 dropped |= self._bits(index)
                 continue
-            has = all([union[bucket.id] & bit for bucket, bit in spots])
+            missing = [bit for bucket, bit in spots if not union[bucket.id] & bit]
             gradient = left.get(index)
             if gradient is None:
-                dropped |= self._bits(index) if has else 0
+                dropped |= 0 if missing else self._bits(index)
                 continue
             kept = self._buffers.view("grad", index)
             if gradient is not kept and gradient.data_ptr() != kept.data_ptr():
                 kept.copy_(gradient)
             # No worker had a gradient and the script has made one; or a collective, whose means the servers never saw.
-            if not has or model.sends_own_shard:
+            if missing or model.sends_own_shard:
                 edited |= self._bits(index)
             elif not model.windowed:
                 compared.append(index)
