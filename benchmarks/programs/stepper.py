@@ -144,6 +144,7 @@ def memory() -> dict[str, int]:
 def mute(yes: bool) -> None:
     """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
     from topotrain.training import context
+    from topotrain.training.worker_extension import WorkerHooks
 
     here = context.current()
     assert here is not None
@@ -151,17 +152,18 @@ def mute(yes: bool) -> None:
     assert worker is not None
     if yes and not _muted:
         _muted.append(worker)
-        type(worker)._report = lambda self, outcome: None  # type: ignore[method-assign]
+        WorkerHooks.report = lambda self, outcome: None  # type: ignore[method-assign]
         type(worker)._check = lambda self: None  # type: ignore[method-assign]
     elif not yes and _muted:
         _muted.clear()
-        type(worker)._report = _report  # type: ignore[method-assign]
+        WorkerHooks.report = _report  # type: ignore[method-assign]
         type(worker)._check = _check  # type: ignore[method-assign]
 
 
 def timed(stepper: Stepper, count: int) -> float:
     """Take so many steps; returns the seconds that what is said and checked took of each."""
     from topotrain.training import context
+    from topotrain.training.worker_extension import WorkerHooks
 
     here = context.current()
     assert here is not None
@@ -180,12 +182,12 @@ def timed(stepper: Stepper, count: int) -> float:
 
         return inner
 
-    type(worker)._report = watched(_report)  # type: ignore[method-assign]
+    WorkerHooks.report = watched(_report)  # type: ignore[method-assign]
     type(worker)._check = watched(_check)  # type: ignore[method-assign]
     try:
         stepper.steps(count)
     finally:
-        type(worker)._report = _report  # type: ignore[method-assign]
+        WorkerHooks.report = _report  # type: ignore[method-assign]
         type(worker)._check = _check  # type: ignore[method-assign]
     return spent / count
 
@@ -219,8 +221,9 @@ def main() -> None:
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
     if options.peer == "job":
         from topotrain.training.worker import Worker
+        from topotrain.training.worker_extension import WorkerHooks
 
-        _check, _report = Worker._check, Worker._report
+        _check, _report = Worker._check, WorkerHooks.report
     for order in line.orders():
         if "mute" in order:
             mute(order["mute"])

@@ -258,18 +258,12 @@ class Worker(BatchAccounting):
         self._freed = time.monotonic(), self.client.channel.waited
         if outcome is None or not outcome.late:  # otherwise `advance` has counted the steps
             self.tally.add_steps(1)
-        self._report(outcome)
+        spans = self.client.channel.spans
+        with spans.span("report"):
+            self._hooks.report(outcome)
         if outcome is not None:
-            self.client.channel.spans.step_done(self.committed)
+            spans.step_done(self.committed)
         return outcome
-
-    def _report(self, outcome: StepOutcome | None) -> None:
-        """Tell the extensions that the step is over."""
-        with self.client.channel.spans.span("report"):
-            for extension in self._hooks.after_step:
-                extension.after_step(outcome)
-            for extension in self._hooks.step_reported:
-                extension.step_reported()
 
     # --- a change of values between two steps ----------------------------------------------------------------------
 

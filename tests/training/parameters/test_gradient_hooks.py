@@ -57,7 +57,7 @@ def test_after_backward_grad_is_the_groups_mean_on_every_worker():
         torch.testing.assert_close(first, whole, rtol=1e-5, atol=1e-8)
 
 
-def test_gradients_that_nobody_edits_are_looked_at_bucket_by_bucket(monkeypatch):
+def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
     looks = []
 
     def counted(a, b):

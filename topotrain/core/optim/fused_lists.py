@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain.core.optim.kernel_choice import OWN_ERRORS
+from topotrain.core.optim.kernel_choice import OWN_ERRORS, give_gradients
 
 _SIZES = (5, 64, 83)
 _STEPS = 3
@@ -195,7 +195,10 @@ def _agrees(cls: Any) -> bool:
 
 def _give_gradients(sides: list[list[torch.Tensor]], chance: torch.Generator) -> None:
     """Give both sides the same gradients, in the same tensors at each step."""
-    for mine, theirs in zip(*sides, strict=True):
-        if mine.grad is None:
-            mine.grad = theirs.grad = torch.empty_like(mine)
-        mine.grad.copy_(torch.randn(mine.shape, generator=chance))
+    if sides[0][0].grad is None:
+        gradients = [torch.empty_like(value) for value in sides[0]]
+        for side in sides:
+            give_gradients(side, gradients)
+    for value in sides[0]:
+        assert value.grad is not None
+        value.grad.copy_(torch.randn(value.shape, generator=chance))

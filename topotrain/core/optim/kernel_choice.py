@@ -140,6 +140,12 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
         return KernelVerdict.UNSEEN
 
 
+def give_gradients(values: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the `.grad` that an optimizer reads, of each tensor."""
+    for value, gradient in zip(values, gradients, strict=True):
+        value.grad = gradient
+
+
 class _Trial:
     """An optimizer over a few small tensors.
 
@@ -160,9 +166,8 @@ class _Trial:
         return (signs * (torch.rand(len(signs), generator=self._chance) + 0.5)).to(self._device, self._dtype)
 
     def step(self) -> None:
-        for value, signs in zip(self._values, self._signs, strict=True):
-            # Away from 0 in each step: no cancellation, so errors stay within the dtype's precision.
-            value.grad = self._near_one(signs).mul_(self._uphill)
+        # Away from 0 in each step: no cancellation, so errors stay within the dtype's precision.
+        give_gradients(self._values, [self._near_one(signs).mul_(self._uphill) for signs in self._signs])
         self._optimizer.step()
 
     def moved(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from topotrain.config.sharding import ALIGN
-from topotrain.core.optim.kernel_choice import OWN_ERRORS, Kind, tried_settings
+from topotrain.core.optim.kernel_choice import OWN_ERRORS, Kind, give_gradients, tried_settings
 
 ROUNDS = (1, 16)
 """Numbers of elements that are tried. `ALIGN` needs no trial: slices are cut there already."""
@@ -87,7 +87,6 @@ def _agrees(cls: Any, settings: dict[str, Any], dtype: torch.dtype, each: int) -
 def _with_gradients(
     cls: Any, settings: dict[str, Any], values: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    for value, gradient in zip(values, gradients, strict=True):
-        value.grad = gradient
+    give_gradients(values, gradients)
     made: torch.optim.Optimizer = cls(values, **settings)
     return made

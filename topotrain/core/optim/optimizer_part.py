@@ -22,7 +22,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.sharding import ALIGN
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.fused_lists import FusedLists
-from topotrain.core.optim.kernel_choice import OWN_ERRORS
+from topotrain.core.optim.kernel_choice import OWN_ERRORS, give_gradients
 from topotrain.core.optim.kernel_rounds import common_round
 
 Gradients = Mapping[int, torch.Tensor | None]
@@ -195,7 +195,8 @@ class OptimizerPart:
             for span in self._spans[at]:
                 found = [gradient for key in span.keys if (gradient := gradients.get(key)) is not None]
                 gradient = span.gradient(found) if found else None
-                span.tensor.grad = gradient if clip is None or gradient is None else gradient.clamp(*clip)
+                clipped = gradient if clip is None or gradient is None else gradient.clamp(*clip)
+                give_gradients((span.tensor,), (clipped,))
 
     def _join(self, gradients: Gradients) -> None:
         """Join spans that a kernel may update as one."""
@@ -248,8 +249,8 @@ class OptimizerPart:
         self._replace(at, made)
 
     def _replace(self, at: int, spans: list[Span]) -> None:
-        for span in self._spans[at]:
-            span.tensor.grad = None  # one that is replaced must not keep its memory
+        # A span that is replaced must not keep the memory of its gradient.
+        _clear([span.tensor for span in self._spans[at]])
         self._spans[at] = spans
         self._lists = None
         self.optimizer.param_groups[at]["params"] = [span.tensor for span in spans]
@@ -282,15 +283,19 @@ class OptimizerPart:
         # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
         # of its momentum buffers exist.
         late = list(_without_momentum(self.optimizer))
-        if late:
-            first = {id(value) for value in late}
-            waiting = [(s.tensor, s.tensor.grad) for s in self.spans if id(s.tensor) not in first]
-            _clear(value for value, _ in waiting)
+        if not late:
             self.optimizer.step()
-            _clear(late)
-            for value, grad in waiting:
-                value.grad = grad
+            return
+        first = {id(value) for value in late}
+        others = [span.tensor for span in self.spans if id(span.tensor) not in first]
+        gradients, theirs = [value.grad for value in late], [value.grad for value in others]
+        _clear(others)
         self.optimizer.step()
+        _clear(late)
+        give_gradients(others, theirs)
+        self.optimizer.step()
+        # The next step may be one with the same gradients.
+        give_gradients(late, gradients)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -332,8 +337,9 @@ def _lie_alike(
     if left is None or right is None:
         return left is right
     same = left.dtype == right.dtype and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    dense = left.is_contiguous() and right.is_contiguous()
     distance = after.storage_offset() - before.storage_offset()
-    return same and left.is_contiguous() and right.storage_offset() - left.storage_offset() == distance
+    return same and dense and right.storage_offset() - left.storage_offset() == distance
 
 
 def _alike(left: Span, mine: Any, right: Span, theirs: Any) -> bool:
@@ -354,9 +360,8 @@ def _share(span: Span, value: Any, first: int, last: int) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _clear(values: Iterable[torch.Tensor]) -> None:
-    for value in values:
-        value.grad = None
+def _clear(values: Sequence[torch.Tensor]) -> None:
+    give_gradients(values, [None] * len(values))
 
 
 def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:

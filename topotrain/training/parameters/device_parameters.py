@@ -160,13 +160,12 @@ class HostParameters(ParameterHolder):
     def keep(self, index: int) -> None:
         """Make `.grad` a view of "local"."""
         # This frees autograd's memory, so the next gradient can reuse memory that is in cache.
-        tensor = self._tensors[index]
-        gradient, local = tensor.grad, self._own_local.get(index)
+        gradient, local = self._tensors[index].grad, self._own_local.get(index)
         if local is None:
             local = self._own_local[index] = self._own("local", index)
         # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
         if gradient is not None and gradient is not local and gradient.grad_fn is None:
-            tensor.grad = local
+            self.set_gradient(index, local)
 
     def then(self, push: QueuedPush) -> None:
         """Send at once: the gradients are here."""

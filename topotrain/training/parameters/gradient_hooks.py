@@ -34,6 +34,8 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+# The number of the backward that runs, for which torch has no public name. A nested backward has a number of its own.
+_backward_number = torch._C._current_graph_task_id
 
 
 @contextmanager
@@ -155,9 +157,8 @@ class GradientPath(ABC):
 
     def _arm(self) -> bool:
         """Register a call for the end of a backward; whether this is its first gradient."""
-        # torch has no public name for it. A nested backward has a number of its own. A backward that raised is never
-        # called back and leaves its number here, which no later one has.
-        task = torch._C._current_graph_task_id()
+        # A backward that raised is never called back and leaves its number here, which no later one has.
+        task = _backward_number()
         if task == self._task:
             return False
         # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
@@ -259,7 +260,7 @@ class MeanPath(GradientPath):
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
             # Nothing is to be set aside in a backward that has begun. Most hooks of most scripts end here.
-            if tensor.grad is None and self._task == torch._C._current_graph_task_id():
+            if tensor.grad is None and self._task == _backward_number():
                 return
             with self._turn:
                 self._before(index, tensor)
