@@ -161,7 +161,7 @@ def _group_lists(optimizer: Optimizer, group: Group) -> GroupLists | None:
         return None
     if type(optimizer) is torch.optim.SGD:
         return SgdLists(group, optimizer.state)
-    # AdamW is an Adam whose groups say so since torch 2.7.
+    # Since torch 2.7 AdamW is an Adam with a setting that says so.
     decoupled = type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
     return AdamLists(group, optimizer.state, decoupled)
 

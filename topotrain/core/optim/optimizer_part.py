@@ -5,8 +5,8 @@ side are one tensor for the optimizer, a span, wherever the bits stay those of a
 (`kernel_rounds`). State is kept by span, and read and restored by segment.
 
 A span ends where a segment has no gradient and its neighbor has one: torch skips the one and counts a step of the
-other. Two segments that were once treated differently stay apart, so a model whose parameters take turns is soon cut
-where it must be, and then never again.
+other. Two segments that were once treated differently stay apart. So a model with parameters that take turns is cut
+where it must be within a few steps, and no state is copied later.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,7 +133,7 @@ class OptimizerPart:
 
     @property
     def spans(self) -> list[Span]:
-        """What the optimizer updates, each as one tensor."""
+        """The spans, each of which is one tensor of the optimizer."""
         return [span for spans in self._spans for span in spans]
 
     @property
