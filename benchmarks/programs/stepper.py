@@ -141,64 +141,62 @@ def memory() -> dict[str, int]:
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
 
 
-def mute(yes: bool) -> None:
-    """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
-    from topotrain.training import context
-    from topotrain.training.worker_extension import WorkerHooks
+class Reporting:
+    """The parts of a step that report and check (the table of reporting alone asks for it)."""
 
-    here = context.current()
-    assert here is not None
-    worker = here.worker
-    assert worker is not None
-    if yes and not _muted:
-        _muted.append(worker)
-        WorkerHooks.report = lambda self, outcome: None  # type: ignore[method-assign]
-        type(worker)._check = lambda self: None  # type: ignore[method-assign]
-    elif not yes and _muted:
-        _muted.clear()
-        WorkerHooks.report = _report  # type: ignore[method-assign]
-        type(worker)._check = _check  # type: ignore[method-assign]
+    def __init__(self) -> None:
+        from topotrain.training import context
 
+        here = context.current()
+        assert here is not None
+        worker = here.worker
+        assert worker is not None
+        hooks = worker._hooks
+        self._parts: list[tuple[Any, str]] = [(worker, "_check")]
+        self._parts += [(extension, "after_step") for extension in hooks.after_step]
+        self._parts += [(extension, "step_reported") for extension in hooks.step_reported]
+        self._muted = False
+        self._spent = 0.0
 
-def timed(stepper: Stepper, count: int) -> float:
-    """Take so many steps; returns the seconds that what is said and checked took of each."""
-    from topotrain.training import context
-    from topotrain.training.worker_extension import WorkerHooks
+    def mute(self, yes: bool) -> None:
+        """Switch it off, or on again."""
+        if yes and not self._muted:
+            self._replace(lambda _: lambda *_: None)
+        elif not yes and self._muted:
+            self._restore()
+        self._muted = yes
 
-    here = context.current()
-    assert here is not None
-    worker = here.worker
-    assert worker is not None
-    spent = 0.0
+    def timed(self, stepper: Stepper, count: int) -> float:
+        """Take so many steps; returns the seconds that what is said and checked took of each."""
+        self._spent = 0.0
+        self._replace(self._watched)
+        try:
+            stepper.steps(count)
+        finally:
+            self._restore()
+        return self._spent / count
 
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def inner(*args: Any) -> Any:
-            nonlocal spent
             began = time.perf_counter()
             try:
                 return call(*args)
             finally:
-                spent += time.perf_counter() - began
+                self._spent += time.perf_counter() - began
 
         return inner
 
-    WorkerHooks.report = watched(_report)  # type: ignore[method-assign]
-    type(worker)._check = watched(_check)  # type: ignore[method-assign]
-    try:
-        stepper.steps(count)
-    finally:
-        WorkerHooks.report = _report  # type: ignore[method-assign]
-        type(worker)._check = _check  # type: ignore[method-assign]
-    return spent / count
+    def _replace(self, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        # On the objects, where they hide the methods of their classes.
+        for part, name in self._parts:
+            setattr(part, name, by(getattr(part, name)))
 
-
-_muted: list[Any] = []
-_check: Any = None
-_report: Any = None
+    def _restore(self) -> None:
+        for part, name in self._parts:
+            delattr(part, name)
 
 
 def main() -> None:
-    global _check, _report
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument("--model", required=True, help="mlp, or mlp+adam with a job")
@@ -219,16 +217,12 @@ def main() -> None:
         line.say(rank=rank, refused=f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
-    if options.peer == "job":
-        from topotrain.training.worker import Worker
-        from topotrain.training.worker_extension import WorkerHooks
-
-        _check, _report = Worker._check, WorkerHooks.report
+    reporting = Reporting() if options.peer == "job" else None
     for order in line.orders():
-        if "mute" in order:
-            mute(order["mute"])
-        if "timed" in order:
-            line.say(seconds=timed(stepper, order["timed"]))
+        if "mute" in order and reporting is not None:
+            reporting.mute(order["mute"])
+        if "timed" in order and reporting is not None:
+            line.say(seconds=reporting.timed(stepper, order["timed"]))
         elif "steps" in order:
             began = time.perf_counter()
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)

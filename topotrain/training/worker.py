@@ -260,7 +260,10 @@ class Worker(BatchAccounting):
             self.tally.add_steps(1)
         spans = self.client.channel.spans
         with spans.span("report"):
-            self._hooks.report(outcome)
+            for extension in self._hooks.after_step:
+                extension.after_step(outcome)
+            for extension in self._hooks.step_reported:
+                extension.step_reported()
         if outcome is not None:
             spans.step_done(self.committed)
         return outcome

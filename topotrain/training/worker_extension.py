@@ -88,10 +88,3 @@ class WorkerHooks:
         for hook in fields(self):
             if getattr(type(extension), hook.name) is not getattr(WorkerExtension, hook.name):
                 setattr(self, hook.name, (*getattr(self, hook.name), extension))
-
-    def report(self, outcome: StepOutcome | None) -> None:
-        """Tell the extensions that a step is over."""
-        for extension in self.after_step:
-            extension.after_step(outcome)
-        for extension in self.step_reported:
-            extension.step_reported()

@@ -259,17 +259,20 @@ class MeanPath(GradientPath):
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
-            # Nothing is to be set aside in a backward that has begun. Most hooks of most scripts end here.
-            if tensor.grad is None and self._task == _backward_number():
-                return
-            with self._turn:
-                self._before(index, tensor)
+            self._before(index, tensor)
 
         # A hook of a leaf itself is called before autograd accumulates into its `.grad`.
         tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 
     def _before(self, index: int, tensor: nn.Parameter) -> None:
+        # Nothing is to be set aside in a backward that has begun. Most hooks of most scripts end here.
+        if tensor.grad is None and self._task == _backward_number():
+            return
+        with self._turn:
+            self._set_aside(index, tensor)
+
+    def _set_aside(self, index: int, tensor: nn.Parameter) -> None:
         if self.private:
             return
         if self._arm():
