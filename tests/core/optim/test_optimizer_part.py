@@ -264,6 +264,20 @@ def test_a_parameter_with_a_late_first_gradient_is_updated_in_all_later_steps() 
         assert all(torch.equal(p, value) for p, value in zip(plain, update._values.values(), strict=True)), step
 
 
+def test_a_momentum_that_begins_where_some_parameters_have_had_one() -> None:
+    update, _, gradients = made("SGD", [64, 64], lr=0.1, momentum=0.9)
+    plain = [torch.nn.Parameter(value.clone()) for value in update._values.values()]
+    optimizer = torch.optim.SGD(plain, lr=0.1, momentum=0.9, fused=True)
+    for step, momentum in enumerate((0.9, 0.0, 0.0, 0.9, 0.9, 0.9)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        given = {0: gradients[0], 1: None} if step == 0 else gradients
+        for key, p in enumerate(plain):
+            p.grad = given[key]
+        step_whole(optimizer)
+        update.apply(hyper(optimizer), given)
+        assert all(torch.equal(p, value) for p, value in zip(plain, update._values.values(), strict=True)), step
+
+
 def test_gradients_elsewhere_in_memory_are_taken_apart() -> None:
     update, text, gradients = made("SGD", [64, 64], lr=1.0)
     update.apply(text, gradients)

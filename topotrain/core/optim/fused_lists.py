@@ -124,6 +124,11 @@ class FusedLists:
         cls: Any = type(optimizer)
         self._lists = _lists_of(optimizer) if _agrees(cls) else []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no lists, for any settings of these kernels."""
+        return not self._lists
+
     def step(self) -> bool:
         """Do a step. False: nothing was done, and `Optimizer.step` must do it."""
         groups = self._optimizer.param_groups

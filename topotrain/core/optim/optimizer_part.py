@@ -277,9 +277,10 @@ class OptimizerPart:
         if again:
             if self._lists is None:
                 self._lists = FusedLists(self.optimizer)
-            if not self._lists.step():
-                self.optimizer.step()
-            return
+            if self._lists.step():
+                return
+            if not self._lists.is_empty:
+                self._lists = None  # they are those of other settings
         # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
         # of its momentum buffers exist.
         late = list(_without_momentum(self.optimizer))
