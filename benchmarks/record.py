@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row
+from benchmarks.harness import ROUNDS, Row
 from benchmarks.processor import MachineLoad
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,8 @@ def run_table(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
     add(parser)
     options = parser.parse_args()
+    if getattr(options, "rounds", ROUNDS) < ROUNDS:
+        parser.error(f"--rounds {options.rounds}: must be at least {ROUNDS}, for the median to mean something")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and networks are then taken away as usual
     state, began, load_of_machine = commit(), time.monotonic(), MachineLoad()
     rows = tuple(measure(options))

@@ -191,6 +191,8 @@ class ParameterShard:
     optimizers: int = field(init=False)
     """The number of the job's optimizers."""
 
+    _products: dict[torch.dtype, torch.Tensor] = field(init=False, default_factory=dict)  # of gradients and factors
+
     def __post_init__(self) -> None:
         self.optimizers = 1 + max((parameter.optimizer for parameter in self.map.parameters), default=0)
         self.pieces = sum(len(bucket.pieces) for bucket in self.buckets)
@@ -291,17 +293,29 @@ class ParameterShard:
     def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
         """Update one unit with the group's gradient times `factor`."""
         staging = self.staging[group]
-        grads: Mapping[int, torch.Tensor | None]
+        grads: Mapping[int, torch.Tensor | None] = {}
         if unit.views is None:
-            grads = self._whole_gradients(unit, staging)
+            whole = self._whole_gradients(unit, staging)
+            grads = {key: g if g is None or factor == 1.0 else g * factor for key, g in whole.items()}
         else:
             (bucket,) = unit.buckets
             present = staging.present(bucket)
-            grads = unit.views.of(group, staging.gradient(bucket), present) if present else {}
-        if factor != 1.0:
-            grads = {key: None if grad is None else self._scaled(grad, factor) for key, grad in grads.items()}
+            if present:
+                grads = unit.views.of(group, self._scaled(staging.gradient(bucket), factor), present)
         if any(gradient is not None for gradient in grads.values()):
             unit.update.apply(hyper, grads, staleness)
+
+    def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the gradient of a bucket times `factor`. The next call may overwrite it."""
+        if factor == 1.0:
+            return gradient
+        # Not in place: the gradient may be a worker's own memory, or the buffer of the group's mean. Always in the same
+        # memory, so that the views of the step before serve again.
+        held = self._products.get(gradient.dtype)
+        if held is None or held.numel() < gradient.numel():
+            largest = max(bucket.hi - bucket.lo for bucket in self.buckets)
+            held = self._products[gradient.dtype] = torch.empty(largest, dtype=gradient.dtype)
+        return torch.mul(gradient, factor, out=held[: gradient.numel()])
 
     def _whole_gradients(self, unit: UpdateUnit, staging: GradientSource) -> dict[int, torch.Tensor | None]:
         """The gradients of a unit of whole tensors, by segment."""
@@ -314,22 +328,14 @@ class ParameterShard:
         segments = dict.fromkeys(piece.segment for bucket in unit.buckets for piece in bucket.pieces)
         return {key: staging.segment(self.map.segments[key]) if key in present else None for key in segments}
 
-    def update_now(self, reduced: ReducedBucket, hyper: bytes) -> None:
-        """Update one bucket's values with a gradient that has just arrived."""
+    def update_now(self, group: int, reduced: ReducedBucket, hyper: bytes) -> None:
+        """Update one bucket's values with a gradient of this group that has just arrived."""
         bucket, gradient = self.bucket(reduced.bucket), reduced.mean
         assert gradient is not None
-        grads: dict[int, torch.Tensor | None] = {
-            piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
-            for i, piece in enumerate(bucket.pieces)
-            if reduced.present >> i & 1
-        }
-        if grads:
-            self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
-
-    @staticmethod
-    def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-        # Not in place: the gradient may be a worker's own memory, or the buffer of the group's mean.
-        return gradient if factor == 1.0 else gradient * factor
+        unit = self.units[bucket.id - self.buckets[0].id]
+        assert unit.views is not None
+        if reduced.present:
+            unit.update.apply(hyper, unit.views.of(group, gradient, reduced.present))
 
     def state_dict(self) -> State | None:
         """Return the state, see `component_state`. None: not possible now."""

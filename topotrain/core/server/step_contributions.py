@@ -157,7 +157,7 @@ class StepContributions:
         """Apply a mean that is there (`apply: kOnArrival`)."""
         bucket = self._state.known.bucket(reduced.bucket)
         with self._spans.span("apply", group=group, bucket=bucket.id):
-            self._state.known.update_now(reduced, self._hyper.of_group[group])
+            self._state.known.update_now(group, reduced, self._hyper.of_group[group])
         self._replies.show_early(group, bucket, self._state.version)
 
     def loop_exited(self, sender: Address, message: m.LoopExited) -> None:
