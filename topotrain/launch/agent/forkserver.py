@@ -222,11 +222,15 @@ class ForkserverLoop:
                     if child is not None:
                         return child
                 else:
-                    self._ended = not os.read(self._stdin, 64)
+                    self._ended = not os.read(self._stdin, 64) and self.may_end()
         # The children would die with this process, too, but the processes that they have started would not.
         for pid in self._owners:
             _kill_group(pid)
         return None
+
+    def may_end(self) -> bool:
+        """Return whether the end of stdin ends this loop."""
+        return True
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

@@ -46,6 +46,7 @@ from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
+from topotrain.launch.shared_forkserver import SharedForkserver, join
 
 QUIET_S = 5.0
 """Seconds for which a finished unit waits for the others before it shows a notice."""
@@ -81,6 +82,7 @@ class Node:
     watching: opens the unit's displays.
     environ: the environment with the secrets.
     calls: the functions that child processes run; only tests change it.
+    shared: the forkserver of the units on this host, while the unit runs.
     forkserver, outlet: as for `LocalLauncher`.
     """
 
@@ -91,6 +93,7 @@ class Node:
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    shared: SharedForkserver | None = field(default=None, init=False)
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -103,6 +106,11 @@ class Node:
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
         secret = load_secret(self.environ)
         with ExitStack() as stack:
+            if not self.forkserver:
+                # Before the units meet, which gives it the time to load torch.
+                self.shared = join(self.start.scope(self.environ), os.environ, self.calls.preload)
+                if self.shared is not None:
+                    stack.callback(self.shared.leave)
             served: StoreService | None = None
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
@@ -242,7 +250,7 @@ class Node:
         """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
-        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
+        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark, self.shared)
         files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
         continues = attempts.agreement.job.on_failure is OnFailure.kContinue
         return LauncherContext(

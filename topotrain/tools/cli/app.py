@@ -279,7 +279,11 @@ def run(
 
     Starts every process, shows progress, ends them all together, and writes the result.
     """
-    with refusing():
+    with refusing(), ExitStack() as stack:
+        from topotrain.launch.shared_forkserver import for_one_job
+
+        # It loads torch while this process reads the job, and its own modules.
+        shared = None if forkserver or (conf is None and resume is None) else stack.enter_context(for_one_job())
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
 
@@ -291,7 +295,7 @@ def run(
             check_writable("--report", report)
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot))
+        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)
