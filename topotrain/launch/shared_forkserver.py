@@ -41,8 +41,10 @@ _SOCKET, _PIPE, _GATE, _PID, _LOG = "s", "life", "gate", "pid", "log"
 _READ_BY_IMPORTS = (
     *("PYTHON", "LD_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_", "OMP_", "KMP_", "GOMP_"),
     *("MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "GLIBC_", "LC_", "CUDA_MODULE_LOADING", "LANG", "TMPDIR"),
-    *("HOME", "PATH", "VIRTUAL_ENV"),
+    *("HOME", "VIRTUAL_ENV"),
 )
+# Each forkserver has its own values of the numbers of threads. torchrun sets the variable of NCCL in its processes.
+_READ_LATER = (*child_channel.THREADS, "TORCH_NCCL_")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
 
@@ -239,8 +241,9 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield what changes an import, and what a fork of the forkserver has from its process and not from a request."""
     yield from (sys.executable, os.getcwd(), str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups())))
     for name in sorted(environ):
-        if name.startswith(_READ_BY_IMPORTS) and name not in child_channel.THREADS:
-            yield f"{name}={environ[name]}"
+        if name.startswith(_READ_BY_IMPORTS) and not name.startswith(_READ_LATER):
+            # Open MPI names its folder twice.
+            yield f"{name}={':'.join(dict.fromkeys(environ[name].split(':')))}"
     # A scheduler may give each unit cores, memory and limits of its own.
     yield str(sorted(os.sched_getaffinity(0)))
     yield str(os.getpriority(os.PRIO_PROCESS, 0))

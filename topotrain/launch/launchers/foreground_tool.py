@@ -55,9 +55,12 @@ class CommandTool(ABC):
     def words(self, submission: Submission) -> list[str]:
         """Return the command. Raises ConfigError for options that the tool does not have."""
 
-    def runs_here(self, submission: Submission) -> bool:
-        """Return whether units are certain to run on this host."""
-        return not submission.options.hosts
+    def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
+        """Return the environment of the units on this host; None unless it is certain that there are any.
+
+        program: the path of the tool.
+        """
+        return None
 
     def command(self, submission: Submission) -> str:
         """Return the command line, and the variables that it inherits."""
@@ -71,16 +74,19 @@ class CommandTool(ABC):
         program, *rest = self.words(submission)
         found = find(program, self.install)
         submission.write()
-        with forkserver_here(submission) if self.runs_here(submission) else contextlib.nullcontext():
+        environ = self.environ_here(submission, found)
+        with contextlib.nullcontext() if environ is None else forkserver_here(submission, environ):
             return in_front([found, *rest], submission)
 
 
 @contextlib.contextmanager
-def forkserver_here(submission: Submission) -> Iterator[None]:
-    """Load torch for the units on this host while the tool starts."""
+def forkserver_here(submission: Submission, environ: Mapping[str, str]) -> Iterator[None]:
+    """Load torch for the units on this host while the tool starts.
+
+    environ: the environment of the units.
+    """
     from topotrain.launch.shared_forkserver import join
 
-    environ = {**os.environ, **submission.environ}
     start = LaunchInfo(0, submission.units, submission.rendezvous)
     shared = None if environ.get(FORKSERVER_VARIABLE) else join(start.scope(environ), environ)
     try:

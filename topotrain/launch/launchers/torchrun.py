@@ -35,6 +35,10 @@ class Torchrun(CommandTool):
         unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
         return [*line, *options.extra, "--no-python", *unit]
 
+    def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
+        """Return the environment of the units of this node."""
+        return {**os.environ, **submission.environ}
+
 
 def _endpoint(submission: Submission) -> str:
     options = submission.options
