@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from topotrain.config.job import ConfigError
-from topotrain.config.private_files import FILE_MODE, open_file
+from topotrain.config.private_files import FILE_MODE, open_file, write_text
 from topotrain.launch import RUN_VARIABLE
 from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.orphans import BLANK_MARK
@@ -234,7 +234,7 @@ def _start(folder: Path, preload: Sequence[str], environ: Mapping[str, str]) -> 
     finally:
         os.close(reading)
         os.close(log)
-    (folder / _PID).write_text(str(pid))
+    write_text(folder / _PID, str(pid))
 
 
 def _inherited(environ: Mapping[str, str]) -> Iterator[str]:

@@ -62,7 +62,11 @@ class ForkserverClient:
     def __init__(self, path: str) -> None:
         """Connect to the forkserver. Raises OSError, also where it is another user's."""
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        try:
+            self._socket.connect(path)
+        except OSError:
+            self._socket.close()
+            raise
         # The request carries the environment and descriptors, so it must not reach another user's process.
         if peer_uid(self._socket) != os.getuid():
             self._socket.close()
