@@ -65,6 +65,13 @@ class Started(Event):
 
 
 @event
+class Connects(Event):
+    """The program of a worker has reached the job, as with `tt.prepare`, and connects to the servers."""
+
+    who: str
+
+
+@event
 class StepDone(Event):
     """A worker has completed a step.
 

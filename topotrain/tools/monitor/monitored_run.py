@@ -97,13 +97,14 @@ def display(
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress_display import progress
+    from topotrain.tools.monitor.progress_display import checked, progress
 
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     with (
         outlet(terminal, f"{job.workspace}/logs") as made,
         progress(topology, terminal, quiet or hidden, out_of(made, chatty)) as shown,
+        checked(shown),
     ):
         yield shown, made
 
