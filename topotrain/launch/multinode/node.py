@@ -41,7 +41,14 @@ from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
-from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
+from topotrain.launch.multinode.node_rendezvous import (
+    JobRestarted,
+    NodeRendezvous,
+    RendezvousNotice,
+    forget,
+    forget_attempts,
+    outlast,
+)
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
@@ -83,6 +90,7 @@ class Node:
     environ: the environment with the secrets.
     calls: the functions that child processes run; only tests change it.
     shared: the forkserver of the units on this host, while the unit runs.
+    notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
     forkserver, outlet: as for `LocalLauncher`.
     """
 
@@ -93,6 +101,7 @@ class Node:
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    notice: RendezvousNotice | None = None
     shared: SharedForkserver | None = field(default=None, init=False)
 
     def run(self) -> NodeResult:
@@ -119,11 +128,11 @@ class Node:
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, self.notice)
             stack.callback(rendezvous.close)
             try:
                 # Only before the start; afterwards the run loop receives the signals.
-                with interruptible():
+                with interruptible(), _meeting(rendezvous):
                     agreement = self._meet(rendezvous, root, served, stack)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
@@ -426,6 +435,15 @@ def _check_program(job: Job) -> None:
         find_module(module, f" {where}")
     elif not Path(job.program).is_file():
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
+
+
+@contextmanager
+def _meeting(rendezvous: NodeRendezvous) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        # However the meeting ends, the next line on the terminal is another's.
+        rendezvous.met()
 
 
 @contextmanager

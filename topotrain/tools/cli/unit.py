@@ -91,6 +91,7 @@ def register(app: typer.Typer) -> None:
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
             from topotrain.launch.multinode.node import Node
+            from topotrain.tools.monitor.rendezvous_line import rendezvous_line
 
             job = None if conf is None else load_job(conf, sets, program, args)
             # The environment comes before the job file: a launcher sets it for this start.
@@ -101,7 +102,8 @@ def register(app: typer.Typer) -> None:
                 check_writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
-                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).run()
+                notice = rendezvous_line(start.rank, start.nprocs)
+                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window, notice=notice).run()
             except StoreError as error:
                 complain(str(error))
                 raise typer.Exit(1) from None
