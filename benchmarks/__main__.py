@@ -34,7 +34,7 @@ GOALS: Mapping[str, str] = {
     "P9": "4 workers on a slow link: servers against the ring",
     "P10": "balance of the servers",
     "P11": "handling of messages in the pure core",
-    "P12": "start-up of `topotrain run`",
+    "P12": "start-up",
     "P13": "the same bytes as many tensors",
 }
 
@@ -68,7 +68,7 @@ ALONE = ("snapshots", "safety", "survivors", "asynchrony", "agreement", "uneven"
 MINUTES: Mapping[str, float] = {
     "balance": 0.1,
     "core": 0.1,
-    "startup": 0.5,
+    "startup": 3.5,
     "exchange": 1.4,
     "tensors": 0.8,
     "training_step": 5.3,
