@@ -128,6 +128,19 @@ def test_it_ends_when_its_last_unit_is_killed(job, preload):
 
 
 @pytest.mark.journey
+def test_it_ends_when_its_last_unit_was_killed_before_it_could_notice(job):
+    folder, lock = temporary_folders.make()
+    os.mkfifo(folder / "life", 0o600)
+    life = os.open(folder / "life", os.O_RDWR)
+    with open(folder / "life", "rb", buffering=0) as reading:
+        for fd in (life, lock):  # as the kernel does for a killed unit
+            os.close(fd)
+        words = ["-m", "topotrain.launch.shared_forkserver", str(folder), SLOW]
+        assert subprocess.run([sys.executable, *words], stdin=reading, timeout=60, check=False).returncode == 0
+    assert not folder.exists()
+
+
+@pytest.mark.journey
 def test_a_dead_forkserver_is_started_again(job):
     shared = shared_forkserver.join(job, preload=())
     first = shared.process.pid

@@ -66,7 +66,7 @@ class Started(Event):
 
 @event
 class Connects(Event):
-    """The program of a worker has reached the job, as with `tt.prepare`, and connects to the servers."""
+    """The program of a worker connects to the servers, as in `tt.prepare`."""
 
     who: str
 

@@ -3,8 +3,8 @@
 Loading torch takes longer than everything else that a start does, and takes a whole core. So the units that another
 tool starts on a host share one forkserver. The first one starts it, before the units have met.
 
-Its socket is in a folder of this user, whose name depends on the job, and on everything that a fork inherits or that
-changes an import. Units that differ in any of that have forkservers of their own.
+Its socket is in a folder of this user. The name of the folder depends on the job, and on everything that a fork
+inherits or that changes an import. Units that differ in any of that have forkservers of their own.
 
 * The forkserver belongs to none of its users: a killed unit takes only its own processes with it.
 * It ends with its last user, however that ends. A named pipe tells: a user has it open for writing.
@@ -94,7 +94,7 @@ class SharedForkserver:
         return self._process
 
     def up(self, environ: Mapping[str, str]) -> str:
-        """Return the socket, and start the forkserver if no user has started it. Raises OSError."""
+        """Return the socket; start the forkserver if it does not run. Raises OSError."""
         with _gate(self._folder):
             # A forkserver that has died accepts no connection.
             if not _accepts(self.path):
@@ -157,7 +157,7 @@ def join(
 
 @contextmanager
 def for_one_job() -> Iterator[SharedForkserver | None]:
-    """Start a forkserver for one job of this process, before its settings are known; as `join`."""
+    """Start a forkserver for a job of this process; as `join`."""
     shared = join(secrets.token_hex(16))
     try:
         yield shared
@@ -238,7 +238,10 @@ def _start(folder: Path, preload: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what changes an import, and what a fork of the forkserver has from its process and not from a request."""
+    """Yield the settings that change an import, or that a fork inherits.
+
+    Settings that come with each request are left out.
+    """
     yield from (sys.executable, os.getcwd(), str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups())))
     for name in sorted(environ):
         if name.startswith(_READ_BY_IMPORTS) and not name.startswith(_READ_LATER):
@@ -256,6 +259,13 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
     yield from (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
 
 
+def _is_over(pipe: int) -> bool:
+    """Whether no process has the pipe open for writing."""
+    ended = select.poll()
+    ended.register(pipe, 0)
+    return bool(ended.poll(0))
+
+
 class SharedForkserverLoop(forkserver.ForkserverLoop):
     """The loop of a forkserver that ends when its folder is used by no unit."""
 
@@ -270,13 +280,19 @@ class SharedForkserverLoop(forkserver.ForkserverLoop):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `python -m topotrain.launch.shared_forkserver FOLDER [MODULE…]`. `join` runs this command."""
+    """Run `python -m topotrain.launch.shared_forkserver FOLDER [MODULE…]`.
+
+    `join` runs this command.
+    """
     folder, *preload = arguments
     # An import is not interrupted by the end of stdin. Until the loop reads it, the kernel ends this process with
     # SIGIO when no user is left.
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)
+    # For an end before that there is no signal.
+    if _is_over(0) and temporary_folders.remove(Path(folder)):
+        os._exit(0)
     forkserver.load(preload)
     fcntl.fcntl(0, fcntl.F_SETFL, flags)
     child = SharedForkserverLoop(socket.socket(fileno=_LISTENER), 0, Path(folder)).serve()

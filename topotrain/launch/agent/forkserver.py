@@ -362,7 +362,7 @@ def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import modules, whose objects then stay shared between this process and its forks."""
+    """Import modules. Their objects stay shared with the forks of this process."""
     # Imports make a hundred thousand objects and hardly any garbage: collections take a fifth of the time of an import
     # of torch. Nor is there one at the end, which would cost more than the few megabytes that it finds.
     gc.disable()

@@ -63,9 +63,9 @@ class LaunchInfo:
     patience: int = 0
 
     def scope(self, environ: Mapping[str, str]) -> str:
-        """Return a text that is the same for all units of a job. Raises StoreError for an invalid URL.
+        """Return a text without secrets that is the same for all units of a job.
 
-        It contains no secret.
+        Raises StoreError for an invalid URL.
         """
         url = parse(self.rendezvous)
         where = [url.scheme, url.host, str(url.port), url.path, url.job or self.id or DEFAULT_ID, str(self.nprocs)]

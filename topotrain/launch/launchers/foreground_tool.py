@@ -56,7 +56,9 @@ class CommandTool(ABC):
         """Return the command. Raises ConfigError for options that the tool does not have."""
 
     def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
-        """Return the environment of the units on this host; None unless it is certain that there are any.
+        """Return the environment of the units on this host.
+
+        None: it is not certain that there are any.
 
         program: the path of the tool.
         """

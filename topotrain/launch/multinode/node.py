@@ -128,11 +128,14 @@ class Node:
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, self.notice)
+            notice = self.notice or RendezvousNotice(rank, self.start.nprocs)
+            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, notice)
             stack.callback(rendezvous.close)
             try:
                 # Only before the start; afterwards the run loop receives the signals.
-                with interruptible(), _meeting(rendezvous):
+                with interruptible(), ExitStack() as waiting:
+                    # However the meeting ends, the next line on the terminal is another's.
+                    waiting.callback(notice.end)
                     agreement = self._meet(rendezvous, root, served, stack)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
@@ -435,15 +438,6 @@ def _check_program(job: Job) -> None:
         find_module(module, f" {where}")
     elif not Path(job.program).is_file():
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
-
-
-@contextmanager
-def _meeting(rendezvous: NodeRendezvous) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        # However the meeting ends, the next line on the terminal is another's.
-        rendezvous.met()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class RendezvousNotice:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Do what is to be done when the units have met."""
+        """Remove from the terminal what must not stay there."""
 
 
 class Heartbeat:
@@ -206,10 +206,6 @@ class NodeRendezvous:
                 return
             else:  # an earlier start, which was deleted before this unit joined it
                 self.run.delete(f"host/{self.rank}")
-
-    def met(self) -> None:
-        """Note that this unit waits for no other any more."""
-        self._waiting.end()
 
     def _return(self, me: NodeInfo) -> bool:
         """Rejoin a running job that has lost the unit of this rank.

@@ -41,7 +41,7 @@ CLOSED = (
 )
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.getenv.restype = ctypes.c_void_p
+_getenv = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(("getenv", _libc))
 
 
 class CommandHandler(Protocol):
@@ -272,10 +272,10 @@ def _become(child: ForkedChild) -> None:
 
 
 def _mark(mark: str) -> None:
-    """Give this process the mark of its job, by which `orphans` finds it and its forks."""
+    """Give this process the mark of its job, by which `sweep` finds it."""
     # /proc shows the environment as it was at the last exec, at the same place in memory. Only text of the same length
     # may be written there.
-    place = _libc.getenv(RUN_VARIABLE.encode())
+    place = _getenv(RUN_VARIABLE.encode())
     if place and len(os.environ.get(RUN_VARIABLE, "")) == len(mark):
         ctypes.memmove(place, mark.encode(), len(mark))
 

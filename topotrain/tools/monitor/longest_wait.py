@@ -1,4 +1,4 @@
-"""What a job waits for at present, in the user's words, from its events and the time.
+"""The longest wait of a job in the user's words, from its events and the time.
 
 A wait has a reason before it: a worker makes no step while its server is not there. So the phases of a job are looked
 at in their order, and in the first one that is not over the process counts that it has waited for longest. This module
@@ -56,7 +56,10 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class LongestWait:
-    """What the job waits for. what: the same for the same wait, without numbers that change."""
+    """A wait of the job.
+
+    what: its subject, the same for the same wait. more: numbers that change.
+    """
 
     what: str
     seconds: float
@@ -68,7 +71,7 @@ class LongestWait:
 
 
 class JobWaits:
-    """Follows the processes of a layout; its answers are by the same clock as its events.
+    """Follows the processes of a layout. All times are of one clock.
 
     Args:
         topology: the layout, with the units that run here.
@@ -155,7 +158,7 @@ class JobWaits:
 
 
 class WaitLines:
-    """Chooses when a wait gets a plain line: after FIRST_S, and the same one again every REPEAT_S."""
+    """Chooses the waits with a plain line: after FIRST_S, and every REPEAT_S."""
 
     def __init__(self) -> None:
         self._what, self._next = "", 0.0

@@ -154,7 +154,7 @@ def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[
 
 @contextmanager
 def checked(shown: Progress) -> Iterator[None]:
-    """Check a display every CHECK_S while the block runs. A job that waits has no events."""
+    """Check a display every CHECK_S: a job that waits has no events."""
     over = Flag()
 
     def check() -> None:
@@ -257,7 +257,10 @@ class QuietProgress:
 
 
 class PlainProgress(QuietProgress):
-    """Prints a line now and then, less often in a long job, and a last one; also what a job waits for."""
+    """Prints a line now and then, less often in a long job, and a last one.
+
+    A long wait has a line of its own.
+    """
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)

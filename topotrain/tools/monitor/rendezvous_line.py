@@ -1,4 +1,4 @@
-"""The line on a terminal that shows what a unit waits for, redrawn in place, until the units have met."""
+"""A line on a terminal about the wait at the rendezvous, redrawn in place."""
 
 import sys
 import time
