@@ -1,6 +1,7 @@
 """The forkserver that units of a host share: who gets which, whom it outlives, and that it ends with its last user."""
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -150,6 +151,13 @@ def test_a_dead_forkserver_is_started_again(job):
     assert shared.process.pid != first
     assert shared.leave() == 0
     assert shared.leave() is None
+
+
+@pytest.mark.journey
+def test_it_ends_also_where_its_folder_was_cleaned_up(job):
+    shared = shared_forkserver.join(job, preload=())
+    shutil.rmtree(Path(shared.path).parent)
+    assert shared.leave() == 0
 
 
 @pytest.mark.journey

@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from topotrain.config.job import ConfigError
@@ -45,6 +45,7 @@ _READ_BY_IMPORTS = (
 )
 # Each forkserver has its own values of the numbers of threads. torchrun sets the variable of NCCL in its processes.
 _READ_LATER = (*child_channel.THREADS, "TORCH_NCCL_")
+_STATUS = ("Umask:", "Groups:", "CapEff:", "NoNewPrivs:", "Seccomp:", "Mems_allowed_list:")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
 
@@ -112,8 +113,11 @@ class SharedForkserver:
         """
         if self._lock < 0:
             return None
-        # One user after the other: of two that leave at once, one is the last.
-        with _gate(self._folder):
+        with ExitStack() as stack:
+            # Another program may have cleaned the temporary folder up.
+            with suppress(FileNotFoundError):
+                # One user after the other: of two that leave at once, one is the last.
+                stack.enter_context(_gate(self._folder))
             os.close(self._life)
             last = _is_free(self._lock)
             if last:
@@ -242,7 +246,7 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
 
     Settings that come with each request are left out.
     """
-    yield from (sys.executable, os.getcwd(), str(os.getuid()), str(os.getgid()), str(sorted(os.getgroups())))
+    yield from (sys.executable, os.getcwd(), str(os.getuid()), str(os.getgid()))
     for name in sorted(environ):
         if name.startswith(_READ_BY_IMPORTS) and not name.startswith(_READ_LATER):
             # Open MPI names its folder twice.
@@ -256,7 +260,7 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
             yield os.readlink(f"/proc/self/ns/{name}")
     with suppress(OSError):
         yield Path("/proc/self/cgroup").read_text()
-    yield from (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
+    yield from (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(_STATUS))
 
 
 def _is_over(pipe: int) -> bool:
