@@ -62,13 +62,13 @@ TABLES: Mapping[str, tuple[str, ...]] = {
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
 
-ALONE = ("snapshots", "safety", "survivors", "asynchrony", "agreement", "uneven", "lanes", "slicing")
+ALONE = ("snapshots", "safety", "survivors", "asynchrony", "agreement", "uneven", "lanes", "slicing", "starts")
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 
 MINUTES: Mapping[str, float] = {
     "balance": 0.1,
     "core": 0.1,
-    "startup": 3.5,
+    "startup": 0.5,
     "exchange": 1.4,
     "tensors": 0.8,
     "training_step": 5.3,
