@@ -131,6 +131,17 @@ def test_a_restart_and_a_group_that_leaves(clock: Clock) -> None:
     assert clock.words == ""
 
 
+def test_a_unit_of_servers_alone() -> None:
+    units = tuple(unit for unit in TOPOLOGY.units if unit.servers)[:1]
+    (who,) = map(str, units[0].servers)
+    waits = JobWaits(replace(TOPOLOGY, units=units), 0.0)
+    waits.on_event(Started(who, 1), 1.0)
+    found = waits.longest(3.0)
+    assert found is not None and found.words() == f"waiting for {who} to open its addresses, 2 s"
+    waits.on_event(Serving(who, ("x",), 1), 4.0)
+    assert waits.longest(60.0) is None
+
+
 def test_a_process_with_several_servers_has_the_name_of_the_first() -> None:
     topology = layout(replace(CLUSTER, nservers_per_procs=2))
     waits = JobWaits(topology, 0.0)

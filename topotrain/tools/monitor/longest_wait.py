@@ -121,9 +121,10 @@ class JobWaits:
         """Return what the job waits for; None while it trains, and at its end."""
         states = list(self._states.values())
         workers = [state for state in states if not state.is_server]
-        if all(state.phase is ProcessPhase.OVER for state in workers):
+        # A unit of servers alone does not know when the workers have ended.
+        if workers and all(state.phase is ProcessPhase.OVER for state in workers):
             left = [state for state in states if state.phase is not ProcessPhase.OVER]
-            return _wait(left, now, "{} to end") if workers else None
+            return _wait(left, now, "{} to end")
         absent = [state for state in states if state.phase is ProcessPhase.ABSENT]
         if absent:
             first = min(absent, key=lambda state: state.since)
@@ -137,7 +138,7 @@ class JobWaits:
             found = [state for state in states if (state.is_server, state.phase) == (is_server, phase)]
             if found:
                 return _wait(found, now, what)
-        return _step(workers, now)
+        return _step(workers, now) if workers else None
 
     def _start(self, who: str, now: float) -> None:
         state = self._states.get(who)
