@@ -158,6 +158,10 @@ def test_it_ends_also_where_its_folder_was_cleaned_up(job):
     shared = shared_forkserver.join(job, preload=())
     shutil.rmtree(Path(shared.path).parent)
     assert shared.leave() == 0
+    user = User(job)
+    Path(user.path).with_name(".topotrain-lock").unlink()
+    user.kill()
+    wait_for(lambda: marked(job) == [])
 
 
 @pytest.mark.journey

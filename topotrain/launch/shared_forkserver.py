@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from topotrain.launch.runtime import child_channel
 
 END_S = 1.0
 """Seconds for which the last user waits for the forkserver's end. Then it kills the forkserver."""
+_MOMENT_S = 0.01
 _LISTENER = 3
 _SOCKET, _PIPE, _GATE, _PID, _LOG = "s", "life", "gate", "pid", "log"
 # What Python, the dynamic linker and the libraries of torch read when they are loaded. What a program reads itself
@@ -278,9 +280,12 @@ class SharedForkserverLoop(forkserver.ForkserverLoop):
         self._folder = folder
 
     def may_end(self) -> bool:
-        """Remove the folder unless a unit uses it; return whether it is gone."""
-        # A unit may have come after the last one that had the pipe open.
-        return temporary_folders.remove(self._folder)
+        """Remove the folder unless a unit uses it; return whether none does."""
+        # A unit may have come after the last one that had the pipe open. It opens the pipe in a moment.
+        if temporary_folders.remove(self._folder):
+            return True
+        time.sleep(_MOMENT_S)
+        return False
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -78,13 +78,13 @@ def sweep() -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a folder unless it is in use; return whether it is gone."""
+    """Remove a folder if it is not in use; return whether it is not."""
     try:
         _remove_unused(path)
     except BlockingIOError:
         return False
-    except OSError:
-        return not path.exists()
+    except OSError:  # it is gone, or a program that cleans up has removed its lock
+        return True
     return True
 
 

@@ -89,7 +89,7 @@ class Node:
     watching: opens the unit's displays.
     environ: the environment with the secrets.
     calls: the functions that child processes run; only tests change it.
-    shared: the forkserver of the units on this host, while the unit runs.
+    shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
     notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
     forkserver, outlet: as for `LocalLauncher`.
     """
@@ -102,7 +102,7 @@ class Node:
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
     notice: RendezvousNotice | None = None
-    shared: SharedForkserver | None = field(default=None, init=False)
+    shared: SharedForkserver | None = None
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -115,16 +115,16 @@ class Node:
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
         secret = load_secret(self.environ)
         with ExitStack() as stack:
-            if not self.forkserver:
+            if not self.forkserver and self.shared is None:
                 # Before the units meet, which gives it the time to load torch.
                 self.shared = join(self.start.scope(self.environ), os.environ, self.calls.preload)
-                if self.shared is not None:
-                    stack.callback(self.shared.leave)
+            if self.shared is not None:
+                stack.callback(self.shared.leave)
             served: StoreService | None = None
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
                 if served is not None:
-                    # The first callback, so it runs last: the others still use the store.
+                    # An early callback, so it runs late: the others still use the store.
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
