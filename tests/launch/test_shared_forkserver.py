@@ -162,6 +162,7 @@ def test_it_ends_also_where_its_folder_was_cleaned_up(job):
     Path(user.path).with_name(".topotrain-lock").unlink()
     user.kill()
     wait_for(lambda: marked(job) == [])
+    shutil.rmtree(Path(user.path).parent)
 
 
 @pytest.mark.journey
