@@ -66,7 +66,7 @@ def rendezvous(environ: Mapping[str, str]) -> str:
 def main(conf: str) -> None:
     """Continue as the unit in this process, which torchrun has started."""
     os.environ[RENDEZVOUS_VARIABLE] = rendezvous(os.environ)
-    sys.argv = ["topotrain", "unit", conf]
+    sys.argv[:] = ["topotrain", "unit", conf]
     # A new process would load Python, and the modules of this one, once more.
     runpy.run_module("topotrain", run_name="__main__")
 
