@@ -65,6 +65,13 @@ class Started(Event):
 
 
 @event
+class Connects(Event):
+    """The program of a worker connects to the servers, as in `tt.prepare`."""
+
+    who: str
+
+
+@event
 class StepDone(Event):
     """A worker has completed a step.
 

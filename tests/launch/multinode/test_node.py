@@ -555,6 +555,29 @@ def test_a_group_that_lives_in_one_unit_starts_again_there(units):
     assert incidents(job[1]) == []
 
 
+@pytest.mark.journey
+def test_units_of_a_host_share_a_forkserver_and_survive_its_death(units, tmp_path):
+    def listed(rank):
+        path = tmp_path / "w" / f"processes-{rank}.json"
+        entries = json.loads(path.read_text()) if path.exists() else []
+        return [entry["pid"] for entry in entries if entry["roles"] == ["forkserver"]]
+
+    roles = parts(worker_0_0="life", worker_0_1="life", server_0_0="life")
+    job = [units(rank, roles, nprocs=2, counts={**TWO, "restarts": 1}) for rank in range(2)]
+    wait_for(lambda: listed(0) and listed(1))
+    (pid,) = {*listed(0), *listed(1)}
+    for each in job:  # none may start the next life before there is a sign of the first one
+        each.process.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    (tmp_path / "w" / "logs" / "lives").touch()
+    for each in job:
+        each.process.send_signal(signal.SIGCONT)
+    assert [each.end() for each in job] == [0, 0], [each.err for each in job]
+    ((who, action),) = incidents(job[0])
+    assert who == "forkserver" and action.startswith("the whole job starts again")
+    assert listed(0) == listed(1) != [pid]
+
+
 SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}
 
 

@@ -41,11 +41,19 @@ from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
-from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
+from topotrain.launch.multinode.node_rendezvous import (
+    JobRestarted,
+    NodeRendezvous,
+    RendezvousNotice,
+    forget,
+    forget_attempts,
+    outlast,
+)
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
+from topotrain.launch.shared_forkserver import SharedForkserver, join
 
 QUIET_S = 5.0
 """Seconds for which a finished unit waits for the others before it shows a notice."""
@@ -81,6 +89,8 @@ class Node:
     watching: opens the unit's displays.
     environ: the environment with the secrets.
     calls: the functions that child processes run; only tests change it.
+    shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
+    notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
     forkserver, outlet: as for `LocalLauncher`.
     """
 
@@ -91,6 +101,8 @@ class Node:
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    notice: RendezvousNotice | None = None
+    shared: SharedForkserver | None = None
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -103,19 +115,27 @@ class Node:
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
         secret = load_secret(self.environ)
         with ExitStack() as stack:
+            if not self.forkserver and self.shared is None:
+                # Before the units meet, which gives it the time to load torch.
+                self.shared = join(self.start.scope(self.environ), os.environ, self.calls.preload)
+            if self.shared is not None:
+                stack.callback(self.shared.leave)
             served: StoreService | None = None
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
                 if served is not None:
-                    # The first callback, so it runs last: the others still use the store.
+                    # An early callback, so it runs late: the others still use the store.
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            notice = self.notice or RendezvousNotice(rank, self.start.nprocs)
+            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, notice)
             stack.callback(rendezvous.close)
             try:
                 # Only before the start; afterwards the run loop receives the signals.
-                with interruptible():
+                with interruptible(), ExitStack() as waiting:
+                    # However the meeting ends, the next line on the terminal is another's.
+                    waiting.callback(notice.end)
                     agreement = self._meet(rendezvous, root, served, stack)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
@@ -242,7 +262,7 @@ class Node:
         """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
-        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
+        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark, self.shared)
         files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
         continues = attempts.agreement.job.on_failure is OnFailure.kContinue
         return LauncherContext(

@@ -55,16 +55,30 @@ def welcome_key(rank: int, word: str) -> str:
 
 
 class RendezvousNotice:
-    """Prints to stderr what a unit waits for, when that takes long."""
+    """Prints to stderr what a unit waits for, when that takes long.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._due = time.monotonic() + QUIET_S
+    Args:
+        rank: of the unit.
+        nprocs: the number of units.
+    """
+
+    def __init__(self, rank: int, nprocs: int) -> None:
+        self._unit, self._began = f"unit {rank} of {nprocs}", time.monotonic()
+        self._due = self._began + QUIET_S
 
     def __call__(self, what: str) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + REPEAT_S
-            print(f"topotrain: unit {self.rank} waits for {what}", file=sys.stderr, flush=True)
+        """Show the wait if that is due; called again and again while it lasts."""
+        now = time.monotonic()
+        self.show(f"topotrain: {self._unit} waits at the rendezvous for {what}, {now - self._began:.0f} s", now)
+
+    def show(self, text: str, now: float) -> None:
+        """Print a line now and then."""
+        if now >= self._due:
+            self._due = now + REPEAT_S
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove from the terminal what must not stay there."""
 
 
 class Heartbeat:
@@ -110,15 +124,25 @@ class NodeRendezvous:
         nprocs: the number of units.
         secret: the secret of the job.
         patience: seconds to wait for the others; 0: MEETING_S.
+        notice: shows what the unit waits for.
     """
 
-    def __init__(self, root: Store, job: str, rank: int, nprocs: int, secret: bytes, patience: float = 0) -> None:
+    def __init__(
+        self,
+        root: Store,
+        job: str,
+        rank: int,
+        nprocs: int,
+        secret: bytes,
+        patience: float = 0,
+        notice: RendezvousNotice | None = None,
+    ) -> None:
         self._root, self.id, self.rank, self._nprocs = root, job, rank, nprocs
         self.verifier = NodeVerifier(secret, job, nprocs)
         self.shared = within(root, f"jobs/{job}")
         self.patience = patience or MEETING_S
         self._deadline = time.monotonic() + self.patience
-        self._waiting = RendezvousNotice(rank)
+        self._waiting = notice or RendezvousNotice(rank, nprocs)
         self.word = ""
         self.heartbeat: Heartbeat | None = None
         # Units may come after the store has lost its data, so these keys are written again and again.
