@@ -4,7 +4,8 @@ A process can be killed at any message that it takes or sends: what it had said 
 end of its ways; the launcher, who is played here, then has the standby speak, and a fresh process follow it.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -67,7 +68,7 @@ class SimPrimary:
         self.server = primary.copy.server
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.server.place(sender, message, viewable)
+        return self.primary.place(sender, message, False)  # the transports of workers do not share memory
 
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):
@@ -94,22 +95,62 @@ class SimPrimary:
 class SimStandby:
     def __init__(self, cluster: "ReplicatedCluster", process: Process, me: Address, standby: Standby) -> None:
         self.cluster, self.process, self.me, self.standby = cluster, process, me, standby
+        self.queue: deque[tuple[Address, m.Message]] = deque()
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.standby.place(message)
+        # A reader places a body when all messages before it are handled (`_placed`).
+        return None if self.cluster.shares else self.standby.place(message, False)
+
+    def _placed(self, message: m.Message) -> m.Message:
+        target = None if message.body is None else self.standby.place(message, True)
+        if target is None or message.body is None:
+            return message
+        target.view(torch.uint8).copy_(message.body)
+        return replace(message, body=target)
 
     def handle(self, sender: Address, message: m.Message) -> None:
+        self.queue.append((sender, message))
+        if len(self.queue) == 1:
+            self._next()
+
+    def _next(self) -> None:
+        """Acknowledge the first message that waits, and handle it, at once or a little later."""
+        if self.cluster.shares:
+            self.queue[0] = self.queue[0][0], self._placed(self.queue[0][1])
+        sender, message = self.queue[0]
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            receipt = self.standby.early_ack(message)
-            if receipt is not None:
+            self._say(sender, [self.standby.early_ack(message)])
+            if not self.cluster.shares:
+                self._finish()
+                return
+            sim = self.cluster.sim
+            sim.at(sim.now + sim.random.uniform(0.0, self.cluster.lag), partial(self._later, message))
+
+    def _later(self, message: m.Message) -> None:
+        if self.queue and self.queue[0][1] is message:  # else the copy was promoted, and all is handled
+            with self.cluster.dying(self.process):
+                self._finish()
+
+    def _finish(self) -> None:
+        self.cluster.tick(self.process)
+        sender, message = self.queue[0]
+        self._say(sender, self.standby.handle(message))
+        self.queue.popleft()
+        if self.queue:
+            self._next()
+
+    def drain(self) -> None:
+        """Handle all that has come, as before a promotion."""
+        for number, (_, message) in enumerate(self.queue):
+            self.standby.handle(self._placed(message) if number and self.cluster.shares else message)
+        self.queue.clear()
+
+    def _say(self, to: Address, replies: Sequence[m.Message | None]) -> None:
+        for reply in replies:
+            if reply is not None:
                 with suppress(TransportError):
-                    self.cluster.transport.send(self.me, sender, receipt)
-            self.cluster.tick(self.process)
-            answer = self.standby.handle(message)
-            if answer is not None:
-                with suppress(TransportError):
-                    self.cluster.transport.send(self.me, sender, answer)
+                    self.cluster.transport.send(self.me, to, reply)
 
     def lost(self, peer: Address, reason: str) -> None:
         pass
@@ -148,6 +189,13 @@ class SimClientHost(ReplicaClientHost):
 
 class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
     """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
+
+    lag = 0.0
+    """Above 0: the second copies share memory with the first ones, and take up to this long for each message."""
+
+    @property
+    def shares(self) -> bool:
+        return self.lag > 0
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
         self.ticks: dict[int, int] = {}
@@ -260,7 +308,9 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
                 primary.say(primary.primary.drop_standby())
         for me in dead.primaries:
             heir = next(p for p in self.processes.values() if me in p.standbys and p.alive)
-            copy = heir.standbys.pop(me).standby.copy
+            standby = heir.standbys.pop(me)
+            standby.drain()
+            copy = standby.standby.copy
             assert copy is not None
             sim_primary = self.add_primary(heir, Primary(copy))
             sim_primary.say(sim_primary.primary.take_over())

@@ -144,7 +144,7 @@ class PrimaryEndpoint:
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
         with self._lock:
-            return self.server.place(sender, message, viewable)
+            return self.primary.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
@@ -326,7 +326,7 @@ class StandbyEndpoint:
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
         with self._lock:
-            return self._standby.place(message)
+            return self._standby.place(message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
@@ -336,7 +336,8 @@ class StandbyEndpoint:
             with self._lock:
                 # The event is safe: it is in this process, and is handled before a promotion, which needs the lock.
                 self._answer(self._standby.early_ack(message))
-                self._answer(self._standby.handle(message))
+                for reply in self._standby.handle(message):
+                    self._answer(reply)
         except ProtocolError:
             raise
         except Exception:

@@ -132,6 +132,16 @@ class ReplicatedServer(MessageSender):
             for worker in [worker for worker in self.channels if self.server.worker_groups.is_away(worker)]:
                 del self.channels[worker]  # the worker will not reconnect
 
+    def found_finite(self, worker: Address, push: m.Push) -> bool:
+        """Return whether this copy has looked at a push, and found only finite numbers."""
+        model = self.server.model
+        return model is not None and model.staging[worker.group].found_finite(worker.index, push.bucket)
+
+    def expect_finite(self, worker: Address, push: m.Push) -> None:
+        """Note that the other copy has found only finite numbers in a push, which is handled next."""
+        if self.server.model is not None:
+            self.server.model.staging[worker.group].expect_finite(worker.index, push.bucket)
+
     def mark(self) -> int | None:
         """Return the checksum to compare after the last event, or None."""
         return mark(self.server, self._before)

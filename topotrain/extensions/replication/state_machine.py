@@ -18,6 +18,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.server import ServerFactory
 from topotrain.core.server.server_context import Out
+from topotrain.extensions.replication.landing_buffers import LandingBuffers
 from topotrain.extensions.replication.replicated_server import (
     CONFIRMED,
     LOST,
@@ -50,8 +51,11 @@ PART = 16 << 20
 """Bytes of each part of a state transfer. The last may have fewer."""
 OFTEN = 16
 """Number of messages of a peer after which an ack is sent."""
-_STAYS = (m.Push, m.GradientOverride, m.Init)
+_STAYS = (m.Push, m.GradientOverride)
 """Messages with bodies in memory that is not written before their sender gets a reply."""
+_PUSH = m.Push.KIND
+_STREAMED = (m.Values, m.ReducedGradient)
+"""Messages to workers that are followed by another one, after which the worker goes on."""
 
 
 class Primary:
@@ -77,6 +81,7 @@ class Primary:
         self._transfer_due = False
         self._covered_at = 0
         self._confirmed = 0
+        self._landing = LandingBuffers()
         self._held: deque[tuple[int, Address, m.Message]] = deque()
         self._acknowledged: dict[Address, int] = {}
 
@@ -98,6 +103,14 @@ class Primary:
         if isinstance(message, m.Commit) or self._received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
             out += self._acknowledge(sender)
         return out
+
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
+        """Return memory for the body of a message; see `wire.Endpoint.place`."""
+        server = self.copy.server
+        found, model = server.place(sender, message, viewable), server.model
+        if found is None or model is None or not isinstance(message, _STAYS):
+            return found
+        return self._landing.choose(sender, model.bucket(message.bucket), found, model.flats)
 
     def begin(self) -> None:
         """Forget the fault of an earlier message."""
@@ -161,6 +174,7 @@ class Primary:
         # The new standby computes no checksums of earlier events.
         self._marks.clear()
         index = self._covered_at = self.copy.events
+        self._landing.handled(index)  # the state is a copy
         count = -(-data.numel() // PART)
         return [
             (self.standby, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
@@ -177,6 +191,7 @@ class Primary:
             return self.drop_standby() + self.add_standby()
         if not isinstance(message, ReplicaAck):
             raise m.ProtocolError(f"{self.standby} sent {type(message).__name__}, which a second copy never sends")
+        self._landing.handled(message.handled)
         # Confirmations from before the last state transfer are ignored.
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
@@ -196,33 +211,38 @@ class Primary:
 
     def _event(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         out: Out = []
-        if self.joined:
-            # Before the event is handled, so that both copies work at the same time.
-            out.append((self.standby, self._forward(event, who, count, message)))
+        # Before the event is handled, so that both copies work at the same time. A push is short, and is looked at.
+        late = isinstance(message, m.Push)
+        if self.joined and not late:
+            out.append((self.standby, self._forward(event, who, count, message, self.copy.events + 1)))
         try:
             replies = self.copy.handle(event, who, count, message)
         except m.ProtocolError as error:
             # Part of the message may have been handled. The standby refuses it alike, so the event counts in both.
             self.fault, replies = error, self.copy.outgoing()
+        if self.joined and late:
+            out.append((self.standby, self._forward(event, who, count, message, self.copy.events)))
         found = self.copy.mark() if self.joined else None
         if found is not None:
             self._marks[self.copy.events] = found
         return out + self._put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
 
-    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> ReplicatedEvent:
+    def _forward(self, event: int, who: Address, count: int, message: m.Message | None, index: int) -> ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
             body = body.clone()  # its memory may be overwritten before it is sent
-        return ReplicatedEvent(
-            event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
-        )
+        finite = isinstance(message, m.Push) and self.fault is None and self.copy.found_finite(who, message)
+        return ReplicatedEvent(event, index, int(who.role), who.group, who.index, count, kind, meta, finite, body=body)
 
     def _put(self, replies: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
         if self.joined:
             # Output commit: a reply leaves only after the standby has its event.
-            self._held.extend((self.copy.events, to, message) for to, message in replies)
+            for to, message in replies:
+                self._held.append((self.copy.events, to, message))
+                if to.role is Role.WORKER:
+                    self._landing.answered(to.group, self.copy.events)
             return []
         return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
 
@@ -297,9 +317,10 @@ class Standby:
         self.copy: ReplicatedServer | None = None
         self.over = False
         """Whether the primary has released this standby."""
+        self._views = False
 
-    def place(self, message: m.Message) -> torch.Tensor | None:
-        """Return memory for the body of a message.
+    def place(self, message: m.Message, viewable: bool = False) -> torch.Tensor | None:
+        """Return memory for the body of a message. None, if `viewable`: it is read in the memory of the primary.
 
         Raises:
             ProtocolError: the part of a state transfer is out of order or too large.
@@ -313,16 +334,22 @@ class Standby:
                 self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, ReplicatedEvent) and self.copy is not None:
+            if viewable:
+                self._views = True  # from now on an event that has arrived is not one that has been read
+                return None
             # The buffers of the copy, as in the primary: handling an event copies no body.
             return self.copy.server.place(_address_of(message), m.decode(message.kind, message.meta), False)
         return None
 
     def early_ack(self, message: m.Message) -> ReplicaAck | None:
         """Return the ack that may be sent before the message is handled."""
-        return ReplicaAck(message.index) if isinstance(message, ReplicatedEvent) and self.copy is not None else None
+        if not isinstance(message, ReplicatedEvent) or self.copy is None or message.kind == _PUSH:
+            return None
+        # All earlier events have been handled. The body of this one is safe, also in the memory of a dead primary.
+        return ReplicaAck(message.index, handled=message.index - self._views)
 
-    def handle(self, message: m.Message) -> ReplicaAck | ReplicaChecksum | None:
-        """Handle a message of the primary and return the reply, if any.
+    def handle(self, message: m.Message) -> list[m.Message]:
+        """Handle a message of the primary and return the replies.
 
         Raises:
             ProtocolError: an event is missing, or a part is out of order.
@@ -333,7 +360,7 @@ class Standby:
             self.over = True
         elif isinstance(message, ReplicatedEvent):
             return self._apply(message)
-        return None
+        return []
 
     def promote(self) -> ReplicatedServer | None:
         """End this standby, and return its copy, which becomes the primary.
@@ -343,29 +370,38 @@ class Standby:
         copy, self.copy, self.over = self.copy, None, True
         return copy
 
-    def _part(self, message: StateTransfer, body: torch.Tensor) -> ReplicaAck | None:
+    def _part(self, message: StateTransfer, body: torch.Tensor) -> list[m.Message]:
         self._parts.append(body)
         if len(self._parts) < message.parts:
-            return None
+            return []
         parts, self._parts = self._parts, []
         copy = ReplicatedServer(self._factory, self.server)
         restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
         if copy.events != message.index:
             raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy
-        return ReplicaAck(message.index, whole=True)
+        return [ReplicaAck(message.index, whole=True)]
 
-    def _apply(self, message: ReplicatedEvent) -> ReplicaChecksum | None:
+    def _apply(self, message: ReplicatedEvent) -> list[m.Message]:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} is not the next event")
         inner = m.decode(message.kind, message.meta, message.body) if message.kind else None
+        if message.finite and isinstance(inner, m.Push):
+            copy.expect_finite(_address_of(message), inner)
         try:
-            copy.handle(message.event, _address_of(message), message.count, inner)
+            sent = copy.handle(message.event, _address_of(message), message.count, inner)
         except m.ProtocolError:  # the primary has refused the message in the same manner
-            copy.outgoing()
+            sent = copy.outgoing()
+        replies: list[m.Message] = []
+        # The primary waits for no ack of a push that it answers with nothing.
+        answered = message.kind == _PUSH and bool(sent)
+        # Now, and not with the next event: the workers are about to send gradients to the same memory.
+        goes_on = any(to.role is Role.WORKER and not isinstance(each, _STREAMED) for to, each in sent)
+        if answered or (self._views and goes_on):
+            replies.append(ReplicaAck(message.index, handled=message.index))
         found = copy.mark()
-        return None if found is None else ReplicaChecksum(message.index, found)
+        return replies if found is None else [*replies, ReplicaChecksum(message.index, found)]
 
 
 def _address_of(message: ReplicatedEvent) -> Address:
