@@ -1,6 +1,6 @@
 """A second copy on the same host reads gradients in the memory of the first one, which receives the next ones there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -144,10 +144,10 @@ WORKER = Address(Role.WORKER, 0, 0)
 
 
 @pytest.fixture
-def flats() -> Iterator[FlatBuffers]:
+def flats() -> FlatBuffers:
     from simulation import SMALL
 
-    yield FlatBuffers(cut(SMALL, 1, 1), 0, PrivateMemory())
+    return FlatBuffers(cut(SMALL, 1, 1), 0, PrivateMemory())
 
 
 def test_a_gradient_goes_to_the_buffer_that_is_read_no_more(flats: FlatBuffers) -> None:
