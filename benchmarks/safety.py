@@ -1,9 +1,9 @@
 """What second copies, checks and TLS cost a synchronous step: MLP of 10.5 M parameters, 2 workers, 2 servers, TCP.
 
 Rule: jobs that differ in one setting take turns on an idle machine. With two workers on two cores second copies take
-their time from the same cores as everything else, so the figure is what they cost where nothing is free. With one worker
-a core is free while it computes, and the second copies apply the last step on that core: this stands for copies that
-have cores of their own. What the copies compute is in the column of processor time in both.
+their time from the cores of all others, so the figure is what they cost where nothing is free. With one worker
+a core is free while it computes, and the second copies apply the last step on it. This stands for copies that have
+cores of their own. What the copies compute is in the column of processor time in both.
 """
 
 import argparse
