@@ -4,7 +4,7 @@ A process can be killed at any message that it takes or sends: what it had said 
 end of its ways; the launcher, who is played here, then has the standby speak, and a fresh process follow it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
 from topotrain.extensions.replication.replicated_server import ReplicatedServer, standby_of
+from topotrain.extensions.replication.replication_messages import ReplicatedEvent
 from topotrain.extensions.replication.state_machine import Primary, Standby
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
@@ -62,10 +63,35 @@ class Process:
     alive: bool = True
 
 
-class SimPrimary:
+class SimPrimary(MessageSender):
     def __init__(self, cluster: "ReplicatedCluster", process: Process, primary: Primary) -> None:
         self.cluster, self.process, self.primary = cluster, process, primary
-        self.server = primary.copy.server
+        self.server, self.handles = primary.copy.server, False
+        primary.attach(self)
+
+    def send(self, to: Address, message: m.Message) -> None:
+        """Send a message of an event that is being handled. The process can die here, too."""
+        self.cluster.tick(self.process)
+        if isinstance(message, ReplicatedEvent) and self._at_once(to, message):
+            return
+        if to.role is Role.WORKER and self.handles:
+            self.cluster.early[self.primary.me] += 1
+        with suppress(TransportError):
+            self.cluster.transport.send(self.primary.me, to, message)
+
+    def _at_once(self, to: Address, message: ReplicatedEvent) -> bool:
+        """Let an event arrive, and its ack come back, before the event is handled here."""
+        cluster, me = self.cluster, self.primary.me
+        standby = cluster.transport._residents[to]
+        assert isinstance(standby, SimStandby)
+        under_way = standby.queue or cluster.transport._last.get((me, to), 0.0) > cluster.sim.now
+        if not cluster.prompt or under_way or not standby.process.alive or cluster.sim.random.random() < 0.5:
+            return False
+        acknowledged = standby.standby.early_ack(message)
+        cluster.transport._deliver(me, to, m.decode(*m.encode(message), message.body))
+        if acknowledged is not None and standby.process.alive:
+            self.primary.arrived(acknowledged)
+        return True
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
         return self.primary.place(sender, message, False)  # the transports of workers do not share memory
@@ -73,7 +99,10 @@ class SimPrimary:
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            self.say(self.primary.handle(sender, message))
+            self.handles = True
+            out = self.primary.handle(sender, message)
+            self.handles = False
+            self.say(out)
             if self.primary.fault is not None:
                 raise self.primary.fault
 
@@ -81,9 +110,7 @@ class SimPrimary:
         """Send messages; those to a peer that is gone are dropped."""
         with self.cluster.dying(self.process):
             for to, message in out:
-                self.cluster.tick(self.process)
-                with suppress(TransportError):
-                    self.cluster.transport.send(self.primary.me, to, message)
+                self.send(to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
@@ -193,12 +220,16 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
     lag = 0.0
     """Above 0: the second copies share memory with the first ones, and take up to this long for each message."""
 
+    prompt = False
+    """Acks of the second copies may come while the first copies handle the event."""
+
     @property
     def shares(self) -> bool:
         return self.lag > 0
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
         self.ticks: dict[int, int] = {}
+        self.early: Counter[Address] = Counter()  # replies that have left while their event was handled
         self.kill, self.again = kill, again
         self.processes: dict[int, Process] = {}
         self.home: dict[Address, Process] = {}  # of each server's speaking copy

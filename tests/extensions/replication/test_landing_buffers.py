@@ -27,11 +27,15 @@ MODES = {
 
 
 class LaggingCluster(ReplicatedCluster):
-    lag = LAG
+    lag, prompt = LAG, True
+
+
+class PromptCluster(ReplicatedCluster):
+    prompt = True
 
 
 class LaggingMortals(CrashableCluster):
-    lag = LAG
+    lag, prompt = LAG, True
 
 
 def script(worker: ScriptedWorker, mode: str) -> None:
@@ -58,9 +62,16 @@ def script(worker: ScriptedWorker, mode: str) -> None:
     cluster.ends[worker.me] = worker.values()
 
 
-def run(mode: str, seed: int, kill: tuple[int, int] | None = None, kind: type = LaggingCluster) -> ReplicatedCluster:
+def run(
+    mode: str,
+    seed: int,
+    kill: tuple[int, int] | None = None,
+    kind: type[ReplicatedCluster] = LaggingCluster,
+    loses: bool = False,
+) -> ReplicatedCluster:
     grads, apply = MODES[mode]
-    cluster: ReplicatedCluster = kind(job(workers=2, shards=2, grads=grads, apply=apply), seed, kill)
+    cluster = kind(job(workers=2, shards=2, grads=grads, apply=apply), seed, kill)
+    cluster.transport.loses = loses
     return cluster.play(partial(script, mode=mode))
 
 
@@ -103,6 +114,18 @@ def test_either_process_may_die_at_each_moment_of_a_step(mode: str, process: int
         assert is_right(cluster, mode), moment
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_may_die_while_replies_leave(process: int) -> None:
+    """In the middle of an update, when the workers have some of the new values."""
+    early = 0
+    for moment in range(3 + process, run("hidden", 1, kind=PromptCluster).ticks[process] + 1, 13):
+        cluster = run("hidden", 1, (process, moment), PromptCluster, loses=moment % 2 == 0)
+        assert cluster.deaths == 1
+        assert is_right(cluster, "hidden"), moment
+        early += sum(cluster.early.values())
+    assert early > 100
+
+
 def test_workers_and_servers_die_while_copies_are_behind() -> None:
     for seed in range(8):
         falls = ((0.02 + 0.01 * seed, seed % 2, 0.003),)
@@ -129,6 +152,32 @@ def early_is_read(patch: pytest.MonkeyPatch) -> None:
         return confirmed(self, message)  # type: ignore[arg-type]
 
     patch.setattr(Primary, "_handle_standby", handle)
+
+
+def no_ack(patch: pytest.MonkeyPatch) -> None:
+    """Replies leave while an event is handled, also before the second copy has it."""
+    outgoing = Primary.on_outgoing
+
+    def at_once(self: Primary) -> None:
+        self._arrived = self.copy.events if self.joined else self._arrived
+        outgoing(self)
+
+    patch.setattr(Primary, "on_outgoing", at_once)
+
+
+def test_no_reply_leaves_before_the_second_copy_has_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed("hidden")
+    kills = [(process, moment) for moment in range(20, 200, 10) for process in (0, 1)]
+    assert not any(map(goes_wrong, kills))
+    no_ack(monkeypatch)
+    assert any(map(goes_wrong, kills)), "the rule makes no difference"
+
+
+def goes_wrong(kill: tuple[int, int]) -> bool:
+    try:
+        return not is_right(run("hidden", 1, kill, PromptCluster, loses=True), "hidden")
+    except Exception:
+        return True
 
 
 @pytest.mark.parametrize("omit", [one_buffer, early_is_read])

@@ -110,7 +110,7 @@ class ReplicaProcess:
             self.change.notify_all()
 
 
-class PrimaryEndpoint:
+class PrimaryEndpoint(MessageSender):
     """The primary at its server's address. It handles one event at a time.
 
     Args:
@@ -131,6 +131,7 @@ class PrimaryEndpoint:
         self._lock = threading.Lock()
         self._reported_complete = self._released = False
         self._alarm: threading.Timer | None = None
+        primary.attach(self)
 
     def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
         """Let this process write the server's snapshots.
@@ -148,6 +149,9 @@ class PrimaryEndpoint:
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
+        if sender == self.primary.standby:
+            # Before the lock, which the thread holds that may go on with this ack.
+            self.primary.arrived(message)
         with self._event() as out:
             out += self.primary.handle(sender, message)
             fault = self.primary.fault
@@ -278,10 +282,14 @@ class PrimaryEndpoint:
             for message in self._snapshots.messages():
                 self._send(self.primary.handle(self.me, message))
 
+    def send(self, to: Address, message: Message) -> None:
+        """Send a message of the primary, which is locked."""
+        with suppress(TransportError):  # the transport will call `lost`
+            self._router.send(self.me, to, message)
+
     def _send(self, out: Out) -> None:
         for to, message in out:
-            with suppress(TransportError):  # the transport will call `lost`
-                self._router.send(self.me, to, message)
+            self.send(to, message)
 
     def _newly_complete(self) -> int:
         """Return the standby's number if it has just got the whole state, else -1."""

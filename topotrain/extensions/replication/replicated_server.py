@@ -1,5 +1,6 @@
 """One copy of a replicated server, with its channels and the number of its events."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -63,11 +64,20 @@ class ReliableChannel:
             self.unconfirmed.popleft()
 
 
+class OutgoingObserver(ABC):
+    """Is notified of each message that a server sends while it handles an event."""
+
+    @abstractmethod
+    def on_outgoing(self) -> None:
+        """A message is among the outgoing ones."""
+
+
 class ReplicatedServer(MessageSender):
     """One copy of a server with its whole state: server, channels and event count."""
 
     def __init__(self, factory: ServerFactory, me: Address) -> None:
         self._out: Out = []
+        self._observer: OutgoingObserver | None = None
         self.server = factory.make(me, self)
         self.channels: dict[Address, ReliableChannel] = {}
         self.events = 0
@@ -76,6 +86,12 @@ class ReplicatedServer(MessageSender):
     def send(self, to: Address, message: m.Message) -> None:
         """Collect a message of the server, which `outgoing` returns."""
         self._out.append((to, message))
+        if self._observer is not None:
+            self._observer.on_outgoing()
+
+    def attach(self, observer: OutgoingObserver) -> None:
+        """Notify this observer from here on."""
+        self._observer = observer
 
     def state_dict(self) -> State | None:
         """Return the state of server and channels, or None if not possible now."""

@@ -18,12 +18,14 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.server import ServerFactory
 from topotrain.core.server.server_context import Out
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.replication.landing_buffers import LandingBuffers
 from topotrain.extensions.replication.replicated_server import (
     CONFIRMED,
     LOST,
     MESSAGE,
     NEW_PRIMARY,
+    OutgoingObserver,
     ReplicatedServer,
     standby_of,
 )
@@ -58,7 +60,7 @@ _STREAMED = (m.Values, m.ReducedGradient)
 """Messages to workers that are followed by another one, after which the worker goes on."""
 
 
-class Primary:
+class Primary(OutgoingObserver):
     """The copy that sends replies.
 
     Args:
@@ -82,10 +84,34 @@ class Primary:
         self._covered_at = 0
         self._confirmed = 0
         self._landing = LandingBuffers()
+        self._sender: MessageSender | None = None
+        self._arrived = 0
         self._held: deque[tuple[int, Address, m.Message]] = deque()
         self._acknowledged: dict[Address, int] = {}
 
     # --- events --------------------------------------------------------------------------------------------------
+
+    def attach(self, sender: MessageSender) -> None:
+        """Send messages through `sender` as soon as they may leave.
+
+        An event then reaches the standby before it is handled here, so that both copies work at the same time. Replies
+        leave while the event is handled, if the standby has it. Without a sender all messages are returned.
+        """
+        self._sender = sender
+        self.copy.attach(self)
+
+    def arrived(self, message: m.Message) -> None:
+        """Note an ack of the standby, while another thread may be handling an event. `handle` gets it, too."""
+        if isinstance(message, ReplicaAck):
+            self._arrived = message.index
+
+    def on_outgoing(self) -> None:
+        """Send what may leave of the present event."""
+        # An ack from before the last state transfer is of an event before it.
+        if self._sender is not None and self.covered and self._arrived >= self.copy.events:
+            self._hold(self.copy.outgoing())
+            for to, message in self._release(self._arrived):
+                self._sender.send(to, message)
 
     def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle a message. `fault` has the error if it was refused."""
@@ -176,10 +202,18 @@ class Primary:
         index = self._covered_at = self.copy.events
         self._landing.handled(index)  # the state is a copy
         count = -(-data.numel() // PART)
-        return [
-            (self.standby, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
-            for part in range(count)
-        ]
+        out: Out = []
+        for part in range(count):
+            body = data[part * PART : (part + 1) * PART]
+            out += self._tell(StateTransfer(index, part, count, data.numel(), body=body))
+        return out
+
+    def _tell(self, message: m.Message) -> Out:
+        """Send a message to the standby: now, or with the messages that are returned."""
+        if self._sender is None:
+            return [(self.standby, message)]
+        self._sender.send(self.standby, message)
+        return []
 
     def _handle_standby(self, message: m.Message) -> Out:
         if isinstance(message, ReplicaChecksum):
@@ -214,14 +248,14 @@ class Primary:
         # Before the event is handled, so that both copies work at the same time. A push is short, and is looked at.
         late = isinstance(message, m.Push)
         if self.joined and not late:
-            out.append((self.standby, self._forward(event, who, count, message, self.copy.events + 1)))
+            out += self._tell(self._forward(event, who, count, message, self.copy.events + 1))
         try:
             replies = self.copy.handle(event, who, count, message)
         except m.ProtocolError as error:
             # Part of the message may have been handled. The standby refuses it alike, so the event counts in both.
             self.fault, replies = error, self.copy.outgoing()
         if self.joined and late:
-            out.append((self.standby, self._forward(event, who, count, message, self.copy.events)))
+            out += self._tell(self._forward(event, who, count, message, self.copy.events))
         found = self.copy.mark() if self.joined else None
         if found is not None:
             self._marks[self.copy.events] = found
@@ -238,13 +272,16 @@ class Primary:
     def _put(self, replies: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
         if self.joined:
-            # Output commit: a reply leaves only after the standby has its event.
-            for to, message in replies:
-                self._held.append((self.copy.events, to, message))
-                if to.role is Role.WORKER:
-                    self._landing.answered(to.group, self.copy.events)
+            self._hold(replies)
             return []
         return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
+
+    def _hold(self, replies: Out) -> None:
+        # Output commit: a reply leaves only after the standby has its event.
+        for to, message in replies:
+            self._held.append((self.copy.events, to, message))
+            if to.role is Role.WORKER:
+                self._landing.answered(to.group, self.copy.events)
 
     def _acknowledge(self, peer: Address) -> Out:
         """Ack the messages of a peer, once the standby has them."""
