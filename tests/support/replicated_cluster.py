@@ -116,7 +116,12 @@ class SimPrimary(MessageSender):
         if peer.role is Role.SERVER:
             self.primary.disconnected(peer)
         elif peer in self.primary.up and self.process.alive:
-            self.say(self.primary.lost(peer))
+            self.order("lost", peer)
+
+    def order(self, name: str, *arguments: Any) -> None:
+        """Carry out what the launcher orders, or a connection's end. The process can die at each message of it."""
+        with self.cluster.dying(self.process):
+            self.say(getattr(self.primary, name)(*arguments))
 
 
 class SimStandby:
@@ -278,7 +283,7 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         self.transport._residents[address] = sim_primary
         self.transport.connect(me, address, "")
         primary = self.home[me].primaries[me]
-        primary.say(primary.primary.add_standby())
+        primary.order("add_standby")
 
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
@@ -336,7 +341,7 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         for me in dead.standbys:
             primary = self.home[me].primaries.get(me)
             if primary is not None and self.home[me].alive:
-                primary.say(primary.primary.drop_standby())
+                primary.order("drop_standby")
         for me in dead.primaries:
             heir = next(p for p in self.processes.values() if me in p.standbys and p.alive)
             standby = heir.standbys.pop(me)
@@ -344,14 +349,14 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
             copy = standby.standby.copy
             assert copy is not None
             sim_primary = self.add_primary(heir, Primary(copy))
-            sim_primary.say(sim_primary.primary.take_over())
+            sim_primary.order("take_over")
         coordinator, *others = self.topology.servers(0)
         for me in others:
             if me in dead.primaries or coordinator in dead.primaries:
                 self.transport.connect(me, coordinator, "")
                 self.home[coordinator].primaries[coordinator].primary.disconnected(me)
                 sim_primary = self.home[me].primaries[me]
-                sim_primary.say(sim_primary.primary.reconnected(coordinator))
+                sim_primary.order("reconnected", coordinator)
         self.processes[dead.number] = fresh = Process(dead.number)
         for me in (*dead.primaries, *dead.standbys):
             self.add_standby(me, fresh)
