@@ -67,7 +67,7 @@ class SimPrimary(MessageSender):
     def __init__(self, cluster: "ReplicatedCluster", process: Process, primary: Primary) -> None:
         self.cluster, self.process, self.primary = cluster, process, primary
         self.server, self.handles = primary.copy.server, False
-        primary.attach(self)
+        self.early_replies = primary.attach(self)
 
     def send(self, to: Address, message: m.Message) -> None:
         """Send a message of an event that is being handled. The process can die here, too."""
@@ -90,11 +90,13 @@ class SimPrimary(MessageSender):
         acknowledged = standby.standby.early_ack(message)
         cluster.transport._deliver(me, to, m.decode(*m.encode(message), message.body))
         if acknowledged is not None and standby.process.alive:
-            self.primary.arrived(acknowledged)
+            self.early_replies.arrived(acknowledged)
         return True
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.primary.place(sender, message, False)  # the transports of workers do not share memory
+        return self.primary.landing.place(
+            self.server, sender, message, False
+        )  # the transports of workers do not share memory
 
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):

@@ -52,7 +52,10 @@ def send_for_measurement(channel: RequestChannel, nbytes: int = SENT_BYTES, limi
 
 
 def _round(channel: RequestChannel, size: int, until: float) -> float:
-    """Send bytes, and wait for the answer; return the seconds that both took. Raises ConnectionLost."""
+    """Send bytes and wait for the answer; return the seconds of both.
+
+    Raises ConnectionLost.
+    """
     began, left, zeros = time.monotonic(), size, memoryview(bytes(min(size, _FRAME_BYTES)))
     while left > _FRAME_BYTES:
         channel.send(_seconds_to(until), _MORE, payload=zeros)

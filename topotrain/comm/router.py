@@ -168,7 +168,7 @@ class Router:
         return tuple(urls)
 
     def _attach_copies(self, endpoints: Mapping[Address, Endpoint]) -> list[str]:
-        """Attach endpoints to the transport that leads only to standbys of this host; return its URL, if any."""
+        """Attach endpoints to the transport to standbys of this host; return its URL."""
         ports = {me: _Port(self, "unix", me, each) for me, each in endpoints.items()}
         standbys = all(me.role is Role.STANDBY for me in endpoints)
         url = self._sockets["unix"].attach_together(ports, listens=standbys)

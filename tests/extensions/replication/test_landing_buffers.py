@@ -15,7 +15,7 @@ from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.extensions.replication.landing_buffers import LandingBuffers
-from topotrain.extensions.replication.state_machine import Primary
+from topotrain.extensions.replication.state_machine import EarlyReplies, Primary
 
 STEPS, LAG = 4, 0.02
 """The second copy takes up to ten times as long for a message as the network."""
@@ -148,7 +148,7 @@ def early_is_read(patch: pytest.MonkeyPatch) -> None:
     confirmed = Primary._handle_standby
 
     def handle(self: Primary, message: object) -> object:
-        self._landing.handled(getattr(message, "index", 0))
+        self.landing.handled(getattr(message, "index", 0))
         return confirmed(self, message)  # type: ignore[arg-type]
 
     patch.setattr(Primary, "_handle_standby", handle)
@@ -156,13 +156,13 @@ def early_is_read(patch: pytest.MonkeyPatch) -> None:
 
 def no_ack(patch: pytest.MonkeyPatch) -> None:
     """Replies leave while an event is handled, also before the second copy has it."""
-    outgoing = Primary.on_outgoing
+    outgoing = EarlyReplies.on_outgoing
 
-    def at_once(self: Primary) -> None:
-        self._arrived = self.copy.events if self.joined else self._arrived
+    def at_once(self: EarlyReplies) -> None:
+        self._arrived = self._primary.copy.events if self._primary.joined else self._arrived
         outgoing(self)
 
-    patch.setattr(Primary, "on_outgoing", at_once)
+    patch.setattr(EarlyReplies, "on_outgoing", at_once)
 
 
 def test_no_reply_leaves_before_the_second_copy_has_its_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from topotrain.config.slice_size import FAST_BYTES, SENT_BYTES, SLOW_BYTES, SLOW
 from topotrain.config.topology import layout
 from topotrain.launch.multinode import link_measurement
 from topotrain.launch.multinode.link_measurement import LinkMeasurement, links
-from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_info import HostMap, rejoined
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 TWO_WORKERS = Cluster(nworkers_per_group=2, nservers_per_group=1, server_worker_separate=True)
@@ -148,5 +148,5 @@ def test_units_that_replace_others_use_the_same_speed(store: Store) -> None:
     first.enter(first.introduce("", "file:///s"))
     hosts = first.publish(replace(first.gather("", False), link_mbit=812.5))
     assert HostMap.loaded(hosts.dumped()).link_mbit == 812.5
-    assert first.regather({0: hosts.units[0]}, hosts).link_mbit == 812.5
+    assert rejoined(hosts, {0: hosts.units[0]}).link_mbit == 812.5
     first.close()

@@ -15,6 +15,8 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import GradientOverride, Message, Push
+from topotrain.core.server.server import Server
 
 
 class LandingBuffers:
@@ -34,6 +36,13 @@ class LandingBuffers:
     def handled(self, event: int) -> None:
         """Note that the standby has handled the events up to this one."""
         self._handled = max(self._handled, event)
+
+    def place(self, server: Server, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """Return memory for the body of a message to a server; see `wire.Endpoint.place`."""
+        found, model = server.place(sender, message, viewable), server.model
+        if found is None or model is None or not isinstance(message, Push | GradientOverride):
+            return found
+        return self.choose(sender, model.bucket(message.bucket), found, model.flats)
 
     def choose(self, worker: Address, bucket: Bucket, buffer: torch.Tensor, flats: FlatBuffers) -> torch.Tensor:
         """Return memory for the next gradient of a worker.

@@ -131,7 +131,7 @@ class PrimaryEndpoint(MessageSender):
         self._lock = threading.Lock()
         self._reported_complete = self._released = False
         self._alarm: threading.Timer | None = None
-        primary.attach(self)
+        self._early = primary.attach(self)
 
     def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
         """Let this process write the server's snapshots.
@@ -145,13 +145,13 @@ class PrimaryEndpoint(MessageSender):
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
         with self._lock:
-            return self.primary.place(sender, message, viewable)
+            return self.primary.landing.place(self.server, sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
         if sender == self.primary.standby:
             # Before the lock, which the thread holds that may go on with this ack.
-            self.primary.arrived(message)
+            self._early.arrived(message)
         with self._event() as out:
             out += self.primary.handle(sender, message)
             fault = self.primary.fault
@@ -255,7 +255,6 @@ class PrimaryEndpoint(MessageSender):
         out: Out = []
         try:
             with self._lock:
-                self.primary.begin()
                 yield out
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)

@@ -8,6 +8,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.server import ServerFactory
 from topotrain.core.server.server_context import Out
 from topotrain.core.transport_contract import MessageSender
@@ -148,15 +149,26 @@ class ReplicatedServer(MessageSender):
             for worker in [worker for worker in self.channels if self.server.worker_groups.is_away(worker)]:
                 del self.channels[worker]  # the worker will not reconnect
 
+    def received(self, peer: Address) -> int:
+        """Return the number of messages of a peer."""
+        channel = self.channels.get(peer)
+        return 0 if channel is None else channel.received
+
     def found_finite(self, worker: Address, push: m.Push) -> bool:
-        """Return whether this copy has looked at a push, and found only finite numbers."""
-        model = self.server.model
-        return model is not None and model.staging[worker.group].found_finite(worker.index, push.bucket)
+        """Return whether this copy has found only finite numbers in a push."""
+        source = self._source(worker)
+        return source is not None and source.found_finite(worker.index, push.bucket)
 
     def expect_finite(self, worker: Address, push: m.Push) -> None:
-        """Note that the other copy has found only finite numbers in a push, which is handled next."""
-        if self.server.model is not None:
-            self.server.model.staging[worker.group].expect_finite(worker.index, push.bucket)
+        """Note that the other copy has found so in the push that is handled next."""
+        source = self._source(worker)
+        if source is not None:
+            source.expect_finite(worker.index, push.bucket)
+
+    def _source(self, worker: Address) -> CommittedPushes | None:
+        # The other sources look at sums, and each copy adds up by itself.
+        source = None if self.server.model is None else self.server.model.staging.get(worker.group)
+        return source if isinstance(source, CommittedPushes) else None
 
     def mark(self) -> int | None:
         """Return the checksum to compare after the last event, or None."""

@@ -60,7 +60,7 @@ _STREAMED = (m.Values, m.ReducedGradient)
 """Messages to workers that are followed by another one, after which the worker goes on."""
 
 
-class Primary(OutgoingObserver):
+class Primary:
     """The copy that sends replies.
 
     Args:
@@ -83,35 +83,23 @@ class Primary(OutgoingObserver):
         self._transfer_due = False
         self._covered_at = 0
         self._confirmed = 0
-        self._landing = LandingBuffers()
+        self.landing = LandingBuffers()
         self._sender: MessageSender | None = None
-        self._arrived = 0
         self._held: deque[tuple[int, Address, m.Message]] = deque()
         self._acknowledged: dict[Address, int] = {}
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def attach(self, sender: MessageSender) -> None:
+    def attach(self, sender: MessageSender) -> "EarlyReplies":
         """Send messages through `sender` as soon as they may leave.
 
-        An event then reaches the standby before it is handled here, so that both copies work at the same time. Replies
-        leave while the event is handled, if the standby has it. Without a sender all messages are returned.
+        An event then reaches the standby before it is handled here, so that both copies work at the same time. Without
+        a sender all messages are returned.
         """
         self._sender = sender
-        self.copy.attach(self)
-
-    def arrived(self, message: m.Message) -> None:
-        """Note an ack of the standby, while another thread may be handling an event. `handle` gets it, too."""
-        if isinstance(message, ReplicaAck):
-            self._arrived = message.index
-
-    def on_outgoing(self) -> None:
-        """Send what may leave of the present event."""
-        # An ack from before the last state transfer is of an event before it.
-        if self._sender is not None and self.covered and self._arrived >= self.copy.events:
-            self._hold(self.copy.outgoing())
-            for to, message in self._release(self._arrived):
-                self._sender.send(to, message)
+        early = EarlyReplies(self, sender)
+        self.copy.attach(early)
+        return early
 
     def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle a message. `fault` has the error if it was refused."""
@@ -123,24 +111,12 @@ class Primary(OutgoingObserver):
         out = self._open_connection(sender)
         if isinstance(message, Ack):
             out += self._event(CONFIRMED, sender, message.received)
-            # The ack must not leave before the standby has what it acknowledges, so `_put` holds it like a reply.
+            # The ack must not leave before the standby has what it acknowledges, so `put` holds it like a reply.
             return out + (self._acknowledge(sender) if message.ask else [])
         out += self._event(MESSAGE, sender, 0, message)
-        if isinstance(message, m.Commit) or self._received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
+        if isinstance(message, m.Commit) or self.copy.received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
             out += self._acknowledge(sender)
         return out
-
-    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """Return memory for the body of a message; see `wire.Endpoint.place`."""
-        server = self.copy.server
-        found, model = server.place(sender, message, viewable), server.model
-        if found is None or model is None or not isinstance(message, _STAYS):
-            return found
-        return self._landing.choose(sender, model.bucket(message.bucket), found, model.flats)
-
-    def begin(self) -> None:
-        """Forget the fault of an earlier message."""
-        self.fault = None
 
     def lost(self, worker: Address) -> Out:
         """Handle the end of a worker's process."""
@@ -162,7 +138,7 @@ class Primary(OutgoingObserver):
     def reconnected(self, server: Address) -> Out:
         """Resume on a new connection to another server."""
         self.up.discard(server)
-        return [(server, ResumeConnection(self._received(server)))]
+        return [(server, ResumeConnection(self.copy.received(server)))]
 
     def probe(self) -> Out:
         """Make an event without effect, so that the standby confirms it."""
@@ -190,7 +166,7 @@ class Primary(OutgoingObserver):
         """Stop waiting for the standby. The launcher has reported the end of its process."""
         self.covered = self.joined = self._transfer_due = False
         # The held replies waited for a process that is gone.
-        return self._release(self.copy.events)
+        return self.release(self.copy.events)
 
     def _transfer_if_possible(self) -> Out:
         data = save(self.copy) if self._transfer_due else None
@@ -200,7 +176,7 @@ class Primary(OutgoingObserver):
         # The new standby computes no checksums of earlier events.
         self._marks.clear()
         index = self._covered_at = self.copy.events
-        self._landing.handled(index)  # the state is a copy
+        self.landing.handled(index)  # the state is a copy
         count = -(-data.numel() // PART)
         out: Out = []
         for part in range(count):
@@ -225,13 +201,14 @@ class Primary(OutgoingObserver):
             return self.drop_standby() + self.add_standby()
         if not isinstance(message, ReplicaAck):
             raise m.ProtocolError(f"{self.standby} sent {type(message).__name__}, which a second copy never sends")
-        self._landing.handled(message.handled)
+        self.landing.handled(message.handled)
         # Confirmations from before the last state transfer are ignored.
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
-        return self._release(message.index) if self.covered else []
+        return self.release(message.index) if self.covered else []
 
-    def _release(self, index: int) -> Out:
+    def release(self, index: int) -> Out:
+        """Return the held messages of the events up to this one, which the standby has."""
         self._confirmed = max(self._confirmed, index)
         out: Out = []
         while self._held and self._held[0][0] <= self._confirmed:
@@ -259,7 +236,7 @@ class Primary(OutgoingObserver):
         found = self.copy.mark() if self.joined else None
         if found is not None:
             self._marks[self.copy.events] = found
-        return out + self._put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
+        return out + self.put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
 
     def _forward(self, event: int, who: Address, count: int, message: m.Message | None, index: int) -> ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
@@ -269,28 +246,21 @@ class Primary(OutgoingObserver):
         finite = isinstance(message, m.Push) and self.fault is None and self.copy.found_finite(who, message)
         return ReplicatedEvent(event, index, int(who.role), who.group, who.index, count, kind, meta, finite, body=body)
 
-    def _put(self, replies: Out) -> Out:
+    def put(self, replies: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
-        if self.joined:
-            self._hold(replies)
-            return []
-        return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
-
-    def _hold(self, replies: Out) -> None:
+        if not self.joined:
+            return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
         # Output commit: a reply leaves only after the standby has its event.
         for to, message in replies:
             self._held.append((self.copy.events, to, message))
             if to.role is Role.WORKER:
-                self._landing.answered(to.group, self.copy.events)
+                self.landing.answered(to.group, self.copy.events)
+        return []
 
     def _acknowledge(self, peer: Address) -> Out:
         """Ack the messages of a peer, once the standby has them."""
-        self._acknowledged[peer] = received = self._received(peer)
-        return self._put([(peer, Ack(received))])
-
-    def _received(self, peer: Address) -> int:
-        channel = self.copy.channels.get(peer)
-        return 0 if channel is None else channel.received
+        self._acknowledged[peer] = received = self.copy.received(peer)
+        return self.put([(peer, Ack(received))])
 
     def _open_connection(self, sender: Address) -> Out:
         """Handle the first message on a connection.
@@ -318,7 +288,7 @@ class Primary(OutgoingObserver):
             return out  # the connection ends: messages that were sent again on it would be counted, and sent once more
         self.up.add(sender)
         if not message.answer:
-            out.append((sender, ResumeConnection(self._received(sender), True)))
+            out.append((sender, ResumeConnection(self.copy.received(sender), True)))
         return out + self._missing_messages(sender)
 
     def _missing_messages(self, peer: Address) -> Out:
@@ -326,7 +296,7 @@ class Primary(OutgoingObserver):
         channel = self.copy.channels.get(peer)
         if channel is None:
             return []
-        # Held messages are the last ones of the channel. `_release` sends them.
+        # Held messages are the last ones of the channel. `release` sends them.
         waiting = sum(to == peer and not isinstance(held, UNCOUNTED) for _, to, held in self._held)
         unconfirmed = list(channel.unconfirmed)
         return [(peer, message) for message in unconfirmed[: len(unconfirmed) - waiting]]
@@ -338,6 +308,36 @@ class Primary(OutgoingObserver):
         return not self._held and not any(
             peer in self.up or channel.unconfirmed for peer, channel in channels if peer.role is Role.WORKER
         )
+
+
+class EarlyReplies(OutgoingObserver):
+    """Sends replies of an event while it is handled, if the standby has it.
+
+    Args:
+        primary: handles the event.
+        sender: sends its messages.
+    """
+
+    def __init__(self, primary: Primary, sender: MessageSender) -> None:
+        self._primary, self._sender = primary, sender
+        self._arrived = 0
+
+    def arrived(self, message: m.Message) -> None:
+        """Note an ack, while another thread may be handling an event.
+
+        `Primary.handle` gets it, too.
+        """
+        if isinstance(message, ReplicaAck):
+            self._arrived = message.index
+
+    def on_outgoing(self) -> None:
+        """Send what may leave."""
+        primary = self._primary
+        # An ack from before the last state transfer is of an event before it.
+        if primary.covered and self._arrived >= primary.copy.events:
+            primary.put(primary.copy.outgoing())
+            for to, message in primary.release(self._arrived):
+                self._sender.send(to, message)
 
 
 class Standby:
@@ -357,7 +357,9 @@ class Standby:
         self._views = False
 
     def place(self, message: m.Message, viewable: bool = False) -> torch.Tensor | None:
-        """Return memory for the body of a message. None, if `viewable`: it is read in the memory of the primary.
+        """Return memory for the body of a message.
+
+        None, if `viewable`: it is read in the memory of the primary.
 
         Raises:
             ProtocolError: the part of a state transfer is out of order or too large.

@@ -30,7 +30,7 @@ from topotrain.launch.multinode.election.succession import (
     lead_notice,
 )
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_info import HostMap, rejoined
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
 from topotrain.launch.multinode.restart_barrier import (
     Begin,
@@ -229,7 +229,7 @@ class Attempts(Notifier):
         ready = await_ready(barrier, news, self.membership, self.stop, self, f"; {more}" if more else "")
         if not isinstance(ready, bool):
             return ready
-        hosts = self.rendezvous.regather(barrier.back, hosts)
+        hosts = rejoined(hosts, barrier.back)
         topology = layout(self.job.cluster, hosts.numbers, hosts.link_mbit)
         # Replacements may run on hosts where a server and its backup would share a failure domain.
         check(self.job, topology)

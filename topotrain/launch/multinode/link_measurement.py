@@ -30,7 +30,7 @@ _POLL_S = 0.02
 
 
 def links(topology: Topology) -> dict[int, tuple[int, ...]]:
-    """Return, by rank of a unit with workers, the units to which it measures its links."""
+    """Return the units to which each unit with workers measures its links, by rank."""
     if not topology.fits_slices or topology.implicit:
         return {}
     found: dict[int, set[int]] = {}
@@ -98,7 +98,7 @@ class LinkMeasurement:
         return server
 
     def _server(self) -> RequestServer:
-        """Return a service at a port from `start_port` on, which firewalls let through; raises OSError."""
+        """Return a service at a port from `start_port` on. Raises OSError."""
         ports = range(self._start_port, self._start_port + 100) if self._start_port else (0,)
         for port in ports:
             with suppress(OSError):
@@ -128,7 +128,10 @@ class LinkMeasurement:
             channel.close()
 
     def agreed(self) -> float:
-        """Return the Mbit/s of the slowest link of all units; 0: not measured. For the unit that opens the job."""
+        """Return the Mbit/s of the slowest link of all units; 0: not measured.
+
+        For the unit that opens the job.
+        """
         found: dict[int, float] = {}
         with suppress(StoreError):
             while found.keys() != self._links.keys() and time.monotonic() < self._until:

@@ -39,7 +39,7 @@ from topotrain.launch.launchers.foreground_tool import StopRequested, interrupti
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
 from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.election.succession import Succession
-from topotrain.launch.multinode.link_measurement import LinkMeasurement
+from topotrain.launch.multinode.link_measurement import MEETING_KEY, LinkMeasurement
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
@@ -167,8 +167,8 @@ class Node:
         return LinkMeasurement(rendezvous.run, rank, topology, hosts.addresses[rank], secret)
 
     def _measured(self, rendezvous: NodeRendezvous, job: Job, secret: bytes) -> HostMap:
-        """Measure the links of this unit; return the hosts, and the speed on which all units agree."""
-        with self._links(rendezvous, job, rendezvous.met(), secret).taking_part():
+        """Measure the links of this unit, and return the hosts with the agreed speed."""
+        with self._links(rendezvous, job, rendezvous.learn(MEETING_KEY), secret).taking_part():
             return rendezvous.learn()
 
     def _shown(self, served: StoreService | None) -> str:

@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -247,3 +247,10 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
         served,
         tuple(units),
     )
+
+
+def rejoined(hosts: HostMap, back: Mapping[int, NodeInfo]) -> HostMap:
+    """Return the hosts after units were replaced. Raises ConfigError."""
+    found = hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
+    # The sizes of slices stay as they were: snapshots and running units have them.
+    return replace(found, link_mbit=hosts.link_mbit)

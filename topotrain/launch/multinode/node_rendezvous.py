@@ -17,9 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Self, TypeVar
 
 from topotrain.comm.store import Store, StoreError, within
@@ -318,25 +317,14 @@ class NodeRendezvous:
         self._set("hosts", hosts.dumped())
         return hosts
 
-    def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after units were replaced. For the leader. Raises ConfigError."""
-        found = hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
-        # The sizes of slices stay as they were: snapshots and running units have them.
-        return replace(found, link_mbit=hosts.link_mbit)
-
-    def met(self) -> HostMap:
-        """Return the hosts of all units, before they measure their links. Not for the unit that opens the job.
-
-        Raises EndedBeforeStart or StoreError.
-        """
-        return HostMap.loaded(self._await(self.run, MEETING_KEY, "the other units"))
-
-    def learn(self) -> HostMap:
+    def learn(self, key: str = "hosts") -> HostMap:
         """Return the hosts that unit 0 has published. Not for the unit that opens the job.
 
+        key: MEETING_KEY for the hosts before the units measure their links.
+
         Raises EndedBeforeStart or StoreError.
         """
-        return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
+        return HostMap.loaded(self._await(self.run, key, "the other units"))
 
     def choose(self, name: str, seal: str) -> None:
         """Publish the snapshot that the job resumes from, if any. For unit 0.

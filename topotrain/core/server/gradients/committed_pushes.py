@@ -55,11 +55,11 @@ class CommittedPushes(GradientSource):
         return ()
 
     def found_finite(self, worker: int, bucket: int) -> bool:
-        """As `GradientSource.found_finite`."""
+        """Whether a worker's last push of a bucket, and sums with it, are finite."""
         return self._looked.get((bucket - self._first, worker)) == (None, False)
 
     def expect_finite(self, worker: int, bucket: int) -> None:
-        """As `GradientSource.expect_finite`."""
+        """Another copy has found this in the next push: it need not be looked at."""
         self._expected.add((bucket - self._first, worker))
 
     @property

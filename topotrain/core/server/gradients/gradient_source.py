@@ -172,14 +172,6 @@ class GradientSource(ABC):
     def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
         """Keep a worker's gradient. The caller must read all means that are returned."""
 
-    def found_finite(self, worker: int, bucket: int) -> bool:
-        """Whether a worker's last push of a bucket was looked at, and all is finite, and so are sums with it."""
-        return False
-
-    def expect_finite(self, worker: int, bucket: int) -> None:
-        """Note that another copy has found this in the push that comes next. It need not be looked at."""
-        return
-
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """End a worker's backward. It has no gradient in the buckets that were not pushed."""
         return ()
