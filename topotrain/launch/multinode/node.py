@@ -39,6 +39,7 @@ from topotrain.launch.launchers.foreground_tool import StopRequested, interrupti
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
 from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.election.succession import Succession
+from topotrain.launch.multinode.link_measurement import MEETING_KEY, LinkMeasurement
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import (
@@ -136,7 +137,7 @@ class Node:
                 with interruptible(), ExitStack() as waiting:
                     # However the meeting ends, the next line on the terminal is another's.
                     waiting.callback(notice.end)
-                    agreement = self._meet(rendezvous, root, served, stack)
+                    agreement = self._meet(rendezvous, root, served, stack, secret)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
             except StopRequested as came:
@@ -152,7 +153,7 @@ class Node:
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
     def _meet(
-        self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
+        self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack, secret: bytes
     ) -> AttemptAgreement:
         rank = self.start.rank
         while True:
@@ -163,7 +164,7 @@ class Node:
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 if not rendezvous.opens:
-                    hosts = rendezvous.learn()
+                    hosts = rendezvous.learn() if rendezvous.returns else self._measured(rendezvous, job, secret)
                     # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
                     resume = "" if rendezvous.returns else seen(workspace, *rendezvous.chosen())
                     return AttemptAgreement(job, hosts, workspace, ResumeSource(workspace, resume), resume)
@@ -172,11 +173,23 @@ class Node:
                 # Before `gather`: the units read it when the hosts are published.
                 rendezvous.choose(Path(resume).name, seal(resume))
                 hosts = rendezvous.gather(self._shown(served), served is not None)
+                measurement = self._links(rendezvous, job, hosts, secret)
+                with measurement.taking_part():
+                    hosts = rendezvous.publish(replace(hosts, link_mbit=measurement.agreed()))
                 self._register(root, self._record(rendezvous, job, hosts))
                 return AttemptAgreement(job, hosts, workspace, origin, resume)
             except JobRestarted:
                 # All of it once more: another start of the job has replaced this one.
                 rendezvous.close()
+
+    def _links(self, rendezvous: NodeRendezvous, job: Job, hosts: HostMap, secret: bytes) -> LinkMeasurement:
+        rank, topology = self.start.rank, layout(job.cluster, hosts.numbers)
+        return LinkMeasurement(rendezvous.run, rank, topology, hosts.addresses[rank], secret)
+
+    def _measured(self, rendezvous: NodeRendezvous, job: Job, secret: bytes) -> HostMap:
+        """Measure the links of this unit, and return the hosts with the agreed speed."""
+        with self._links(rendezvous, job, rendezvous.learn(MEETING_KEY), secret).taking_part():
+            return rendezvous.learn()
 
     def _shown(self, served: StoreService | None) -> str:
         """Return the store's URL for units that were started with env:// only."""
@@ -212,7 +225,7 @@ class Node:
     ) -> NodeResult:
         """Run all attempts of this unit, and agree with the other units on the end."""
         rank, job, hosts = self.start.rank, agreement.job, agreement.hosts
-        topology = layout(job.cluster, hosts.numbers)
+        topology = layout(job.cluster, hosts.numbers, hosts.link_mbit)
         with ExitStack() as stack:
             membership = stack.enter_context(closing(self._join(rendezvous, root, agreement, topology, secret)))
             # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
@@ -289,7 +302,7 @@ class Node:
         while begun is not None:
             job = attempts.job
             # A new unit may run on another host, and workers may have left, which changes the layout.
-            here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
+            here = _only(layout(job.cluster, begun.hosts.numbers, begun.hosts.link_mbit), self.start.rank)
             run = RunLoop(job, here, host, attempts.policy(here, begun))
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again
             # A signal, or the end of the job, may have come while the attempt ended.
@@ -343,7 +356,14 @@ class Node:
             # Addresses of the former attempt's processes must not be found.
             url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
             place = UnitPlace(
-                rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
+                rank,
+                self.start.nprocs,
+                url,
+                str(run_dir),
+                hosts=numbers,
+                host=hosts.addresses[rank],
+                sockets=str(sockets),
+                link_mbit=hosts.link_mbit,
             )
             try:
                 run.start(self.calls, [place], begun.attempt)

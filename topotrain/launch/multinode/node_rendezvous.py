@@ -3,8 +3,9 @@
     jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
     jobs/ID/run      a random word for this start of the job, by unit 0
     jobs/ID/stop     set by `topotrain jobs stop`
-    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the unit that leads it (leader), back/R of a unit that
-                     rejoins the running job, with welcome/R.WORD as the reply, and the addresses of its processes
+    jobs/ID.RUN/     one start: job, host/R, alive/R, meeting with link/R and speed/R (see `link_measurement`), hosts,
+                     end, the unit that leads it (leader), back/R of a unit that rejoins the running job, with
+                     welcome/R.WORD as the reply, and the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
 Each start has its own keys, so data of an earlier start is never read.
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self, TypeVar
 
@@ -25,6 +26,7 @@ from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
+from topotrain.launch.multinode.link_measurement import MEETING_KEY
 from topotrain.launch.multinode.node_info import (
     EndedBeforeStart,
     HostMap,
@@ -317,7 +319,7 @@ class NodeRendezvous:
             raise ConfigError("--nprocs", self._nprocs, f"must be {units}, the number of units of this job")
 
     def gather(self, url: str, served: bool) -> HostMap:
-        """Read the descriptions of all units, and publish their hosts. For unit 0.
+        """Read the descriptions of all units, and let all measure their links. For unit 0.
 
         Raises EndedBeforeStart, ConfigError or StoreError.
         """
@@ -331,19 +333,22 @@ class NodeRendezvous:
         hosts = hosts_of(units, url, served)
         for unit in units:  # a unit that joins after a loss of the store's data must find its rank taken
             self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
+        self._set(MEETING_KEY, hosts.dumped())
+        return hosts
+
+    def publish(self, hosts: HostMap) -> HostMap:
+        """Publish the hosts, with which the job starts. For unit 0. Raises StoreError."""
         self._set("hosts", hosts.dumped())
         return hosts
 
-    def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after units were replaced. For the leader. Raises ConfigError."""
-        return hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
-
-    def learn(self) -> HostMap:
+    def learn(self, key: str = "hosts") -> HostMap:
         """Return the hosts that unit 0 has published. Not for the unit that opens the job.
+
+        key: MEETING_KEY for the hosts before the units measure their links.
 
         Raises EndedBeforeStart or StoreError.
         """
-        return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
+        return HostMap.loaded(self._await(self.run, key, "the other units"))
 
     def choose(self, name: str, seal: str) -> None:
         """Publish the snapshot that the job resumes from, if any. For unit 0.

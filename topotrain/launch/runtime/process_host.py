@@ -326,17 +326,19 @@ def serve(
     """
     shared = ProcessMemory()
     router = Router(place, shared)
-    memory: BufferMemory = shared if place.shared else PrivateMemory()
+    copied = place.job.cluster.replicas > 1
+    # A second copy on this host reads the workers' gradients in the memory of the first one.
+    memory: BufferMemory = shared if place.shared or copied else PrivateMemory()
     observer = options.observer
     with flushing():
-        if place.job.cluster.replicas > 1:
+        if copied:
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
             factory = HostedServerFactory(place, memory, options)
-            copied = ReplicatedServers(place, router, factory, addresses[0], slot, observer, options.writer)
-            copied.open()
-            copied.wait()
+            replicated = ReplicatedServers(place, router, factory, addresses[0], slot, observer, options.writer)
+            replicated.open()
+            replicated.wait()
         else:
             servers = HostedServers(place, router, memory, addresses, options)
             servers.open()

@@ -12,6 +12,7 @@ from typing import Any
 from topotrain.config import async_momentum
 from topotrain.config.job import Algorithm, Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
+from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.store_advice import store_advice
@@ -101,6 +102,7 @@ class LayoutPlan:
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
         text = self.topology.explain().rstrip("\n")
+        text += "\n\n" + textwrap.fill(f"slices: {sizes_in_words(self.topology)}", _WIDTH)
         text += f"\n\nwarning: {self.warning}" if self.warning else ""
         text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
         if self.slices is None:

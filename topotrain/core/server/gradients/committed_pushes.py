@@ -24,6 +24,7 @@ class CommittedPushes(GradientSource):
         # changed gradient is an error.
         stays = settings.reader is None or settings.workers > 1
         self._looks_early = settings.checked and stays
+        self._expected: set[tuple[int, int]] = set()  # keys of `_looked` that need no look at the next push
         super().__init__(settings)
 
     def _reset(self) -> None:
@@ -48,8 +49,18 @@ class CommittedPushes(GradientSource):
             pushes[worker] = (message, body)
             if self._looks_early:  # while it is in the processor's cache
                 at = message.bucket - self._first
-                self._looked[at, worker] = look(self._buckets[at], body)
+                expected = (at, worker) in self._expected
+                self._looked[at, worker] = (None, False) if expected else look(self._buckets[at], body)
+        self._expected.clear()
         return ()
+
+    def found_finite(self, worker: int, bucket: int) -> bool:
+        """Whether a worker's last push of a bucket, and sums with it, are finite."""
+        return self._looked.get((bucket - self._first, worker)) == (None, False)
+
+    def expect_finite(self, worker: int, bucket: int) -> None:
+        """Another copy has found this in the next push: it need not be looked at."""
+        self._expected.add((bucket - self._first, worker))
 
     @property
     def begun(self) -> bool:
