@@ -8,7 +8,7 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GradientSource, HeldPushes, ReducedBucket, SourceSettings
 from topotrain.core.server.nonfinite import NO_WORKER, look, nonfinite_segment
 from topotrain.core.server.ordered_sum import Part
 
@@ -28,7 +28,8 @@ class CommittedPushes(GradientSource):
 
     def _reset(self) -> None:
         super()._reset()
-        self._pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = {}  # by bucket and worker
+        self._pushes: dict[int, HeldPushes] = {}  # by bucket
+        self._has_sums = False  # of units
         self._unsummed: set[int] = set()  # places of buckets with parts that have not been added up
         self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
 
@@ -39,17 +40,25 @@ class CommittedPushes(GradientSource):
             pushes.pop(worker, None)
         self._looked = {key: seen for key, seen in self._looked.items() if key[1] != worker}
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
+    def push(self, worker: int, message: Push, body: torch.Tensor | None) -> tuple[ReducedBucket, ...]:
         """Keep a worker's gradient of a bucket, unless a later one is here."""
         pushes = self._pushes.setdefault(message.bucket, {})
         old = pushes.get(worker)
         # The simulated transport delivers pushes in another order; the real ones never do.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
-            if self._looks_early:  # while it is in the processor's cache
+            self._has_sums = self._has_sums or body is None
+            if self._looks_early and body is not None:  # while it is in the processor's cache
                 at = message.bucket - self._first
                 self._looked[at, worker] = look(self._buckets[at], body)
         return ()
+
+    def renew(self, bucket: int, workers: Collection[int]) -> None:
+        """As `GradientSource.renew`."""
+        at, pushes = bucket - self._first, self._pushes.get(bucket, {})
+        for worker in workers:
+            pushes.pop(worker, None)
+            self._looked.pop((at, worker), None)
 
     @property
     def begun(self) -> bool:
@@ -62,8 +71,16 @@ class CommittedPushes(GradientSource):
         # On a transport that reorders, a commit may overtake its pushes.
         if not all(map(self._has_all, self.commits)):
             return False
+        if self._has_sums and self._withdraw_all():
+            return False
         self._find_present(self.commits)
         return True
+
+    def _withdraw_all(self) -> bool:
+        """Forget sums of units in a step whose mean needs weights. Whether there were any."""
+        found = [self._withdraw_sums(self._pushes.get(b.id, {}), self._parts(at)) for at, b in enumerate(self._buckets)]
+        self._has_sums = False
+        return any(found)
 
     def _has_all(self, worker: int) -> bool:
         """Whether every push that a worker's commit names is here."""
