@@ -82,3 +82,114 @@ def test_a_unit_sends_one_gradient_and_gets_one_answer(tmp_path: Path, grads: st
     parts = 3 if grads == "kVisible" else 2
     saved = 5 * parts * (8 - 2) * model
     assert sum(each.traffic) - sum(one.traffic) == pytest.approx(saved, rel=0.05)
+
+
+def apart_of(result: Result) -> int:
+    """How many gradients leads have sent one by one."""
+    reductions = [handle.exchange.gradients for handle in result.workers]
+    return sum(each.apart for each in reductions if isinstance(each, HostReduction))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reduce": "kSum"},
+        {"grads": "kHidden"},
+        {"grads": "kHidden", "apply": "kOnArrival"},
+        {"grads": "kHidden", "pull": "kLazy"},
+        {"nonfinite": "kAllow", "grads": "kHidden"},
+        {"nservers_per_group": 1, "nservers_per_procs": 1},
+    ],
+    ids=lambda changes: ",".join(map(str, changes.values())) or "default",
+)
+@pytest.mark.parametrize("size", [18, 16, 5, 2], ids=lambda size: f"batches of {size}")
+def test_the_bits_are_those_of_the_canonical_sum(tmp_path: Path, changes: dict[str, Any], size: int) -> None:
+    """Equal shares; unequal ones; and more workers than samples: some have weight 0."""
+    job, script = two_units(3, **changes), usual_loop(vectors(4, size))
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(reference(job, building(wide), script))
+    unequal = size == 16 and job.reduce.value == "kMean"
+    assert (sums_of(found) > 0, apart_of(found) > 0) == (not unequal, unequal)
+
+
+@pytest.mark.parametrize("changes", [{}, {"grads": "kHidden"}, {"grads": "kHidden", "apply": "kOnArrival"}])
+def test_units_of_different_weights_are_asked_for_the_gradients(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Inside each unit the weights are equal, so only the servers see the difference."""
+
+    def script(trainer: Trainer) -> None:
+        for number, (samples, y) in enumerate(BATCHES):
+            x = samples.clone()  # the workers are threads of one process
+            x[:, 0] = 3.0 if number % 2 else torch.tensor([3.0, 7.0]).repeat_interleave(8)
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, x, y, weight=lambda x, _: float(x[0, 0])))
+            trainer.optimizer.step()
+
+    job = two_units(2, **changes)
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(reference(job, building(wide), script))
+    assert sums_of(found) > 0
+    assert apart_of(found) > 0
+
+
+def test_servers_beside_workers_are_sent_the_gradients_themselves(tmp_path: Path) -> None:
+    """AllReduce of two hosts: each unit has two of the four servers."""
+    changes = {"server_worker_separate": False, "nservers_per_group": 4}
+    job, script = two_units(2, **changes), usual_loop(BATCHES)
+    found = run(job, script, tmp_path / "job", (0, 1))
+    assert found.same_bits(reference(job, building(wide), script))
+    assert sums_of(found) > 0
+
+
+def test_only_gradients_that_all_have_are_summed(tmp_path: Path) -> None:
+    """Workers without a gradient in a bucket, or in a part of it; several backwards; clipping by the script."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = wide(), wide()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x) if float(x[0, 0]) < 0 else self.right(x)
+
+    def script(trainer: Trainer) -> None:
+        for batch in BATCHES:
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)
+            trainer.optimizer.step()
+
+    job = two_units(2)
+    found = run(job, script, tmp_path / "job", model=Halves)
+    assert found.same_bits(reference(job, building(Halves), script))
+    assert sums_of(found) > 0
+
+
+def test_gradients_are_accumulated_before_they_are_summed(tmp_path: Path) -> None:
+    def script(trainer: Trainer) -> None:
+        for number, batch in enumerate(BATCHES):
+            trainer.optimizer.zero_grad()
+            for _ in range(1 + number % 3):  # the number of backwards is guessed wrong
+                trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.optimizer.step()
+
+    job = two_units(2, grads="kHidden")
+    found = run(job, script, tmp_path / "job")
+    each = run(two_units(2, grads="kHidden", transport="kTcp"), script, tmp_path / "each")
+    assert found.same_bits(each)
+    assert sums_of(found) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_have_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    batches = [(x.to(dtype), y) for x, y in BATCHES]
+    job, script = two_units(2), usual_loop(batches)
+
+    def model() -> nn.Module:
+        return wide().to(dtype)
+
+    found = run(job, script, tmp_path / "job", model=model)
+    assert found.same_bits(reference(job, building(model), script))
+    # The mean of float16 makes the parts smaller first, by the weights of the whole group.
+    assert (sums_of(found) > 0) is (dtype is not torch.float16)
