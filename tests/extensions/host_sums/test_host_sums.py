@@ -193,3 +193,24 @@ def test_other_dtypes_have_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> 
     assert found.same_bits(reference(job, building(model), script))
     # The mean of float16 makes the parts smaller first, by the weights of the whole group.
     assert (sums_of(found) > 0) is (dtype is not torch.float16)
+
+
+@pytest.mark.parametrize("changes", [{}, {"grads": "kHidden"}, {"grads": "kHidden", "apply": "kOnArrival"}])
+def test_a_gradient_that_is_not_finite_is_that_of_its_worker(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """One worker's gradient of one step is infinite: what is applied, and who is named, is as without sums."""
+
+    def script(trainer: WorkerHandle) -> None:
+        for number, (x, y) in enumerate(BATCHES):
+            factor = float("inf") if number == 3 and trainer.me.index == 2 else 1.0
+            trainer.optimizer.zero_grad()
+            trainer.backward([loss * factor for loss in trainer.losses(cross_entropy, x, y)])
+            trainer.optimizer.step()
+
+    found = run(two_units(2, **changes), script, tmp_path / "job")
+    each = run(two_units(2, transport="kTcp", **changes), script, tmp_path / "each")
+    assert found.same_bits(each)
+    assert sums_of(found) > 0
+    assert apart_of(found) > 0
+    named = [handle.worker.tally.skips for handle in found.workers]
+    assert named == [handle.worker.tally.skips for handle in each.workers]
+    assert any("worker 0/2" in str(skips) for skips in named)
