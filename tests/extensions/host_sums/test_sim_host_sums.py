@@ -1,0 +1,76 @@
+"""Deaths of workers whose unit sends one sum, under the simulated clock: every batch counts once.
+
+The network keeps the order of messages, as real transports do, and bodies are read where they are.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from topotrain.config.job import Cluster, Grads, Job, Link, Reduce
+from topotrain.extensions.host_sums.host_reduction import HostReduction
+from topotrain.tools.simulator.fault_schedule import VIEWS, Fault, FaultSchedule
+from topotrain.tools.simulator.trial import Trial
+
+pytestmark = pytest.mark.simulated
+
+TWO_HOSTS = Job(
+    reduce=Reduce.kSum,
+    grads=Grads.kVisible,
+    cluster=Cluster(
+        nworkers_per_group=4,
+        nworkers_per_procs=2,
+        nservers_per_group=2,
+        nservers_per_procs=2,
+        server_worker_separate=True,
+        link=Link(),
+    ),
+)
+HIDDEN = replace(TWO_HOSTS, grads=Grads.kHidden)
+TWO_GROUPS = replace(TWO_HOSTS, cluster=replace(TWO_HOSTS.cluster, nworker_groups=2))
+JOBS = {"visible": TWO_HOSTS, "hidden": HIDDEN, "two groups": TWO_GROUPS}
+
+
+def trial(job: Job, seed: int, *faults: Fault, survive: float = 1.0, mode: str = "static") -> Trial:
+    schedule = FaultSchedule("views", 6, 2, mode, True, faults, survive=survive)
+    return Trial(job, seed, schedule, VIEWS).run()
+
+
+def sums_of(found: Trial) -> int:
+    reductions = [client.gradients for client in found.clients.values()]
+    return sum(each.sums for each in reductions if isinstance(each, HostReduction))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_without_a_death_all_steps_but_the_first_are_sums(name: str) -> None:
+    found = trial(JOBS[name], 1)
+    assert not found.wrong()
+    steps = 12 // JOBS[name].cluster.nworker_groups
+    buckets = len(found.map.buckets)
+    assert sums_of(found) == JOBS[name].cluster.nworker_groups * 2 * buckets * (steps - 1)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("mode", "index"), [("static", 0), ("lease", 1), ("static", 3)])
+def test_a_worker_dies_at_any_message(name: str, mode: str, index: int) -> None:
+    """The lead of the first server, that of the second one, and one of the other unit; survivors go on."""
+    kills = sums = 0
+    for after in range(10 + index, 130, 14):
+        found = trial(JOBS[name], after, Fault(0, 0, index, after, away=0.02), mode=mode)
+        assert not found.wrong(), f"after {after}: {found.wrong()[:3]}"
+        kills += found.kills
+        sums += sums_of(found)
+    assert kills > 2
+    assert sums > 0
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_whole_group_restarts_and_sends_sums_again(name: str) -> None:
+    again = 0
+    for after in range(30, 110, 16):
+        found = trial(JOBS[name], after, Fault(0, 0, 0, after, away=0.02), survive=0.0)
+        assert not found.wrong(), f"after {after}: {found.wrong()[:3]}"
+        if found.kills:
+            assert all(found.worker_processes[me].incarnation == 1 for me in found.workers if me.group == 0)
+            again += sums_of(found)
+    assert again > 0
