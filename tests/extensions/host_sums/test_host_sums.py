@@ -181,6 +181,23 @@ def test_gradients_are_accumulated_before_they_are_summed(tmp_path: Path) -> Non
     assert sums_of(found) > 0
 
 
+def test_a_gradient_that_a_script_drops_is_in_no_sum(tmp_path: Path) -> None:
+    """A worker sets its gradients to None after they were pushed and summed."""
+
+    def script(trainer: WorkerHandle) -> None:
+        for number, batch in enumerate(BATCHES):
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            if number >= 2 and trainer.me.index == number % 4:
+                trainer.model.zero_grad(set_to_none=True)
+            trainer.optimizer.step()
+
+    job = two_units(2, grads="kHidden")
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(run(two_units(2, grads="kHidden", transport="kTcp"), script, tmp_path / "each"))
+    assert sums_of(found) > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_have_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     batches = [(x.to(dtype), y) for x, y in BATCHES]

@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 
 from topotrain.config.job import Cluster, Grads, Job, Link, Reduce
+from topotrain.config.topology import Address
+from topotrain.core.protocol import Values
+from topotrain.core.server.server_extension import Outbox
+from topotrain.extensions.host_sums import host_sum_server
 from topotrain.extensions.host_sums.host_reduction import HostReduction
+from topotrain.extensions.host_sums.host_sum_server import HostSumServer
 from topotrain.tools.simulator.fault_schedule import VIEWS, Fault, FaultSchedule
+from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
 
 pytestmark = pytest.mark.simulated
@@ -74,3 +80,33 @@ def test_a_whole_group_restarts_and_sends_sums_again(name: str) -> None:
             assert all(found.worker_processes[me].incarnation == 1 for me in found.workers if me.group == 0)
             again += sums_of(found)
     assert again > 0
+
+
+class WithoutRepeatedValues(HostSumServer):
+    """Does not keep what went to the lead alone."""
+
+    def route_values(self, worker: Address, values: Values) -> Outbox:
+        found = super().route_values(worker, values)
+        if worker in self._of:
+            self._of[worker].shown.clear()
+        return found
+
+
+class WithoutAnEnd(HostSumServer):
+    """Does not tell the others of a unit that the sums are over."""
+
+    def reset_worker(self, worker: Address) -> None:
+        if worker in self._of:
+            self._of[worker].forget()
+
+
+@pytest.mark.parametrize("mutant", [WithoutRepeatedValues, WithoutAnEnd])
+def test_each_rule_is_needed(mutant: type[HostSumServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_sum_server, "HostSumServer", mutant)
+
+    def deaths() -> None:
+        for after in (95, 104, 107, 110, 113):
+            trial(TWO_HOSTS, after, Fault(0, 0, 1, after, away=0.02))
+
+    with pytest.raises(Deadlock):
+        deaths()
