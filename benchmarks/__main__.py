@@ -36,6 +36,7 @@ GOALS: Mapping[str, str] = {
     "P11": "handling of messages in the pure core",
     "P12": "start-up of `topotrain run`",
     "P13": "the same bytes as many tensors",
+    "P14": "4 workers on each of two hosts, summed before the link",
 }
 
 TABLES: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +49,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "downpour": ("P6",),
     "straggler": ("P7",),
     "slow_link": ("P8", "P9"),
+    "host_sums": ("P14",),
     "transports": (),
     "compression": (),
     "link_accuracy": (),
@@ -75,6 +77,7 @@ MINUTES: Mapping[str, float] = {
     "downpour": 1.8,
     "straggler": 2.6,
     "slow_link": 4.6,
+    "host_sums": 2.5,
     "transports": 0.2,
     "compression": 0.2,
     "link_accuracy": 0.5,
@@ -181,7 +184,7 @@ def render() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure topotrain beside its peers.")
-    parser.add_argument("what", nargs="*", metavar="GOAL|TABLE", help="P1 to P13, or tables; all without")
+    parser.add_argument("what", nargs="*", metavar="GOAL|TABLE", help="P1 to P14, or tables; all without")
     parser.add_argument("--tensorflow", action="store_true", help="install TensorFlow in a temporary folder, for P6")
     parser.add_argument("--render", action="store_true", help="only make the page anew")
     options = parser.parse_args()

@@ -141,9 +141,20 @@ def memory() -> dict[str, int]:
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
 
 
+def link() -> int:
+    """Bytes of messages of this worker over TCP so far, out and in."""
+    from topotrain.training import context
+
+    here = context.current()
+    assert here is not None
+    assert here.connections is not None
+    return sum(here.connections.link_traffic())
+
+
 def mute(yes: bool) -> None:
     """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
     from topotrain.training import context
+    from topotrain.training.step_progress import ProgressReporter
 
     here = context.current()
     assert here is not None
@@ -151,17 +162,18 @@ def mute(yes: bool) -> None:
     assert worker is not None
     if yes and not _muted:
         _muted.append(worker)
-        type(worker)._report = lambda self, outcome: None  # type: ignore[method-assign]
+        ProgressReporter.after_step = lambda self, outcome: None  # type: ignore[method-assign]
         type(worker)._check = lambda self: None  # type: ignore[method-assign]
     elif not yes and _muted:
         _muted.clear()
-        type(worker)._report = _report  # type: ignore[method-assign]
+        ProgressReporter.after_step = _report  # type: ignore[method-assign]
         type(worker)._check = _check  # type: ignore[method-assign]
 
 
 def timed(stepper: Stepper, count: int) -> float:
     """Take so many steps; returns the seconds that what is said and checked took of each."""
     from topotrain.training import context
+    from topotrain.training.step_progress import ProgressReporter
 
     here = context.current()
     assert here is not None
@@ -180,12 +192,12 @@ def timed(stepper: Stepper, count: int) -> float:
 
         return inner
 
-    type(worker)._report = watched(_report)  # type: ignore[method-assign]
+    ProgressReporter.after_step = watched(_report)  # type: ignore[method-assign]
     type(worker)._check = watched(_check)  # type: ignore[method-assign]
     try:
         stepper.steps(count)
     finally:
-        type(worker)._report = _report  # type: ignore[method-assign]
+        ProgressReporter.after_step = _report  # type: ignore[method-assign]
         type(worker)._check = _check  # type: ignore[method-assign]
     return spent / count
 
@@ -218,9 +230,10 @@ def main() -> None:
         raise
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
     if options.peer == "job":
+        from topotrain.training.step_progress import ProgressReporter
         from topotrain.training.worker import Worker
 
-        _check, _report = Worker._check, Worker._report
+        _check, _report = Worker._check, ProgressReporter.after_step
     for order in line.orders():
         if "mute" in order:
             mute(order["mute"])
@@ -231,6 +244,8 @@ def main() -> None:
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
         elif "check" in order:
             line.say(checksum=stepper.checksum(), **memory())
+        elif "link" in order:
+            line.say(link=link())
         else:
             break
     if options.peer in _MEETING:

@@ -211,6 +211,10 @@ class WorkerConnections(Connections):
         """Return the bytes of messages sent and received."""
         return self._router.traffic()
 
+    def link_traffic(self) -> tuple[int, int]:
+        """Return the bytes of messages sent and received over TCP."""
+        return self._router.link_traffic()
+
     def close(self, finished: bool = True) -> None:
         """Leave after all queued messages are sent.
 
