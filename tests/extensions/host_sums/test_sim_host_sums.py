@@ -140,3 +140,29 @@ def test_the_commits_say_which_gradients_are_in_a_sum(monkeypatch: pytest.Monkey
     # Without the last word of the leads a server may know all commits before the sum that they ask for.
     monkeypatch.setattr(HostSumServer, "may_stage", lambda *_: True)
     assert not all(play_drops(seed) for seed in range(20))
+
+
+def play_weights(seed: int) -> bool:
+    """The units have different weights in every second step. Whether the servers have the weighted means."""
+    job = replace(HIDDEN, reduce=Reduce.kMean)
+    cluster = ScriptedCluster(job, seed, VIEWS)
+    parts: list[list[torch.Tensor]] = []
+
+    def script(worker: ScriptedWorker) -> None:
+        worker.open(3.0)
+        for step in range(5):
+            gradient = worker.numbers()
+            worker.sleep(0.0, 0.01)
+            weight = 3.0 if step % 2 and worker.me.index >= 2 else 1.0
+            parts.append([part.double() * weight / (8 if step % 2 else 4) for part in gradient])
+            worker.step(gradient, weight=weight)
+        worker.finish()
+
+    cluster.play(script)
+    reductions = [client.gradients for client in cluster.clients.values()]
+    assert all(sum(getattr(each, name) for each in reductions) for name in ("sums", "apart"))
+    return same(cluster.values(), [3.0 - part for part in total(parts)])
+
+
+def test_a_server_asks_for_gradients_whatever_comes_last() -> None:
+    assert all(play_weights(seed) for seed in range(25))

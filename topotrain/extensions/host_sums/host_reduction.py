@@ -42,7 +42,7 @@ from topotrain.core.client.client_context import ClientModel, ServerChannel, Ste
 from topotrain.core.client.client_extension import ClientExtension, ClientHooks
 from topotrain.core.client.step_exchange import ServerReduction
 from topotrain.core.client.value_pull import ValuePull
-from topotrain.core.model.schema import typed
+from topotrain.core.model.schema import FlatBuffers, typed
 from topotrain.core.protocol import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.server.nonfinite import all_finite
 from topotrain.core.server.ordered_sum import OrderedMean
@@ -123,6 +123,7 @@ class HostReduction(ServerReduction):
         self._direct: set[int] = set()  # buckets that no unit adds up
         self._infinite: set[int] = set()  # buckets of the present step with a gradient that is not finite
         self._gradients: UnitGradients | None = None
+        self._buffers: dict[int, FlatBuffers] = {}  # of the servers that this worker adds up for
         self._mean = OrderedMean([unit.workers], divide=False)
         self.sums = 0
         """Sums that this worker has sent as a lead."""
@@ -140,6 +141,7 @@ class HostReduction(ServerReduction):
         """As `GradientExchange.start`: connect to the others of the unit."""
         shards = [shard for shard in self._unit.shards if self._unit.lead(shard) == self.channel.me.index]
         slice_map, workers = self.model.map, self._unit.workers
+        self._buffers = {shard: self.model.flats.of_shard(shard) for shard in shards}
         for bucket in slice_map.buckets:
             half = self.model.flats.view("local", bucket).dtype is torch.float16 and self._settings.divide
             if half or slice_map.spaces[bucket.space].owners:
@@ -304,7 +306,7 @@ class HostReduction(ServerReduction):
         if counted and not weighted and not sums.apart:
             total = bodies[next(iter(counted))]
             if len(counted) > 1:
-                total = self.model.flats.view("host sum", bucket)
+                total = self._buffers[bucket.shard].view("sum", bucket)
                 with self.channel.spans.span("sum of the host", step=sums.step + 1, bucket=bucket.id):
                     self._mean.write({worker: (1.0, bodies[worker]) for worker in counted}, total)
                 if self._settings.checked and not all_finite(total):
@@ -346,8 +348,8 @@ class HostReduction(ServerReduction):
     def values_place(self, message: HostValues) -> torch.Tensor:
         """Where a server's values for the unit are to be received."""
         # Apart from "params", which may get other values while another worker still reads these.
-        server = self.channel.servers[message.shard]
-        return self.model.flats.view("host values", self.model.bucket(server, message.bucket))
+        bucket = self.model.bucket(self.channel.servers[message.shard], message.bucket)
+        return self._buffers[message.shard].view("values", bucket)
 
     def take_values(self, sender: Address, message: HostValues) -> None:
         """A server has sent values for the unit, or the lead shows them."""
@@ -393,7 +395,7 @@ class HostSumClient(ClientExtension):
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         """As `ClientExtension.bind`."""
-        self._model = model
+        self._me, self._model = channel.me.index, model
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """As `ClientExtension.place`. What a worker of the unit sends is read in its memory."""
@@ -422,7 +424,8 @@ class HostSumClient(ClientExtension):
     def _check(self, sender: Address, shard: int) -> None:
         """Raise ProtocolError if means or values of a server cannot come from this sender."""
         source = shard if sender.role is Role.SERVER else self._unit.lead(shard)
-        if shard not in self._unit.shards or sender.index != source or not self._model.is_open:
+        is_lead = sender.role is Role.WORKER or self._unit.lead(shard) == self._me
+        if shard not in self._unit.shards or sender.index != source or not is_lead or not self._model.is_open:
             raise m.ProtocolError(f"{sender} sends what server {shard} has, which it does not get")
 
     def on_lost(self, peer: Address, reason: str) -> bool:

@@ -153,15 +153,19 @@ class HostSumServer(GradientExtension):
         """As `GradientExtension.backward_ended`."""
         return tuple(self._requests(sender.group))
 
-    def committed(self, sender: Address, message: m.Commit) -> Outbox:
-        """As `GradientExtension.committed`."""
-        return tuple(self._requests(sender.group))
-
     # --- a step --------------------------------------------------------------------------------------------------
 
     def may_stage(self, group: int, step: int) -> bool:
         """As `ServerExtension.may_stage`: which pushes count is known when the leads have ended the step."""
-        return not self._replaces or all(self._has_ended(state, step) for state in self._states(group))
+        if not self._replaces:
+            return True
+        if not all(self._has_ended(state, step) for state in self._states(group)):
+            return False
+        if not self._server.state.known.staging[group].withdraw_sums():
+            return True
+        # Here, and not where a message has come: whatever completes the step, this is asked.
+        self._server.queue.send_all(self._requests(group))
+        return False
 
     def _has_ended(self, state: _UnitState, step: int) -> bool:
         if state.first is None or step < state.first or not self._counts(state.unit.group):

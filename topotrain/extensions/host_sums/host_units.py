@@ -72,18 +72,18 @@ def used_unit(job: Job, topology: Topology, worker: Address) -> HostUnit | None:
     return next((unit for unit in units if worker.index in unit.workers), None)
 
 
-def advice(job: Job) -> str:
-    """Return what a plan says about the sums of hosts, with a host for each unit; empty: nothing."""
-    one = layout(job.cluster)
-    apart = layout(job.cluster, range(len(one.units)))
-    units = [unit for group in range(apart.worker_groups) for unit in host_units(apart, group)]
+def link_advice(job: Job) -> str:
+    """Return how the workers of a host use its link, with a host for each unit; empty: each unit has one worker."""
+    if job.cluster.transport is TransportChoice.kShm:  # all units are on one host
+        return ""
+    topology = layout(job.cluster, range(len(layout(job.cluster).units)))
+    units = [unit for group in range(topology.worker_groups) for unit in host_units(topology, group)]
     if not units:
         return ""
-    why = refusal(job, apart)
-    count = max(len(unit.workers) for unit in units)
+    count, why = max(len(unit.workers) for unit in units), refusal(job, topology)
     if why:
-        return f"with a host for each unit, each of its {count} workers exchanges gradients and values by itself: {why}"
+        return f"with a host for each unit its {count} workers use the link each for itself: {why}"
     return (
-        f"with a host for each unit, its {count} workers are summed before the link: one gradient and one pull "
-        f"for all of them, 1/{count} of the bytes"
+        f"with a host for each unit its {count} workers are summed before the link: one gradient and one pull for all "
+        f"of them, 1/{count} of the bytes"
     )

@@ -71,13 +71,13 @@ class CommittedPushes(GradientSource):
         # On a transport that reorders, a commit may overtake its pushes.
         if not all(map(self._has_all, self.commits)):
             return False
-        if self._has_sums and self._withdraw_all():
-            return False
         self._find_present(self.commits)
         return True
 
-    def _withdraw_all(self) -> bool:
-        """Forget sums of units in a step whose mean needs weights. Whether there were any."""
+    def withdraw_sums(self) -> bool:
+        """As `GradientSource.withdraw_sums`."""
+        if not self._has_sums or not all(map(self._has_all, self.commits)):
+            return False
         found = [self._withdraw_sums(self._pushes.get(b.id, {}), self._parts(at)) for at, b in enumerate(self._buckets)]
         self._has_sums = False
         return any(found)

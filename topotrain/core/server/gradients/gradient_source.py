@@ -223,6 +223,13 @@ class GradientSource(ABC):
         """
         return None
 
+    def withdraw_sums(self) -> bool:
+        """Forget the sums of units that the committed step cannot be made of.
+
+        Returns whether there were any. Sources that look at each bucket when all of it is here do it by themselves.
+        """
+        return False
+
     def _withdraw_sums(self, pushes: HeldPushes, parts: Mapping[int, Part]) -> bool:
         """Forget the sums of units in the pushes of a bucket, if its mean needs weights.
 
