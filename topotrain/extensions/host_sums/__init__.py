@@ -1,1 +1,1 @@
-"""Sums of the workers of one host, which travel to the servers of other hosts once."""
+"""Sums of the workers of a host, which travel to servers of other hosts once."""

@@ -10,7 +10,7 @@ worker's pull serves all of them. For each such server one of the workers is the
 
 **Exactly once.** Only bodies take this way. Each worker still ends its backwards and commits its steps on every server
 itself, and gets its replies itself. So a step has the contributions of all workers or is not made, whichever process
-dies, and a sum counts once: it names the workers whose gradients are in it, and a server keeps one gradient of each.
+dies, and a sum counts once: it names the workers of its gradients, and a server keeps one gradient of each worker.
 
 **Beginning and end.** A worker connects to the others of its unit in the background, and tells the servers when it is
 done. A server that knows this of all of them says from which step on the sums begin (`HostSumStart`), before the reply
@@ -21,14 +21,14 @@ others go on, the server says that the sums are over, and repeats the values tha
 
 * The weights of the group's workers differ, as in the last batch of an epoch: each gradient is multiplied by its weight
   before it is added. The lead sees the weights of its unit. The server asks where those of other units differ.
-* The sum is not finite: the servers must find out whose gradient it is.
+* The sum is not finite: the servers must find out which worker's gradient it is.
 * A worker's gradients are not finite (`grads: kHidden`): the servers leave it out, and need those of the others.
 * float16 and `reduce: kMean`: the parts are made smaller before they are added, by a factor that depends on the weights
   of the whole group. Such buckets are pushed by each worker itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -73,7 +73,10 @@ class UnitLinks(ABC):
 
     @abstractmethod
     def begin(self, workers: Sequence[Address], reduction: "HostReduction") -> None:
-        """Connect to these workers without waiting; call `HostReduction.connected` for each."""
+        """Connect to these workers without waiting.
+
+        `HostReduction.connected` is to be called for each.
+        """
 
     @abstractmethod
     def send(self, to: Address, message: m.Message) -> None:
@@ -105,8 +108,77 @@ class HostSumSettings:
         return cls(job.reduce is Reduce.kMean, replaces, job.nonfinite is not NonFinite.kAllow)
 
 
+def elements(model: ClientModel, bucket: Bucket, message: HostGradient) -> torch.Tensor:
+    """Return the gradient of a message.
+
+    Raises ProtocolError for a body of another size.
+    """
+    if message.body is None:
+        raise m.ProtocolError(f"a gradient of bucket {bucket.id} without a body")
+    return typed(message.body, model.flats.view("local", bucket))
+
+
+class SumWriter:
+    """Adds up gradients of a unit, and makes the messages to servers.
+
+    Args:
+        model: the model.
+        settings: how gradients are added up.
+        workers: of the unit.
+    """
+
+    def __init__(self, model: ClientModel, settings: HostSumSettings, workers: Sequence[int]) -> None:
+        self._model, self._settings = model, settings
+        self._mean = OrderedMean([workers], divide=False)
+        self._buffers: dict[int, FlatBuffers] = {}
+        self.sums = 0
+        """Sums that were made."""
+        self.apart = 0
+        """Gradients that were sent one by one, because their sum would have been of no use."""
+
+    def buffer(self, name: str, bucket: Bucket) -> torch.Tensor:
+        """Memory for the sum of a bucket ("sum"), or for its new values ("values")."""
+        # Of the parts of the model that this worker is the lead for.
+        if bucket.shard not in self._buffers:
+            self._buffers.setdefault(bucket.shard, self._model.flats.of_shard(bucket.shard))
+        return self._buffers[bucket.shard].view(name, bucket)
+
+    def messages(self, bucket: Bucket, sums: UnitSum) -> list[HostPush]:
+        """One message with the sum, or one for each gradient where that is of no use."""
+        counted = {worker: weight for worker, weight in sums.weights.items() if weight > 0}
+        bodies = {worker: elements(self._model, bucket, gradient) for worker, gradient in sums.gradients.items()}
+        weighted = self._settings.divide and len(set(counted.values())) > 1
+        total: torch.Tensor | None = None
+        if counted and not weighted and not sums.apart:
+            total = bodies[next(iter(counted))] if len(counted) == 1 else self._sum(bucket, counted, bodies)
+        if total is None:
+            self.apart += len(sums.gradients)
+            return [self._message(bucket, sums, [worker], bodies[worker]) for worker in sums.gradients]
+        self.sums += 1
+        named = [*counted, *(worker for worker in sums.weights if worker not in counted)]
+        return [self._message(bucket, sums, named, total, len(counted))]
+
+    def _sum(self, bucket: Bucket, workers: Iterable[int], bodies: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """The plain sum of gradients; None: it is not finite."""
+        total = self.buffer("sum", bucket)
+        self._mean.write({worker: (1.0, bodies[worker]) for worker in workers}, total)
+        return total if not self._settings.checked or all_finite(total) else None
+
+    def _message(
+        self, bucket: Bucket, sums: UnitSum, named: Sequence[int], body: torch.Tensor, counted: int = 1
+    ) -> HostPush:
+        present = 0
+        for worker in named:
+            present |= bits_to_int(sums.gradients[worker].present)
+        revisions = tuple(sums.gradients[worker].ordinal for worker in named) if self._settings.replaces else ()
+        workers, idle = tuple(named[:counted]), tuple(named[counted:])
+        where = (sums.step, sums.ordinal, bucket.id, sums.number)
+        bits = int_to_bits(present, len(bucket.pieces))
+        return HostPush(*where, sums.weights[named[0]], bits, workers, idle, revisions, body=body)
+
+
 class HostReduction(ServerReduction):
-    """Sends gradients to servers of this host directly, and to others over the unit's lead.
+    """Sends gradients to servers of this host directly, and to others over a lead.
 
     Args:
         unit: the worker's unit.
@@ -123,17 +195,12 @@ class HostReduction(ServerReduction):
         self._direct: set[int] = set()  # buckets that no unit adds up
         self._infinite: set[int] = set()  # buckets of the present step with a gradient that is not finite
         self._gradients: UnitGradients | None = None
-        self._buffers: dict[int, FlatBuffers] = {}  # of the servers that this worker adds up for
-        self._mean = OrderedMean([unit.workers], divide=False)
-        self.sums = 0
-        """Sums that this worker has sent as a lead."""
-        self.apart = 0
-        """Gradients that it has sent one by one, because their sum would have been of no use."""
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull, hooks: ClientHooks) -> None:
         """As `GradientExchange.bind`."""
         super().bind(channel, model, values, hooks)
         self._others = tuple(each for each in self._unit.addresses() if each != channel.me)
+        self._writer = SumWriter(model, self._settings, self._unit.workers)
 
     # --- the beginning -------------------------------------------------------------------------------------------
 
@@ -141,7 +208,6 @@ class HostReduction(ServerReduction):
         """As `GradientExchange.start`: connect to the others of the unit."""
         shards = [shard for shard in self._unit.shards if self._unit.lead(shard) == self.channel.me.index]
         slice_map, workers = self.model.map, self._unit.workers
-        self._buffers = {shard: self.model.flats.of_shard(shard) for shard in shards}
         for bucket in slice_map.buckets:
             half = self.model.flats.view("local", bucket).dtype is torch.float16 and self._settings.divide
             if half or slice_map.spaces[bucket.space].owners:
@@ -171,6 +237,16 @@ class HostReduction(ServerReduction):
     def is_connected(self) -> bool:
         """Whether there are connections to all other workers of the unit."""
         return len(self._met) == len(self._others)
+
+    @property
+    def sums(self) -> int:
+        """Sums that this worker has sent as a lead."""
+        return self._writer.sums
+
+    @property
+    def apart(self) -> int:
+        """Gradients of its unit that it has sent one by one."""
+        return self._writer.apart
 
     def begin_sums(self, shard: int, step: int) -> None:
         """A server adds up sums of this unit from this step on; -1: not any more."""
@@ -252,7 +328,7 @@ class HostReduction(ServerReduction):
     # --- gradients of the unit, on the lead ----------------------------------------------------------------------
 
     def receive(self, sender: Address, message: m.Message) -> None:
-        """A worker of the unit, or a server, has sent a message about gradients. Called under the waiter."""
+        """A message about gradients has come. Called under the waiter."""
         if self._gradients is None:
             return
         if isinstance(message, SeparateGradients):
@@ -281,51 +357,16 @@ class HostReduction(ServerReduction):
             raise m.ProtocolError(f"worker {worker} has no bucket {message.bucket}")
         bucket = self.model.map.buckets[message.bucket]
         m.check_bits(message.present, len(bucket.pieces), self._address(worker), f"the pieces of bucket {bucket.id}")
-        self._elements(bucket, message)
-
-    def _elements(self, bucket: Bucket, message: HostGradient) -> torch.Tensor:
-        if message.body is None:
-            raise m.ProtocolError(f"a gradient of bucket {bucket.id} without a body")
-        return typed(message.body, self.model.flats.view("local", bucket))
+        elements(self.model, bucket, message)
 
     def _send(self, sums: Sequence[UnitSum], ends: Sequence[tuple[int, m.Message]]) -> None:
         for each in sums:
             bucket = self.model.map.buckets[each.bucket]
             server = self.model.server_of(bucket)
-            for message in self._messages(bucket, each):
+            for message in self._writer.messages(bucket, each):
                 self._post(server, message)
         for shard, end in ends:
             self._post(self.channel.servers[shard], end)
-
-    def _messages(self, bucket: Bucket, sums: UnitSum) -> list[HostPush]:
-        """One message with the sum, or one for each gradient where that is of no use."""
-        counted = {worker: weight for worker, weight in sums.weights.items() if weight > 0}
-        bodies = {worker: self._elements(bucket, gradient) for worker, gradient in sums.gradients.items()}
-        weighted = self._settings.divide and len(set(counted.values())) > 1
-        total: torch.Tensor | None = None
-        if counted and not weighted and not sums.apart:
-            total = bodies[next(iter(counted))]
-            if len(counted) > 1:
-                total = self._buffers[bucket.shard].view("sum", bucket)
-                with self.channel.spans.span("sum of the host", step=sums.step + 1, bucket=bucket.id):
-                    self._mean.write({worker: (1.0, bodies[worker]) for worker in counted}, total)
-                if self._settings.checked and not all_finite(total):
-                    total = None
-        if total is None:
-            self.apart += len(sums.gradients)
-            return [self._message(sums, [worker], bodies[worker]) for worker in sums.gradients]
-        self.sums += 1
-        return [self._message(sums, [*counted, *(w for w in sums.weights if w not in counted)], total, len(counted))]
-
-    def _message(self, sums: UnitSum, named: Sequence[int], body: torch.Tensor, counted: int = 1) -> HostPush:
-        present = 0
-        for worker in named:
-            present |= bits_to_int(sums.gradients[worker].present)
-        revisions = tuple(sums.gradients[worker].ordinal for worker in named) if self._settings.replaces else ()
-        bits = int_to_bits(present, len(self.model.map.buckets[sums.bucket].pieces))
-        workers, idle = tuple(named[:counted]), tuple(named[counted:])
-        where = (sums.step, sums.ordinal, sums.bucket, sums.number)
-        return HostPush(*where, sums.weights[named[0]], bits, workers, idle, revisions, body=body)
 
     # --- means and values ----------------------------------------------------------------------------------------
 
@@ -349,7 +390,7 @@ class HostReduction(ServerReduction):
         """Where a server's values for the unit are to be received."""
         # Apart from "params", which may get other values while another worker still reads these.
         bucket = self.model.bucket(self.channel.servers[message.shard], message.bucket)
-        return self._buffers[message.shard].view("values", bucket)
+        return self._writer.buffer("values", bucket)
 
     def take_values(self, sender: Address, message: HostValues) -> None:
         """A server has sent values for the unit, or the lead shows them."""
@@ -398,7 +439,7 @@ class HostSumClient(ClientExtension):
         self._me, self._model = channel.me.index, model
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `ClientExtension.place`. What a worker of the unit sends is read in its memory."""
+        """As `ClientExtension.place`. Bodies of other workers are read in their memory."""
         if isinstance(message, HostValues) and sender.role is Role.SERVER:
             self._check(sender, message.shard)
             return self._reduction.values_place(message)

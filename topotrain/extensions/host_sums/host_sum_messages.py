@@ -1,4 +1,6 @@
-"""Messages of the sums of hosts: between the workers of a unit, and with servers of other hosts.
+"""Messages of the sums of hosts.
+
+They are between the workers of a unit, and with servers of other hosts.
 
 "Lead" is the worker of a unit that adds up for one server (`HostUnit.lead`).
 """
@@ -40,7 +42,7 @@ class HostReady(Message):
 @message(132, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class HostSumStart(Message):
-    """Server -> worker: from this step on the unit sends sums to this server. -1: not any more.
+    """Server -> worker: the unit sends sums to this server from a step on. -1: never.
 
     A unit begins between two steps: the message is before the reply to the step before it.
     """
@@ -114,7 +116,7 @@ class HostCommit(Message):
 @message(136, TO_SERVER, handled="reduce")
 @dataclass(frozen=True, slots=True)
 class HostPush(Message):
-    """Lead -> server: the plain sum of the gradients of one bucket of workers of the lead's unit.
+    """Lead -> server: the plain sum of gradients of one bucket of the lead's unit.
 
     The body is a view of memory of the lead's host. It stays valid as that of a Push does.
 
@@ -123,7 +125,7 @@ class HostPush(Message):
             gradients can be replaced.
         weight: of each worker in `workers`.
         present: one bit for each piece of the bucket of which some worker has a gradient.
-        workers: the workers whose gradients are in the sum.
+        workers: the workers of these gradients.
         idle: workers that have pushed the bucket with weight 0, so that nothing is added.
         revisions: of the pushes of these workers, in the order of `workers` and `idle`. Empty: `ordinal` of all.
     """
@@ -153,7 +155,9 @@ class HostPush(Message):
 @message(137, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class HostStepEnd(Message):
-    """Lead -> server: the unit's last sums of a step, where the step's gradients can be replaced.
+    """Lead -> server: the unit's last sums of a step are sent.
+
+    It is for steps in which a later push replaces an earlier one.
 
     Attributes:
         sums: for each bucket of the server a byte: `number` of its last sum, plus 1. 0: there is none.
@@ -169,9 +173,9 @@ class HostStepEnd(Message):
 @message(138, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class SeparateGradients(Message):
-    """Server -> lead: the workers of the group have different weights, so the sum of this bucket is of no use.
+    """Server -> lead: request for the gradients of a bucket one by one.
 
-    The lead sends the gradients of the bucket one by one.
+    The workers of the group have different weights, so their sum is of no use.
     """
 
     step: int
@@ -206,10 +210,10 @@ class HostMean(Message):
 @message(140, FROM_SERVER, _BETWEEN_WORKERS, sent="pull")
 @dataclass(frozen=True, slots=True)
 class HostValues(Message):
-    """Server -> lead -> worker: a step's values of one bucket, as in `Values`, for the whole unit.
+    """Server -> lead -> worker: a step's values of one bucket, for the whole unit.
 
-    The body is a view of the server's values, or of the lead's memory. The latter changes only with the values of a
-    later step, which needs this worker's commit.
+    The fields are as in `Values`. The body is a view of the server's values, or of the lead's memory, which changes
+    only with the values of a later step: that needs this worker's commit.
     """
 
     shard: int

@@ -10,6 +10,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
 from topotrain.core.protocol import check_bits
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import GradientExtension, Outbox, StepResult
 from topotrain.extensions.host_sums.host_sum_messages import (
@@ -25,7 +26,7 @@ from topotrain.extensions.host_sums.host_units import HostUnit
 
 @dataclass(slots=True)
 class _UnitState:
-    """What a server knows of a unit that is on another host."""
+    """The state of a unit of another host on a server."""
 
     unit: HostUnit
     lead: Address
@@ -128,7 +129,8 @@ class HostSumServer(GradientExtension):
         body = typed(present_body(message), model.values(bucket.id))
         if message.number > state.numbers.get(message.bucket, -1):
             state.numbers[message.bucket] = message.number
-            source.renew(bucket.id, state.unit.workers)
+            if isinstance(source, CommittedPushes):
+                source.renew(bucket.id, state.unit.workers)
         group = self._server.worker_groups.workers[state.unit.group]
         for at, index in enumerate((*message.workers, *message.idle)):
             ordinal = message.revisions[at] if message.revisions else message.ordinal
@@ -145,7 +147,7 @@ class HostSumServer(GradientExtension):
     def _requests(self, group: int) -> Iterator[tuple[Address, m.Message]]:
         """Ask for the gradients of sums that cannot be used."""
         model = self._server.state.model
-        for push, worker in () if model is None else model.staging[group].take_unusable():
+        for push, worker in () if model is None else model.staging[group].sums.take_unusable():
             state = self._of[self._server.worker_groups.workers[group][worker]]
             yield state.lead, SeparateGradients(push.step, 0 if self._replaces else push.ordinal, push.bucket)
 
@@ -156,12 +158,13 @@ class HostSumServer(GradientExtension):
     # --- a step --------------------------------------------------------------------------------------------------
 
     def may_stage(self, group: int, step: int) -> bool:
-        """As `ServerExtension.may_stage`: which pushes count is known when the leads have ended the step."""
+        """As `ServerExtension.may_stage`: the leads say which pushes are in their sums."""
         if not self._replaces:
             return True
         if not all(self._has_ended(state, step) for state in self._states(group)):
             return False
-        if not self._server.state.known.staging[group].withdraw_sums():
+        source = self._server.state.known.staging[group]
+        if not isinstance(source, CommittedPushes) or not source.withdraw_sums():
             return True
         # Here, and not where a message has come: whatever completes the step, this is asked.
         self._server.queue.send_all(self._requests(group))
@@ -209,7 +212,7 @@ class HostSumServer(GradientExtension):
         return state is None or state.first is None or message.step < state.first or to == state.lead
 
     def route_values(self, worker: Address, values: m.Values) -> Outbox:
-        """As `GradientExtension.route_values`: the lead shows a step's values to the others."""
+        """As `GradientExtension.route_values`: a step's values go to the lead."""
         state = self._of.get(worker)
         # Workers ask for other values by themselves, and not all at the same moment.
         if state is None or state.first is None or values.round < 0 or values.body is None:

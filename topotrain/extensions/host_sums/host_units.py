@@ -1,4 +1,4 @@
-"""The units whose workers send one sum over the network, and the conditions for it.
+"""The units that send one sum of their workers over the network.
 
 A unit is a term of the canonical sum of its group (`Topology.sum_tree`). So a plain sum that is made in the unit has
 the bits that the server would have got from the unit's gradients. Nothing here needs a running process.
@@ -25,7 +25,7 @@ class HostUnit:
     shards: frozenset[int]
 
     def lead(self, shard: int) -> int:
-        """The worker that adds up the gradients for a server, and gets its means and values."""
+        """The worker that adds up for a server, and gets its means and values."""
         # Another worker for each server, so that all of them add up equally much.
         return self.workers[shard % len(self.workers)]
 
@@ -35,7 +35,7 @@ class HostUnit:
 
 
 def host_units(topology: Topology, group: int) -> tuple[HostUnit, ...]:
-    """Return the units of a group with several workers and with servers on other hosts."""
+    """Return the units of a group with several workers, and servers elsewhere."""
     servers = topology.servers(topology.server_group_of(group))
     found = []
     for workers in topology.sum_tree(group):
@@ -47,7 +47,7 @@ def host_units(topology: Topology, group: int) -> tuple[HostUnit, ...]:
 
 
 def refusal(job: Job, topology: Topology) -> str:
-    """Why no worker of the job sends sums of its host; empty: they do, where units have several workers."""
+    """Why no unit of the job sends sums; empty: those with several workers do."""
     cluster = job.cluster
     conditions = {
         "transport: kTcp shares no memory": cluster.transport is TransportChoice.kTcp,
@@ -73,7 +73,10 @@ def used_unit(job: Job, topology: Topology, worker: Address) -> HostUnit | None:
 
 
 def link_advice(job: Job) -> str:
-    """Return how the workers of a host use its link, with a host for each unit; empty: each unit has one worker."""
+    """Return how the workers of a host use its link, with a host for each unit.
+
+    Empty: each unit has one worker, or no server is elsewhere.
+    """
     if job.cluster.transport is TransportChoice.kShm:  # all units are on one host
         return ""
     topology = layout(job.cluster, range(len(layout(job.cluster).units)))

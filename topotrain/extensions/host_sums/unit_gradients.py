@@ -75,9 +75,10 @@ class _Backward:
 
 
 class BackwardGradients(UnitGradients):
-    """The gradients of backwards that are sums of their own: the first of each worker counts.
+    """The gradients of backwards that are sums of their own.
 
-    A bucket is summed when every worker has pushed it, or has ended the backward without it.
+    The first gradient of each worker counts. A bucket is summed when every worker has pushed it, or has ended the
+    backward without it.
     """
 
     def __init__(self, workers: Sequence[int]) -> None:
@@ -129,7 +130,7 @@ class BackwardGradients(UnitGradients):
         return UnitSum(step, ordinal, bucket, ordered, weights, apart=backward.apart)
 
     def separate(self, step: int, ordinal: int, bucket: int) -> list[UnitSum]:
-        """As `UnitGradients.separate`. The weights are those of the backward, so its other buckets follow."""
+        """As `UnitGradients.separate`. The other buckets of the backward follow."""
         backward = self._backwards.get((step, ordinal))
         if backward is None or bucket not in backward.summed:
             return []
@@ -139,7 +140,7 @@ class BackwardGradients(UnitGradients):
 
 @dataclass(slots=True)
 class _Sent:
-    """What was sent last of a bucket: the revision and the weight of each worker."""
+    """The last sum of a bucket: the revision and the weight of each worker."""
 
     revisions: Mapping[int, int]
     weights: Mapping[int, float]
@@ -217,7 +218,7 @@ class CommittedGradients(UnitGradients):
         return self._finish(message.shard) if len(commits) == len(self._workers) else []
 
     def _finish(self, shard: int) -> list[UnitSum]:
-        """Return the sums that the commits of all workers need, once all their pushes are here."""
+        """Return the sums that the commits need, once all their pushes are here."""
         commits, buckets = self._commits[shard], self._buckets[shard]
         if shard in self._ended:
             return []

@@ -1,4 +1,4 @@
-"""The connections between the workers of a unit, over which its gradients are added up."""
+"""The connections between the workers of a unit, to add up its gradients."""
 
 import threading
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class PresentWorkers:
         self._there: dict[tuple[Address, int], HostReduction] = {}
 
     def add(self, me: Address, incarnation: int, reduction: HostReduction, unit: Sequence[Address]) -> None:
-        """A worker can be reached: connect it with those of its incarnation that are there."""
+        """A worker can be reached: connect it with the others of its incarnation."""
         self._there[me, incarnation] = reduction
         for other in unit:
             if other == me or (other, incarnation) not in self._there:
@@ -71,7 +71,7 @@ class SimUnitLinks(UnitLinks):
 def reduction_of(
     job: Job, topology: Topology, me: Address, incarnation: int, sender: MessageSender, present: PresentWorkers
 ) -> tuple[GradientExchange | None, tuple[ClientExtension, ...]]:
-    """Return a worker's part in the sums of its host, and its extension; None without sums."""
+    """Return a worker's part in the sums of its host, and its extension."""
     unit = used_unit(job, topology, me)
     if unit is None:
         return None, ()

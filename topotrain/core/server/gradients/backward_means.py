@@ -27,13 +27,8 @@ from topotrain.core.protocol import (
     per_piece,
 )
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.gradients.gradient_source import (
-    GradientSource,
-    HeldPushes,
-    ReducedBucket,
-    SourceSettings,
-    StepError,
-)
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
+from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, nonfinite_segment, nonfinite_workers
 from topotrain.core.server.ordered_sum import Part
 
@@ -152,7 +147,6 @@ class BackwardMeans(GradientSource):
     def _reset(self) -> None:
         super()._reset()
         self._backwards = BackwardsOfStep()
-        self._has_sums = False  # of units
         self._nonfinite: dict[int, int] = {}  # workers with parts that were not finite, and the segment
 
     # --- arrivals ------------------------------------------------------------------------------------------------
@@ -173,7 +167,7 @@ class BackwardMeans(GradientSource):
             return ()
         # The first push counts: a repeated one may have another body behind it by now.
         backward.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
-        self._has_sums = self._has_sums or body is None
+        self.sums.note(body)
         return self._ready(backward, (message.bucket,))
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
@@ -231,7 +225,7 @@ class BackwardMeans(GradientSource):
                 parts[worker] = (backward.ends[worker].weight, None)
             else:
                 return None
-        return None if self._has_sums and self._withdraw_sums(pushes, parts) else parts
+        return None if self.sums.any and self.sums.withdraw(pushes, parts) else parts
 
     @abstractmethod
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:

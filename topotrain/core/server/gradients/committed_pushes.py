@@ -8,7 +8,8 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
-from topotrain.core.server.gradients.gradient_source import GradientSource, HeldPushes, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, look, nonfinite_segment
 from topotrain.core.server.ordered_sum import Part
 
@@ -29,7 +30,6 @@ class CommittedPushes(GradientSource):
     def _reset(self) -> None:
         super()._reset()
         self._pushes: dict[int, HeldPushes] = {}  # by bucket
-        self._has_sums = False  # of units
         self._unsummed: set[int] = set()  # places of buckets with parts that have not been added up
         self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
 
@@ -47,14 +47,14 @@ class CommittedPushes(GradientSource):
         # The simulated transport delivers pushes in another order; the real ones never do.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
-            self._has_sums = self._has_sums or body is None
+            self.sums.note(body)
             if self._looks_early and body is not None:  # while it is in the processor's cache
                 at = message.bucket - self._first
                 self._looked[at, worker] = look(self._buckets[at], body)
         return ()
 
     def renew(self, bucket: int, workers: Collection[int]) -> None:
-        """As `GradientSource.renew`."""
+        """A sum of these workers is about to take the place of what they have pushed."""
         at, pushes = bucket - self._first, self._pushes.get(bucket, {})
         for worker in workers:
             pushes.pop(worker, None)
@@ -75,11 +75,15 @@ class CommittedPushes(GradientSource):
         return True
 
     def withdraw_sums(self) -> bool:
-        """As `GradientSource.withdraw_sums`."""
-        if not self._has_sums or not all(map(self._has_all, self.commits)):
+        """Remove the sums that the committed step cannot be made of.
+
+        Returns whether there were any.
+        """
+        if not self.sums.any or not all(map(self._has_all, self.commits)):
             return False
-        found = [self._withdraw_sums(self._pushes.get(b.id, {}), self._parts(at)) for at, b in enumerate(self._buckets)]
-        self._has_sums = False
+        withdraw = self.sums.withdraw
+        found = [withdraw(self._pushes.get(b.id, {}), self._parts(at)) for at, b in enumerate(self._buckets)]
+        self.sums.clear()
         return any(found)
 
     def _has_all(self, worker: int) -> bool:

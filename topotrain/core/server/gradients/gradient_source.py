@@ -17,10 +17,8 @@ from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.component_state import State
-from topotrain.core.server.ordered_sum import OrderedMean, Part, Tree
-
-HeldPushes = dict[int, tuple[Push, torch.Tensor | None]]
-"""The pushes of a bucket by worker. Without a body: as for `GradientSource.push`."""
+from topotrain.core.server.gradients.unit_sums import UnitSums
+from topotrain.core.server.ordered_sum import OrderedMean, Tree
 
 _MUST_AGREE = {
     # First: workers of which only some are in `tt.assign` differ in other fields, too.
@@ -132,11 +130,12 @@ class GradientSource(ABC):
         self._first = settings.buckets[0].id if settings.buckets else 0
         self._buffer = "mean"  # the name of the buffer that the update reads
         self._mean = OrderedMean(settings.tree, settings.divide)
+        self.sums = UnitSums(settings.tree, settings.divide)
         self.step = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._unusable: list[tuple[Push, int]] = []
+        self.sums.clear()
         self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
         self.commits: dict[int, Commit] = {}
         self.staged = False
@@ -176,22 +175,8 @@ class GradientSource(ABC):
     def push(self, worker: int, message: Push, body: torch.Tensor | None) -> Iterable[ReducedBucket]:
         """Keep a worker's gradient. The caller must read all means that are returned.
 
-        body: None: it is in the plain sum of the worker's unit, which is the body of one of that unit's workers.
+        body: None: the gradient is in the sum of the worker's unit (`unit_sums`).
         """
-
-    def take_unusable(self) -> Sequence[tuple[Push, int]]:
-        """Return the sums of units that the group's mean cannot be made of, and forget them.
-
-        Each is a push of the sum, and the worker that it is of. The gradients are needed one by one, because the
-        workers of the group have different weights: a weighted sum rounds after each multiplication.
-        """
-        unusable, self._unusable = self._unusable, []
-        return unusable
-
-    def renew(self, bucket: int, workers: Collection[int]) -> None:
-        """A sum of these workers is about to take the place of what they have pushed."""
-        # Where every push counts there is nothing to replace.
-        return
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """End a worker's backward. It has no gradient in the buckets that were not pushed."""
@@ -222,30 +207,6 @@ class GradientSource(ABC):
         They are returned once per backward that all workers are in, when each bucket is reduced.
         """
         return None
-
-    def withdraw_sums(self) -> bool:
-        """Forget the sums of units that the committed step cannot be made of.
-
-        Returns whether there were any. Sources that look at each bucket when all of it is here do it by themselves.
-        """
-        return False
-
-    def _withdraw_sums(self, pushes: HeldPushes, parts: Mapping[int, Part]) -> bool:
-        """Forget the sums of units in the pushes of a bucket, if its mean needs weights.
-
-        Returns whether there were any.
-        """
-        if not self._settings.divide or len({weight for weight, _ in parts.values() if weight > 0}) <= 1:
-            return False
-        found = False
-        for unit in self._settings.tree:
-            held = [worker for worker in unit if worker in pushes]
-            if any(pushes[worker][1] is None for worker in held):
-                found = True
-                for worker in held:
-                    push, body = pushes.pop(worker)
-                    self._unusable += [] if body is None else [(push, worker)]
-        return found
 
     # --- the staged step -----------------------------------------------------------------------------------------
 
