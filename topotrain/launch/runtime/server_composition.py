@@ -82,9 +82,9 @@ def _extensions(
 
         yield TorchCollectiveServer()
     elif installed("extensions.host_sums"):
-        from topotrain.extensions.host_sums.host_reduction import HostSumSettings
         from topotrain.extensions.host_sums.host_sum_server import HostSumServer
         from topotrain.extensions.host_sums.host_units import used_units
+        from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 
         units = [unit for group in server.groups for unit in used_units(job, topology, group)]
         away = [unit for unit in units if me.index in unit.shards]

@@ -25,8 +25,9 @@ from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.elastic.resize_requests import ServerProcess
-from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSumClient, HostSumSettings
+from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSumClient
 from topotrain.extensions.host_sums.host_units import used_unit
+from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
 from topotrain.launch.runtime.process_host import ConditionWaiter, HostedServers, HostOptions, InlineWaiter
 from topotrain.launch.runtime.unit_connections import UnitConnections

@@ -9,8 +9,9 @@ from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.protocol import Message
 from topotrain.core.transport_contract import MessageSender
-from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSumClient, HostSumSettings, UnitLinks
+from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSumClient, UnitLinks
 from topotrain.extensions.host_sums.host_units import used_unit
+from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.tools.simulator.sim_network import SimulatedTransport
 from topotrain.tools.simulator.sim_processes import Killed
 
