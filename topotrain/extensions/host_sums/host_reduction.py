@@ -269,7 +269,9 @@ class HostReduction(ServerReduction):
         for each in sums:
             bucket = self.model.map.buckets[each.bucket]
             server = self.model.server_of(bucket)
-            for message in self._writer.messages(bucket, each):
+            with self.channel.spans.span("reduce", step=each.step + 1, ordinal=each.ordinal, bucket=bucket.id):
+                messages = self._writer.messages(bucket, each)
+            for message in messages:
                 self._post(server, message)
         for shard, end in ends:
             self._post(self.channel.servers[shard], end)
