@@ -114,9 +114,11 @@ class HostReduction(ServerReduction):
         """As `GradientExchange.start`: connect to the others of the unit."""
         shards = [shard for shard in self._unit.shards if self._unit.lead(shard) == self.channel.me.index]
         slice_map, workers = self.model.map, self._unit.workers
+        # A script may split its model, and then its workers have other parameters. The unit never begins.
+        if any(space.owners for space in slice_map.spaces):
+            return
         for bucket in slice_map.buckets:
-            half = self.model.flats.view("local", bucket).dtype is torch.float16 and self._settings.divide
-            if half or slice_map.spaces[bucket.space].owners:
+            if self.model.flats.view("local", bucket).dtype is torch.float16 and self._settings.divide:
                 self._direct.add(bucket.id)
         if self._settings.replaces:
             self._gradients = CommittedGradients(workers, slice_map, shards)
