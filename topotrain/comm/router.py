@@ -330,6 +330,10 @@ class Router:
         counts = [transport.traffic() for transport in self._sockets.values()]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
+    def link_traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received over TCP, which leads to other hosts."""
+        return (0, 0) if self._tcp is None else self._tcp.traffic()
+
     def turn(self, seconds: float) -> None:
         """Handle the messages that have come, after at most `seconds` (needs a pump)."""
         assert self._pump is not None

@@ -48,6 +48,10 @@ class Connections(ABC):
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in."""
 
+    def link_traffic(self) -> tuple[int, int]:
+        """Those of `traffic` over TCP, which leads to other hosts."""
+        return 0, 0
+
     @abstractmethod
     def close(self, finished: bool = True) -> None:
         """Close them. finished: the script came to its end."""

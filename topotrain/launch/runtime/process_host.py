@@ -317,10 +317,10 @@ def serve(
     addresses: Sequence[Address],
     options: HostOptions,
     slot: ReplicaSlot | None = None,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Run the servers of one process, see `HostedServers`.
 
-    Returns the bytes of messages sent and received.
+    Returns the bytes of messages sent, received, and sent over TCP.
 
     slot: the replica settings, where every server has two replicas.
     """
@@ -347,7 +347,7 @@ def serve(
             for endpoint in servers.endpoints.values():
                 observer.on_done(endpoint.server)
         router.close()
-    return router.traffic()
+    return (*router.traffic(), router.link_traffic()[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from topotrain.config.job import Algorithm, Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.store_advice import store_advice
 
@@ -76,6 +77,7 @@ class LayoutPlan:
     """A planned job; build it with `plan`.
 
     Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
+    link: how the workers of a host use its link.
     """
 
     topology: Topology
@@ -84,10 +86,12 @@ class LayoutPlan:
     memory: tuple[ProcessEstimate, ...] = ()
     warning: str = ""
     note: str = ""
+    link: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
-        data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
+        said = {"warning": self.warning, "link": self.link}
+        data = self.topology.as_data() | {name: text for name, text in said.items() if text}
         if self.slices is None:
             return data
         return {
@@ -104,6 +108,7 @@ class LayoutPlan:
         text = self.topology.explain().rstrip("\n")
         text += "\n\n" + textwrap.fill(f"slices: {sizes_in_words(self.topology)}", _WIDTH)
         text += f"\n\nwarning: {self.warning}" if self.warning else ""
+        text += "\n\n" + textwrap.fill(f"link: {self.link}", _WIDTH) if self.link else ""
         text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
         if self.slices is None:
             return text
@@ -136,7 +141,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         # Without a program only the job's updater block can name an optimizer.
         momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
         warning = async_momentum.warning(job, topology, momentum, names)
-        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology))
+        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology), link=link_advice(job))
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -145,7 +150,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, store_advice(job, topology))
+    advice = store_advice(job, topology), link_advice(job)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, *advice)
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
