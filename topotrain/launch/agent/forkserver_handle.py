@@ -4,12 +4,13 @@ It is the job's own, restarted after a death, one that the job's units on this h
 owns. The owner of the handle closes it.
 """
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from shutil import copyfile
 
+from topotrain.config.private_files import open_file, read_bytes
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.orphans import sweep
 from topotrain.launch.shared_forkserver import ForkserverProcess, SharedForkserver
@@ -79,7 +80,8 @@ class ForkserverHandle:
         if self._shared is not None:
             with suppress(OSError):
                 # The folder of the log goes with its last user.
-                copyfile(self._shared.log, self._log)
+                with os.fdopen(open_file(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as log:
+                    log.write(read_bytes(self._shared.log))
             code = self._shared.leave()
             self._shared = None
         # After the forkserver: until then it would reap the processes, and their pids could be reused.
