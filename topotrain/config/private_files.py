@@ -118,6 +118,13 @@ def read_text(path: Path | str) -> str:
         return file.read()
 
 
+def copy_file(path: Path | str, to: Path | str) -> None:
+    """Copy a regular file into one for this user alone."""
+    content = read_bytes(path)
+    with os.fdopen(open_file(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(content)
+
+
 def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
     """Write all the data at this offset of a file."""
     rest = memoryview(data)

@@ -4,13 +4,12 @@ It is the job's own, restarted after a death, one that the job's units on this h
 owns. The owner of the handle closes it.
 """
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from topotrain.config.private_files import open_file, read_bytes
+from topotrain.config.private_files import copy_file
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.orphans import sweep
 from topotrain.launch.shared_forkserver import ForkserverProcess, SharedForkserver
@@ -78,10 +77,9 @@ class ForkserverHandle:
         code = None if self._own is None else self._own.close()
         self._own = None
         if self._shared is not None:
+            # The folder of the log goes with its last user.
             with suppress(OSError):
-                # The folder of the log goes with its last user.
-                with os.fdopen(open_file(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as log:
-                    log.write(read_bytes(self._shared.log))
+                copy_file(self._shared.log, self._log)
             code = self._shared.leave()
             self._shared = None
         # After the forkserver: until then it would reap the processes, and their pids could be reused.
