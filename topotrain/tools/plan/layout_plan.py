@@ -54,7 +54,8 @@ class ProcessEstimate:
     * on a worker its local part, and the group's mean under kVisible;
     * on a server the contributions of workers, the means that they see, and copies for other server groups.
 
-    `second` is the memory of another server's replica in this process. While a new replica is filled, both ends
+    `second` is the memory of another server's replica in this process. A replica on the host of its server needs
+    less, because it reads the contributions of workers in the server's memory. While a new replica is filled, both ends
     hold values and state of that server once more.
     """
 
