@@ -100,6 +100,11 @@ class Agreement(str, Enum):
     kRingAverage = "kRingAverage"
 
 
+class Weigh(str, Enum):
+    kSamples = "kSamples"
+    kEqual = "kEqual"
+
+
 class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
@@ -151,8 +156,14 @@ SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 def shares_values(c: "Cluster") -> bool:
     """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
-    # With more worker groups than server groups, some groups of a unit use the same values.
-    return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
+    # With more worker groups than server groups, some groups of a unit use the same values. With an outer optimizer
+    # each group trains values of its own.
+    return (
+        c.outer is None
+        and c.share_memory
+        and c.nworkers_per_procs > c.nworkers_per_group
+        and 0 < c.nserver_groups < c.nworker_groups
+    )
 
 
 def all_reduces(c: "Cluster") -> bool:
@@ -450,6 +461,8 @@ class Cluster(Checked):
     lease_s: Lease = 2.0
     replicas: Replicas = 1
     backup: Steps = 0
+    outer: Updater | None = None
+    weigh: Weigh = Weigh.kSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +564,10 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
-_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "cluster.backup", "correction"])
+_NEWER = frozenset(
+    ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
+    + [f"cluster.{name}" for name in ("backup", "outer", "weigh")]
+)
 
 
 # Fields that have another name in the digest: the one that they had when the digests of jobs were first recorded.
