@@ -38,6 +38,7 @@ from topotrain.core.optim.adapter import SliceUpdate, describe_all, hyper
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.transport_contract import MessageSender
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.launch.runtime.process_host import (
     ConditionWaiter,
     HostObserver,
@@ -470,6 +471,9 @@ def _enlist(
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
+    outer, local = job.cluster.outer, None
+    if outer is not None:
+        local = InnerOptimizer(optimizer, outer, job.cluster.sync_freq, job.cluster.weigh, model.named_parameters())
     worker = Worker(
         me,
         job,
@@ -478,6 +482,7 @@ def _enlist(
         tuple(_optimizers(optimizer)),
         exchange,
         WorkerMemory(memory),
+        local,
     )
     return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -199,6 +200,8 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
     parts = describe_model(model, aside, request.optimizers) if cut is None else cut.parts
+    parts = replace(parts, aside=tuple(aside))
+    local = next(filter(None, (extension.local_optimizer(here, request) for extension in here.extensions)), None)
     connections = here.connect()
     for extension in here.extensions:
         extension.connected(here, request)
@@ -215,7 +218,7 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         request.optimizers,
         connections.exchange,
         _UnitMemory(here, connections),
-        aside,
+        local,
     )
     if loader is not None:
         replay = _batch_replay(here, worker)

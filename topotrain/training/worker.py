@@ -23,6 +23,7 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
+from topotrain.training.parameters.local_steps import LocalOptimizer, LocalSteps
 from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
@@ -66,7 +67,7 @@ class Worker(BatchAccounting):
         parts: the model, taken apart.
         optimizers: by number. A parameter belongs to the steps of its own optimizer (`sharding.Parameter.optimizer`).
         memory: allocates the worker's flat buffers.
-        aside: parameters of the optimizers that an extension transfers by rows, and not the worker.
+        local: the optimizers run in this process, and the servers run those of `local`. None: the servers run them.
 
     Raises:
         ConfigError: the job's settings do not allow these optimizers.
@@ -81,7 +82,7 @@ class Worker(BatchAccounting):
         optimizers: Sequence[torch.optim.Optimizer],
         client: Client,
         memory: WorkerMemory,
-        aside: Sequence[torch.nn.Parameter] = (),
+        local: LocalOptimizer | None = None,
     ) -> None:
         self.me, self.parts, self.optimizers, self.client = me, parts, tuple(optimizers), client
         self.job = job = effective(job, parts.parameters)
@@ -91,15 +92,17 @@ class Worker(BatchAccounting):
         self._hooks = WorkerHooks()
         if len(self.optimizers) > 1:
             refuse_several(job)
-        self._spec = spec = describe_all(self.optimizers, parts.tensors, job.cluster.slicing, job.import_, aside)
+        self._served = served = self.optimizers if local is None else local.optimizers
+        self._spec = spec = describe_all(served, parts.tensors, job.cluster.slicing, job.import_, parts.aside)
         self._groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if job.correction is Correction.kMomentum and not self.momentum:
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
-        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map))
+        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map), local is not None)
         self.mirror = self.buffers.mirror
-        self.device = next((t.device for t in (*parts.tensors, *aside) if not t.is_meta), torch.device("cpu"))
+        tensors = (*parts.tensors, *parts.aside)
+        self.device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
@@ -109,11 +112,20 @@ class Worker(BatchAccounting):
         # The groups of a server group would load the same state, so the first one does it for all.
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state
-        self.server_state = ServerState(parts, self.map, self.optimizers, state, me.index if speaks else None)
-        self.hyper = HyperEncoder(*self.optimizers)
+        self.server_state = ServerState(parts, self.map, served, state, me.index if speaks else None)
+        self.hyper = HyperEncoder(*served)
         self._sent_hyper = b""
-        self.path: GradientPath = _path_of(self, topology.workers_per_group)
-        self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
+        self._local: LocalSteps
+        self.path: GradientPath
+        self.runs_optimizers = local is not None
+        """Whether the script's optimizers run in this process, and not on the servers."""
+        if local is None:
+            self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
+            self.path = _path_of(self, topology.workers_per_group)
+        else:
+            self._local = local
+            self.path = local.open(parts, self.buffers, client.gradients, self.map, self.batches)
+            self._hooks.add(local)
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)
         self.snapshot = 0
@@ -166,13 +178,13 @@ class Worker(BatchAccounting):
 
     @property
     def optimizer_names(self) -> list[str]:
-        """The class names of the optimizers."""
+        """The class names of the optimizers that the servers run."""
         return [name for name, _ in self._spec.optimizers]
 
     @property
     def momentum(self) -> float:
-        """The largest momentum of the optimizers' groups; 0 where they have none."""
-        return self._spec.momentum([group for each in self.optimizers for group in each.param_groups])
+        """The largest momentum of the groups of the servers' optimizers; 0 without any."""
+        return self._spec.momentum([group for each in self._served for group in each.param_groups])
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         """Implement `BatchAccounting.drawn`."""

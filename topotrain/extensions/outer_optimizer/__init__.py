@@ -1,0 +1,1 @@
+"""Local SGD with an outer optimizer: worker groups train alone and exchange what they have learned."""
