@@ -525,6 +525,12 @@ class Job(Checked):
         return bool(self.partition) or self.placement is Placement.kAuto
 
     @property
+    def fixed_shares(self) -> bool:
+        """Whether each worker group reads a part of the data that is fixed beforehand."""
+        # Groups in step need no leases, and with fixed parts every run has the same bits.
+        return self.shard is Shard.kStatic or (self.shard is Shard.kAuto and self.cluster.outer is not None)
+
+    @property
     def workspace(self) -> str:
         """The folder of the job's files, `cluster.workspace` or one with the job's name."""
         return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"

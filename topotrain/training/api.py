@@ -305,7 +305,8 @@ def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
     # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one. A lease that is
     # given up is read by another group, which would not know how many steps were made with its last batch.
     counted = here.counted or several
-    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not counted)
+    leased = job.shard is Shard.kAuto and groups > 1 and not counted and not job.fixed_shares
+    lease = job.shard is Shard.kLease or leased
     return DataPlan(
         group=here.me.group,
         groups=groups,

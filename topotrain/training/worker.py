@@ -161,7 +161,7 @@ class Worker(BatchAccounting):
         self.client.gradients.start(self.device)
         self.buffers.move_model()
         # Not before: `move_model` itself takes the first values, into memory that it may have to allocate.
-        self.client.values.observe(self.mirror)
+        self.client.values.observe(self._local.observer(self.mirror))
 
     def rejoin(self, taken: int) -> None:
         """This process replaces one that is gone: continue at its group's present step.

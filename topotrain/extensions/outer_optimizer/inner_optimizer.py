@@ -1,11 +1,11 @@
 """The script's optimizer as the inner one: a worker trains alone between two rounds.
 
-Invariant: the worker's values are those that it received last, plus what it has learned since. Nothing of that is in
-the values of the servers. The difference is what the worker pushes.
+Invariant: the worker's values are those that it received last, plus what it has learned and the received values do not
+contain. The difference is what the worker pushes. Values that come in between are taken without losing it.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, Updater, Weigh
 from topotrain.config.sharding import SliceMap
-from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters.device_parameters import LOCAL, CopiedParameters, QueuedPush
+from topotrain.training.parameters.device_parameters import LOCAL, CopiedParameters, ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.parameters.local_steps import LocalOptimizer
@@ -51,13 +51,66 @@ class Learned:
         return self.samples * self.samples / self.steps if self.samples else float(self.steps)
 
 
+class LocalValues(ValueObserver):
+    """The worker's own values, apart from those that it has received ("params").
+
+    Args:
+        tensors: the parameters.
+        buffers: the worker's flat buffers.
+        spaces: the numbers of their spaces.
+    """
+
+    def __init__(self, tensors: Sequence[nn.Parameter], buffers: ModelBuffers, spaces: Iterable[int]) -> None:
+        self._tensors, self._buffers, self._spaces = tensors, buffers, tuple(spaces)
+        self._holder = buffers.mirror
+        self._untold = False
+        self._kept = False
+
+    def learn(self) -> None:
+        """The values have changed here, and no server knows."""
+        self._untold = True
+
+    def tell(self) -> None:
+        """The difference is being pushed: the next values that are received contain it."""
+        self._untold = False
+
+    def write_difference(self) -> None:
+        """Write the received values minus the worker's own into "local"."""
+        flats, mine = self._buffers.flats, LOCAL
+        if not isinstance(self._holder, CopiedParameters):
+            mine = "local"
+            # From the device into "local" itself, which the subtraction then overwrites.
+            self._holder.bring(mine, {index: tensor.data for index, tensor in enumerate(self._tensors)})
+        # A whole buffer at a time, whatever the number of parameters.
+        for space in self._spaces:
+            torch.sub(flats.flat("params", space), flats.flat(mine, space), out=flats.flat("local", space))
+
+    def before_values(self) -> None:
+        self._holder.before_values()
+        # Values that are asked for between two rounds do not contain what was learned since.
+        self._kept = self._untold
+        if self._kept:
+            self.write_difference()
+
+    def after_values(self) -> None:
+        self._holder.after_values()
+        if self._kept:
+            for index in range(len(self._tensors)):
+                own = self._holder.value(index)
+                own.sub_(self._buffers.view("local", index).to(own.device))
+        self._kept = False
+        # New values are no edit of the script.
+        self._buffers.remember()
+
+
 class DifferencePath(GradientPath):
     """Pushes the received values minus the worker's own, at a commit.
 
     Args:
         parts, buffers, gradients, slice_map, batches: as for `GradientPath`.
+        values: the worker's own values.
         trained: the numbers of the parameters that the optimizer changes.
-        weight: returns the weight of the coming push.
+        inner: has the weight of a push.
     """
 
     def __init__(
@@ -67,11 +120,12 @@ class DifferencePath(GradientPath):
         gradients: GradientExchange,
         slice_map: SliceMap,
         batches: StepBatches,
+        values: LocalValues,
         trained: Iterable[int],
-        weight: "InnerOptimizer",
+        inner: "InnerOptimizer",
     ) -> None:
         super().__init__(parts, buffers, gradients, slice_map, batches)
-        self._weight = weight
+        self._values, self._inner = values, inner
         self._present = [0] * len(slice_map.buckets)
         for index in trained:
             for bucket, piece in self._pieces[index]:
@@ -87,9 +141,9 @@ class DifferencePath(GradientPath):
         """No hook is registered."""
 
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
-        self._take_difference()
+        self._values.write_difference()
         self.backwards = 1
-        weight = self._weight.weight()
+        weight = self._inner.weight()
         for bucket in self._map.buckets:
             present = self._present[bucket.id]
             if present:
@@ -98,18 +152,6 @@ class DifferencePath(GradientPath):
                 self._mirror.then(push)
         self._mirror.drain()
         return tuple(_REVISION if present else NO_REVISION for present in self._present), 0, 0
-
-    def _take_difference(self) -> None:
-        """Write the difference into "local", a whole buffer at a time."""
-        mine = LOCAL
-        if not isinstance(self._mirror, CopiedParameters):
-            mine = "local"
-            # From the device into "local" itself, which the subtraction then overwrites.
-            values = {index: tensor.data for index, tensor in enumerate(self._tensors)}
-            self._mirror.bring(mine, values)
-        for space in self._map.spaces:
-            received, own = self._flats.flat("params", space.index), self._flats.flat(mine, space.index)
-            torch.sub(received, own, out=self._flats.flat("local", space.index))
 
 
 class InnerOptimizer(LocalOptimizer):
@@ -158,8 +200,12 @@ class InnerOptimizer(LocalOptimizer):
             accepted = "must not be given where the model has tables or sparse weights: their rows are no local values"
             raise ConfigError("cluster.outer", None, accepted)
         self._buffers, self._batches = buffers, batches
+        self._values = LocalValues(parts.tensors, buffers, [space.index for space in slice_map.spaces])
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
-        return DifferencePath(parts, buffers, gradients, slice_map, batches, trained, self)
+        return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
+
+    def observer(self, holder: ParameterHolder) -> ValueObserver:
+        return self._values
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -182,10 +228,12 @@ class InnerOptimizer(LocalOptimizer):
                         tensor.grad.mul_(inv_scale)
         self._make_step(self._optimizer)
         self._steps += 1
+        self._values.learn()
         self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
+        self._values.tell()
         yield
         self._steps = 0
 
@@ -200,10 +248,6 @@ class InnerOptimizer(LocalOptimizer):
 
     def before_change(self) -> None:
         raise ConfigError("tt.assign", None, "cannot be used with cluster.outer: each worker has values of its own")
-
-    def after_commit(self, outcome: StepOutcome | None) -> None:
-        # New values were copied into the parameters.
-        self._buffers.remember()
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

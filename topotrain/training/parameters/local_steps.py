@@ -7,6 +7,8 @@ from torch.optim import Optimizer
 
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.client.value_pull import ValueObserver
+from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.worker_extension import WorkerExtension
@@ -35,6 +37,10 @@ class LocalSteps(ABC):
     @abstractmethod
     def step(self, inv_scale: float) -> None:
         """Make a step with the gradients times a factor."""
+
+    def observer(self, holder: ParameterHolder) -> ValueObserver:
+        """The observer of new values. holder: takes them into the parameters."""
+        return holder
 
     @abstractmethod
     def sum_as_gradient(self) -> AbstractContextManager[None]:
