@@ -464,6 +464,11 @@ class Cluster(Checked):
     outer: Updater | None = None
     weigh: Weigh = Weigh.kSamples
 
+    @property
+    def local_steps(self) -> int:
+        """How many steps of a worker are one commit."""
+        return self.n_push if self.outer is None else self.sync_freq
+
 
 @dataclass(frozen=True, slots=True)
 class Job(Checked):

@@ -1,0 +1,75 @@
+"""Jobs with an outer optimizer: exact counts, deaths, snapshots, and other layouts before and after."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, JobRunner
+from killed_jobs import killed, resumed, terminated
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
+
+pytestmark = pytest.mark.journey
+
+MEAN = "outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }"
+NESTEROV = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
+APART = "nworker_groups: 3 nservers_per_group: 2 server_worker_separate: true"
+ROUNDS = f"{APART} sync_freq: 7 {MEAN}"
+
+
+@pytest.mark.parametrize("shard", ["kAuto", "kLease"])
+def test_every_sample_counts_once(runner: JobRunner, shard: str) -> None:
+    """Of 60 batches each group has made 20 steps, so its last round has fewer."""
+    runner.run(ROUNDS, "ledger.py", extra=f"reduce: kSum shard: {shard}").check_ledger(2)
+
+
+PAIR = f"nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true sync_freq: 5 {NESTEROV}"
+
+
+def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner) -> None:
+    """Its snapshot is one of a round, and has the state of both workers' Adam."""
+    program = ("resuming.py", "net", "--epochs", "5")
+    undisturbed = runner.run(PAIR, *program, name="undisturbed").final
+    code, said, workspace = terminated(runner, PAIR, *program, extra="snapshot_s: 0 checkpoint_freq: 4")
+    found = latest(workspace)
+    assert code == 143 and found is not None and 5 <= found.steps(0) < 12, said
+    final = resumed(runner, workspace).final
+    different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, final[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(("before", "after"), [(ROUNDS, ALLREDUCE), (ALLREDUCE, ROUNDS)], ids=["from", "to"])
+def test_a_snapshot_moves_between_an_outer_optimizer_and_allreduce(runner: JobRunner, before: str, after: str) -> None:
+    """Every sample counts once, also those of which no round had told."""
+    workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 14)
+    assert latest(workspace) is not None
+    conf = runner.folder / "other.conf"
+    conf.write_text(f'name: "job"\nreduce: kSum\ncluster {{ {after} workspace: "{workspace}" }}\n')
+    program = str(Path(__file__).parents[1] / "programs" / "resuming.py")
+    cells = resumed(runner, workspace, str(conf), program, "ledger").final["cells"]
+    assert torch.equal(cells, torch.full_like(cells, 3)), cells
+
+
+STARTS_AGAIN = "group 1 starts again (incarnation 1)"
+
+
+@pytest.mark.parametrize(
+    ("victim", "wishes", "cluster", "shard", "action"),
+    [
+        ("worker 1/0", [], "", "kAuto", STARTS_AGAIN),
+        ("worker 1/0", [], "", "kLease", STARTS_AGAIN),
+        ("worker 1/0", ["freeze"], "", "kAuto", STARTS_AGAIN),
+        ("server 0/1", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
+    ],
+    ids=["killed", "killed with leases", "stopped", "server"],
+)
+def test_a_death_in_the_middle_of_a_round_costs_no_sample(
+    runner: JobRunner, victim: str, wishes: list[str], cluster: str, shard: str, action: str
+) -> None:
+    """Behind its 4th step the worker has told of none. The others wait for the round, and train on."""
+    words = (str(runner.folder / "job"), victim, "1", "4", *wishes)
+    ended = runner.run(f"{ROUNDS} {cluster}", "mortal.py", *words, extra=f"reduce: kSum shard: {shard}")
+    ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == victim and action in incident["action"], incident
