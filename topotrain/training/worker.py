@@ -7,6 +7,7 @@ every server and returns when the new values are in the model's parameters.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -93,7 +94,8 @@ class Worker(BatchAccounting):
         if len(self.optimizers) > 1:
             refuse_several(job)
         self._served = served = self.optimizers if local is None else local.optimizers
-        self._spec = spec = describe_all(served, parts.tensors, job.cluster.slicing, job.import_, parts.aside)
+        spec = describe_all(served, parts.tensors, job.cluster.slicing, job.import_, parts.aside)
+        self._spec = spec = replace(spec, outer=local is not None)
         self._groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if job.correction is Correction.kMomentum and not self.momentum:
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
