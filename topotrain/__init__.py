@@ -60,7 +60,10 @@ _contribute(
 _need("topotrain.extensions.backup_workers", "cluster.backup")
 _need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
 _need("topotrain.extensions.compression", "cluster.compression")
-_need("topotrain.extensions.outer_optimizer", "cluster.outer", "cluster.weigh")
+_need(
+    "topotrain.extensions.outer_optimizer",
+    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend")),
+)
 _need("topotrain.extensions.replication", "cluster.replicas")
 _need("topotrain.extensions.elastic", "start_groups")
 _need("topotrain.parallel", "partition", "microbatches", "schedule")

@@ -103,6 +103,7 @@ def outer(**changes: Any) -> dict[str, Any]:
 
 
 OUTER = {"cluster": Cluster(**outer())}
+FRAGMENTS = {"cluster": Cluster(fragments=2, sync_freq=2, **outer())}
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
@@ -172,6 +173,21 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer(clip_norm=1.0), outer()),
     (Cluster, outer(clip_low=-1.0, clip_high=1.0), outer()),
     (Cluster, {"weigh": "kEqual"}, outer() | {"weigh": "kEqual"}),
+    (Cluster, {"fragments": 2, "sync_freq": 2}, outer() | {"fragments": 2, "sync_freq": 2}),
+    (Cluster, outer() | {"fragments": 2, "sync_freq": 3}, outer() | {"fragments": 2, "sync_freq": 4}),
+    (Cluster, {"overlap": 1}, outer() | {"overlap": 1, "sync_freq": 2}),
+    (
+        Cluster,
+        outer() | {"overlap": 2, "sync_freq": 4, "fragments": 2},
+        outer() | {"overlap": 1, "sync_freq": 4, "fragments": 2},
+    ),
+    (Cluster, outer() | {"keep": "kDrop", "sync_freq": 9}, outer() | {"keep": "kDrop", "overlap": 1, "sync_freq": 9}),
+    (
+        Cluster,
+        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2},
+        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2, "keep": "kBlend"},
+    ),
+    (Job, FRAGMENTS | {"shard": "kLease"}, FRAGMENTS | {"shard": "kStatic"}),
     (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
     (Cluster, outer() | {"nworkers_per_group": 2}, outer() | {"nworkers_per_procs": 1}),
     (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),

@@ -471,14 +471,12 @@ def _enlist(
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
-    outer, local = job.cluster.outer, None
-    if outer is not None:
-        local = InnerOptimizer(optimizer, outer, job.cluster.sync_freq, job.cluster.weigh, model.named_parameters())
+    local = InnerOptimizer(optimizer, job.cluster, model.named_parameters()) if job.cluster.outer is not None else None
     worker = Worker(
         me,
         job,
         topology,
-        describing(me, model, optimizer),
+        describing(me, model, optimizer if local is None else local.optimizers),
         tuple(_optimizers(optimizer)),
         exchange,
         WorkerMemory(memory),

@@ -105,6 +105,12 @@ class Weigh(str, Enum):
     kEqual = "kEqual"
 
 
+class Keep(str, Enum):
+    kAdd = "kAdd"
+    kBlend = "kBlend"
+    kDrop = "kDrop"
+
+
 class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
@@ -143,6 +149,7 @@ NotNegative = Annotated[float, number("a number >= 0", least=0)]
 Positive = Annotated[float, number("a number > 0", above=0)]
 Lease = Annotated[float, number("seconds, 1 to 3600", least=1, most=3600)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", least=0, below=1)]
+Share = Annotated[float, number("a number >= 0 and <= 1", least=0, most=1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
@@ -463,11 +470,15 @@ class Cluster(Checked):
     backup: Steps = 0
     outer: Updater | None = None
     weigh: Weigh = Weigh.kSamples
+    fragments: Count = 1
+    overlap: Steps = 0
+    keep: Keep = Keep.kAdd
+    blend: Share = 0.5
 
     @property
     def local_steps(self) -> int:
         """How many steps of a worker are one commit."""
-        return self.n_push if self.outer is None else self.sync_freq
+        return self.n_push if self.outer is None else self.sync_freq // self.fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,7 +588,7 @@ _NO_RESULT = frozenset(
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
-    + [f"cluster.{name}" for name in ("backup", "outer", "weigh")]
+    + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend")]
 )
 
 

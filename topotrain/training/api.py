@@ -199,9 +199,9 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
-    parts = describe_model(model, aside, request.optimizers) if cut is None else cut.parts
-    parts = replace(parts, aside=tuple(aside))
     local = next(filter(None, (extension.local_optimizer(here, request) for extension in here.extensions)), None)
+    optimizers = request.optimizers if local is None else local.optimizers
+    parts = replace(describe_model(model, aside, optimizers) if cut is None else cut.parts, aside=tuple(aside))
     connections = here.connect()
     for extension in here.extensions:
         extension.connected(here, request)

@@ -108,9 +108,10 @@ class Worker(BatchAccounting):
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        partial = len(served) > 1 and local is not None
         # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(ProcessClock())
-        client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
+        client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy, partial)
         # The groups of a server group would load the same state, so the first one does it for all.
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state
@@ -331,10 +332,11 @@ class Worker(BatchAccounting):
         end, hyper = self._end_of(number, inv_scale, check_finite, fetch)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
-        if self.lazy and not self._local.is_used:
-            self._check()
-            # The servers may read these gradients after step() has returned.
-            self._held.hold(number)
+        if self._local.defers if self._local.is_used else self.lazy:
+            if not self._local.is_used:
+                self._check()
+                # The servers may read these gradients after step() has returned.
+                self._held.hold(number)
             steps.begin(step, end)
             made, outcome = self._own_steps, None
 
@@ -421,12 +423,14 @@ class Worker(BatchAccounting):
         outcome = self._push_sum(fetches) if pushes else None
         if fetches and not pushes:
             self.client.values.fetch()
+        if self._local.settles(step):
+            self.client.values.settle()
         return outcome
 
     def _push_sum(self, fetch: bool) -> StepOutcome | None:
         with self._local.sum_as_gradient():
             # 1.0: each local step has unscaled its gradients.
-            return self._commit(1.0, False, fetch)
+            return self._commit(1.0, False, fetch, self._local.optimizer_of_push)
 
     def _overflows(self, scaled: bool) -> bool:
         """Whether this step's gradients are left out of the sum.
@@ -452,7 +456,9 @@ class Worker(BatchAccounting):
 
     def finish(self) -> None:
         """The script has ended: push what is left, and send the model's buffers."""
-        if self._local.has_sum:
+        # A push that is under way belongs to steps before these.
+        self.client.values.settle()
+        while self._local.has_sum:
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)

@@ -242,7 +242,7 @@ class StepCommit:
         # Replies to earlier steps may arrive twice, and must not count for this one.
         self._applied.clear()
         # Before the commit is sent, because values may come back at once.
-        self._values.begin_step(step, end.fetch)
+        self._values.begin_step(step, end.fetch, end.optimizer)
         for server in self._channel.servers:
             self._channel.send(server, self._commit_for(server, step, end))
 

@@ -66,6 +66,7 @@ class PullReplies:
         self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
         self._held: list[_Held] = []
         self._applied: dict[int, Applied] = {}  # group -> the reply to its last step
+        self._optimizer: dict[int, int] = {}  # group -> the optimizer of its last step, if others change nothing
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -84,6 +85,11 @@ class PullReplies:
         self._fetched[worker] = now
         self.asked.add(worker.group)
         self._held.append(_Held(worker, -1 - message.round, None, True))
+
+    def begin(self, group: int, optimizer: int) -> None:
+        """A group's step with this optimizer is about to change the values, or not."""
+        if self._hooks.policy.replies_in_part:
+            self._optimizer[group] = optimizer
 
     def reply(self, worker: Address, applied: Applied, fetch: bool) -> None:
         """A worker's step is applied; it wants values, too, with `fetch`."""
@@ -150,7 +156,7 @@ class PullReplies:
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
         """Send a new bucket before the next one is computed, if its group never waits."""
-        if self._shows_early and self._state.common:
+        if self._shows_early and self._state.common and self._is_part(group, bucket):
             model = self._state.known
             self._stream(model, group, bucket, model.staging[group].step, version)
 
@@ -174,6 +180,11 @@ class PullReplies:
         for index in self._owners(model, bucket):
             if index in model.staging[group].participants:
                 self._send(Address(Role.WORKER, group, index), values)
+
+    def _is_part(self, group: int, bucket: Bucket) -> bool:
+        """Whether the reply to the group's last step has this bucket."""
+        optimizer = self._optimizer.get(group)
+        return optimizer is None or self._state.known.map.spaces[bucket.space].optimizer == optimizer
 
     def _send(self, worker: Address, values: Values) -> None:
         """Send values. An extension may send them another way."""
@@ -205,6 +216,8 @@ class PullReplies:
         step, early = self._streamed.get(group, (-1, set()))
         for bucket in model.buckets:
             if step == held.round and bucket.id in early:
+                continue
+            if held.applied is not None and not self._is_part(group, bucket):
                 continue
             # After a fetch the worker may hold no earlier values, so an encoding starts from whole ones.
             if new:
@@ -282,6 +295,7 @@ class PullReplies:
             "streamed": self._streamed,
             "fixed": self._fixed,
             "applied": self._applied,
+            "optimizer": self._optimizer,
             "held": [field_values(held) for held in self._held],
         }
 
@@ -290,5 +304,5 @@ class PullReplies:
         self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
         self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
         self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
-        self._applied = dict(state["applied"])
+        self._applied, self._optimizer = dict(state["applied"]), dict(state["optimizer"])
         self._held = [_Held(*values) for values in state["held"]]

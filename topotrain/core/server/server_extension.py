@@ -32,6 +32,9 @@ def makes_partial_steps(job: Job) -> bool:
 class StepPolicy:
     """The rule that a step needs all workers. An extension may be another StepPolicy."""
 
+    replies_in_part = False
+    """Whether the reply to a step has only the values that its optimizer changes."""
+
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """Whether the server handles this commit while the group is in `step`."""
         return True

@@ -174,6 +174,7 @@ class StepExecution:
         new = self._record_batches(group, staging.marks)
         if new and not skipped:
             self._samples.applied(group, staging.commits, refused.keys())
+        self._replies.begin(group, staging.first.optimizer)
         staleness = self._state.version - self._replies.pulled[group]
         norm = global_norm(decision.power, staging.first)
         return _DecidedStep(decision, staging, staging.first, refused, skipped, new and not skipped, norm, staleness)

@@ -1,106 +1,29 @@
-"""The script's optimizer as the inner one: a worker trains alone between two rounds.
-
-Invariant: the worker's values are those that it received last, plus what it has learned and the received values do not
-contain. The difference is what the worker pushes. Values that come in between are taken without losing it.
-"""
+"""The script's optimizer as the inner one: a worker trains alone between two rounds."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from topotrain.config.job import ConfigError, Updater, Weigh
+from topotrain.config.job import Cluster, ConfigError, Updater
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters.device_parameters import LOCAL, CopiedParameters, ParameterHolder, QueuedPush
+from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
+from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker_stats import StepBatches
 
 _REVISION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What a worker has learned since the last round.
-
-    Attributes:
-        steps: local steps that changed its values.
-        samples: the samples of these steps; 0 where the script reads no loader of the job.
-    """
-
-    steps: int = 0
-    samples: int = 0
-
-    def weight(self, weigh: Weigh) -> float:
-        """The weight of this part in the mean of a round."""
-        if not self.steps:
-            return 0.0
-        if weigh is Weigh.kEqual:
-            return 1.0
-        # Samples times samples per step: steps with larger batches have less noise (Decoupled DiLoCo).
-        return self.samples * self.samples / self.steps if self.samples else float(self.steps)
-
-
-class LocalValues(ValueObserver):
-    """The worker's own values, apart from those that it has received ("params").
-
-    Args:
-        tensors: the parameters.
-        buffers: the worker's flat buffers.
-        spaces: the numbers of their spaces.
-    """
-
-    def __init__(self, tensors: Sequence[nn.Parameter], buffers: ModelBuffers, spaces: Iterable[int]) -> None:
-        self._tensors, self._buffers, self._spaces = tensors, buffers, tuple(spaces)
-        self._holder = buffers.mirror
-        self._untold = False
-        self._kept = False
-
-    def learn(self) -> None:
-        """The values have changed here, and no server knows."""
-        self._untold = True
-
-    def tell(self) -> None:
-        """The difference is being pushed: the next values that are received contain it."""
-        self._untold = False
-
-    def write_difference(self) -> None:
-        """Write the received values minus the worker's own into "local"."""
-        flats, mine = self._buffers.flats, LOCAL
-        if not isinstance(self._holder, CopiedParameters):
-            mine = "local"
-            # From the device into "local" itself, which the subtraction then overwrites.
-            self._holder.bring(mine, {index: tensor.data for index, tensor in enumerate(self._tensors)})
-        # A whole buffer at a time, whatever the number of parameters.
-        for space in self._spaces:
-            torch.sub(flats.flat("params", space), flats.flat(mine, space), out=flats.flat("local", space))
-
-    def before_values(self) -> None:
-        self._holder.before_values()
-        # Values that are asked for between two rounds do not contain what was learned since.
-        self._kept = self._untold
-        if self._kept:
-            self.write_difference()
-
-    def after_values(self) -> None:
-        self._holder.after_values()
-        if self._kept:
-            for index in range(len(self._tensors)):
-                own = self._holder.value(index)
-                own.sub_(self._buffers.view("local", index).to(own.device))
-        self._kept = False
-        # New values are no edit of the script.
-        self._buffers.remember()
 
 
 class DifferencePath(GradientPath):
@@ -141,17 +64,19 @@ class DifferencePath(GradientPath):
         """No hook is registered."""
 
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
-        self._values.write_difference()
-        self.backwards = 1
         weight = self._inner.weight()
+        self._values.push(optimizer)
+        self.backwards = 1
+        revisions = [NO_REVISION] * len(self._present)
         for bucket in self._map.buckets:
             present = self._present[bucket.id]
-            if present:
+            if present and self._takes[bucket.id] == optimizer:
+                revisions[bucket.id] = _REVISION
                 body = self._flats.view("local", bucket)
                 push = QueuedPush(self._gradients, self._step, _REVISION, bucket, weight, present, body, False)
                 self._mirror.then(push)
         self._mirror.drain()
-        return tuple(_REVISION if present else NO_REVISION for present in self._present), 0, 0
+        return tuple(revisions), 0, 0
 
 
 class InnerOptimizer(LocalOptimizer):
@@ -159,34 +84,26 @@ class InnerOptimizer(LocalOptimizer):
 
     Args:
         optimizer: the script's.
-        outer: the servers' optimizer.
-        sync_freq: local steps between two rounds.
-        weigh: the weights of the mean.
+        cluster: the settings of the rounds.
         named: the model's parameters.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        outer: Updater,
-        sync_freq: int,
-        weigh: Weigh,
-        named: Iterable[tuple[str, nn.Parameter]],
-    ) -> None:
-        self._optimizer, self._freq, self._weigh = optimizer, sync_freq, weigh
+    def __init__(self, optimizer: Optimizer, cluster: Cluster, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._optimizer, self._weigh = optimizer, cluster.weigh
+        self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
+        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap else None
         self._make_step = plain_step(type(optimizer))
         # Asked now: `tt.prepare` gives the object another class later.
         self._scales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        made = build(outer, [(name, p) for name, p in named if id(p) in self._trained])
-        for group in made.param_groups:
-            # The kernel that torch takes by default. The step is too rare for a faster one to matter.
-            group.update({"fused": False} if "fused" in group else {})
-        self.optimizers = (made,)
-        self._steps = 0
+        assert cluster.outer is not None
+        trained = [(name, p) for name, p in named if id(p) in self._trained]
+        self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
+        self._untold = UntoldSteps(cluster.fragments)
+        self._pushes = 0
 
     def open(
         self,
@@ -200,7 +117,7 @@ class InnerOptimizer(LocalOptimizer):
             accepted = "must not be given where the model has tables or sparse weights: their rows are no local values"
             raise ConfigError("cluster.outer", None, accepted)
         self._buffers, self._batches = buffers, batches
-        self._values = LocalValues(parts.tensors, buffers, [space.index for space in slice_map.spaces])
+        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
 
@@ -210,14 +127,25 @@ class InnerOptimizer(LocalOptimizer):
     # --- steps ---------------------------------------------------------------------------------------------------
 
     @property
+    def optimizer_of_push(self) -> int:
+        return self._schedule.fragment(self._pushes)
+
+    @property
     def has_sum(self) -> bool:
-        return self._steps > 0 or self._batches.samples > 0
+        return self._untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
-        return step % self._freq == 0
+        return self._schedule.pushes(step)
 
     def fetches(self, step: int) -> bool:
-        return self.pushes(step)
+        return self._schedule.pushes(step)
+
+    @property
+    def defers(self) -> bool:
+        return self._schedule.overlap > 0
+
+    def settles(self, step: int) -> bool:
+        return self.defers and self._schedule.takes(step)
 
     def step(self, inv_scale: float) -> None:
         if inv_scale != 1.0 and self._scales:
@@ -227,20 +155,22 @@ class InnerOptimizer(LocalOptimizer):
                     if tensor.grad is not None:
                         tensor.grad.mul_(inv_scale)
         self._make_step(self._optimizer)
-        self._steps += 1
+        self._untold.step()
         self._values.learn()
         self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        self._values.tell()
+        self._untold.read(self._batches.samples)
         yield
-        self._steps = 0
+        self._values.end_push()
+        self._untold.push(self.optimizer_of_push)
+        self._pushes += 1
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
     def weight(self) -> float:
-        return Learned(self._steps, self._batches.samples).weight(self._weigh)
+        return self._untold[self.optimizer_of_push].weight(self._weigh)
 
     def before_step(self) -> None:
         # The values are the worker's own: what the script changes between two steps is learned like a step.
@@ -248,6 +178,27 @@ class InnerOptimizer(LocalOptimizer):
 
     def before_change(self) -> None:
         raise ConfigError("tt.assign", None, "cannot be used with cluster.outer: each worker has values of its own")
+
+
+def outer_optimizers(outer: Updater, named: list[tuple[str, nn.Parameter]], fragments: int) -> tuple[Optimizer, ...]:
+    """Return the servers' optimizer of each fragment of these parameters.
+
+    Raises:
+        ConfigError: there are fewer parameters.
+    """
+    unique = list({id(p): (name, p) for name, p in named}.values())
+    if fragments > len(unique):
+        accepted = f"must be at most {len(unique)}, the number of parameters that the optimizer has"
+        raise ConfigError("cluster.fragments", fragments, accepted)
+    fragment = fragments_of([p.nbytes for _, p in unique], fragments)
+    found = []
+    for number in range(fragments):
+        made = build(outer, [each for each, its in zip(unique, fragment, strict=True) if its == number])
+        for group in made.param_groups:
+            # The kernel that torch takes by default. The step is too rare for a faster one to matter.
+            group.update({"fused": False} if "fused" in group else {})
+        found.append(made)
+    return tuple(found)
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -77,6 +77,7 @@ class OuterRounds(ServerExtension, StepPolicy):
 
     def __init__(self, server: Server, job: Job) -> None:
         self._server = server
+        self.replies_in_part = job.cluster.fragments > 1
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:

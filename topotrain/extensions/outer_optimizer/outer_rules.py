@@ -12,8 +12,10 @@ from topotrain.config.job import (
     ChangeMethod,
     Correction,
     Grads,
+    Keep,
     Placement,
     Pull,
+    Shard,
     Updater,
     UpdaterType,
     Weigh,
@@ -62,6 +64,32 @@ COMBINATIONS = (
         "cluster.weigh",
         lambda c: c.weigh is not Weigh.kSamples and not c.outer,
         "must be kSamples without cluster.outer: there is nothing to weigh",
+    ),
+    Combination("cluster.fragments", lambda c: c.fragments > 1 and not c.outer, "must be 1 without cluster.outer"),
+    Combination(
+        "cluster.sync_freq",
+        lambda c: c.outer and c.sync_freq % c.fragments,
+        "must be a multiple of fragments: one fragment is exchanged after every sync_freq / fragments steps",
+    ),
+    Combination("cluster.overlap", lambda c: c.overlap and not c.outer, "must be 0 without cluster.outer"),
+    Combination(
+        "cluster.overlap",
+        lambda c: c.outer and c.overlap > c.sync_freq // c.fragments - 1,
+        "must be at most sync_freq / fragments - 1: one exchange at a time",
+    ),
+    Combination(
+        "cluster.keep",
+        lambda c: c.keep is not Keep.kAdd and not c.overlap,
+        "must be kAdd with overlap: 0, where no step is made during an exchange",
+    ),
+    Combination(
+        "cluster.blend", lambda c: c.blend != 0.5 and c.keep is not Keep.kBlend, "must be 0.5 without keep: kBlend"
+    ),
+    Combination(
+        "shard",
+        lambda j: j.cluster.fragments > 1 and j.shard is Shard.kLease,
+        "must be kAuto or kStatic with cluster.fragments above 1: all workers exchange the same fragment",
+        "",
     ),
     _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),
     _with_outer(

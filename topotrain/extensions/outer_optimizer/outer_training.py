@@ -18,5 +18,4 @@ class OuterOptimizerExtension(PrepareExtension):
         inner = request.only_optimizer("with cluster.outer each worker makes its steps alone")
         # No server has its state.
         here.kept[INNER] = inner
-        named = request.model.named_parameters()
-        return InnerOptimizer(inner, cluster.outer, cluster.sync_freq, cluster.weigh, named)
+        return InnerOptimizer(inner, cluster, request.model.named_parameters())

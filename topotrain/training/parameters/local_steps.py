@@ -34,6 +34,20 @@ class LocalSteps(ABC):
     def fetches(self, step: int) -> bool:
         """Whether this step (from 1) fetches."""
 
+    @property
+    def optimizer_of_push(self) -> int:
+        """The number of the servers' optimizer that takes the next push."""
+        return 0
+
+    @property
+    def defers(self) -> bool:
+        """Whether a worker goes on while a push is under way."""
+        return False
+
+    def settles(self, step: int) -> bool:
+        """Whether the last push must be over behind this step (from 1)."""
+        return False
+
     @abstractmethod
     def step(self, inv_scale: float) -> None:
         """Make a step with the gradients times a factor."""
