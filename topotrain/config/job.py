@@ -137,6 +137,7 @@ class Compression(str, Enum):
     kBf16 = "kBf16"
     kInt8 = "kInt8"
     kTopK = "kTopK"
+    kE3M0 = "kE3M0"
 
 
 Count = Annotated[int, whole(1)]

@@ -101,6 +101,9 @@ class _Adopted(Optimizer):
 class _AdoptedLocal(_Adopted):
     """An optimizer that runs in this process, and has its state here."""
 
+    # A GradScaler unscales and skips as in torch. The object of a fused optimizer has an attribute of its own.
+    _step_supports_amp_scaling = False
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch."""
         return Optimizer.state_dict(self)

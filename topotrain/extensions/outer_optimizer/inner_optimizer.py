@@ -96,8 +96,6 @@ class InnerOptimizer(LocalOptimizer):
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap else None
         self._make_step = plain_step(type(optimizer))
-        # Asked now: `tt.prepare` gives the object another class later.
-        self._scales = not getattr(optimizer, "_step_supports_amp_scaling", False)
         self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert cluster.outer is not None
         trained = [(name, p) for name, p in named if id(p) in self._trained]
@@ -148,12 +146,7 @@ class InnerOptimizer(LocalOptimizer):
         return self.defers and self._schedule.takes(step)
 
     def step(self, inv_scale: float) -> None:
-        if inv_scale != 1.0 and self._scales:
-            # In place, as GradScaler leaves them.
-            for group in self._optimizer.param_groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
-                        tensor.grad.mul_(inv_scale)
+        # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
         self._make_step(self._optimizer)
         self._untold.step()
         self._values.learn()
