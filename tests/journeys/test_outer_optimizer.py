@@ -73,3 +73,33 @@ def test_a_death_in_the_middle_of_a_round_costs_no_sample(
     assert ended.report["samples"] == 96 * 3
     (incident,) = ended.report["incidents"]
     assert incident["who"] == victim and action in incident["action"], incident
+
+
+STREAMING = f"{APART} sync_freq: 6 fragments: 1 overlap: 3 transport: kTcp {MEAN}"
+
+
+def test_steps_during_an_exchange_count_once(runner: JobRunner) -> None:
+    runner.run(STREAMING, "ledger.py", extra="reduce: kSum").check_ledger(2)
+
+
+def test_a_job_in_fragments_goes_on_from_its_snapshot(runner: JobRunner) -> None:
+    cluster = PAIR.replace("sync_freq: 5", "sync_freq: 8 fragments: 4 overlap: 1 compression: kE3M0 transport: kTcp")
+    workspace = killed(runner, cluster, "net", "snapshot_s: 0.1")
+    found = latest(workspace)
+    assert found is not None and found.version > 0
+    final = resumed(runner, workspace).final
+    assert all(torch.isfinite(value).all() for value in final.values())
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("../../examples/gan.py", "tt.prepare = 'Adam and Adam': must be one optimizer"),
+        ("../../examples/embedding.py", "cluster.outer: must not be given where the model has tables"),
+        ("assigning.py after", "tt.assign: cannot be used with cluster.outer"),
+    ],
+    ids=["several optimizers", "tables", "tt.assign"],
+)
+def test_what_a_script_cannot_have_is_named(runner: JobRunner, program: str, words: str) -> None:
+    ended = runner.run(ROUNDS, *program.split(), code=2)
+    assert words in ended.out + ended.err

@@ -407,8 +407,10 @@ def _synchronous(t: Topology) -> str:
 
 def _with_outer_optimizer(t: Topology) -> str:
     """Name a layout in which worker groups train alone between two exchanges."""
-    steps = _count(t.cluster.sync_freq, "local step")
-    return f"local SGD with an outer optimizer (DiLoCo): an exchange after every {steps}"
+    steps, parts = t.cluster.sync_freq, t.cluster.fragments
+    return f"local SGD with an outer optimizer, rounds of {_count(steps, 'step')}" + (
+        f" in {parts} fragments" if parts > 1 else ""
+    )
 
 
 def _asynchronous(t: Topology) -> str:

@@ -23,6 +23,7 @@ from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker_stats import StepBatches
 
+NO_TABLES = "must not be given where the model has tables or sparse weights: their rows are no local values"
 _REVISION = 1
 
 
@@ -112,8 +113,7 @@ class InnerOptimizer(LocalOptimizer):
         batches: StepBatches,
     ) -> GradientPath:
         if parts.aside:
-            accepted = "must not be given where the model has tables or sparse weights: their rows are no local values"
-            raise ConfigError("cluster.outer", None, accepted)
+            raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
         self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
