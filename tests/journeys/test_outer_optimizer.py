@@ -75,6 +75,25 @@ def test_a_death_in_the_middle_of_a_round_costs_no_sample(
     assert incident["who"] == victim and action in incident["action"], incident
 
 
+DECOUPLED = f"{APART} sync_freq: 5 quorum: 2 transport: kTcp {MEAN}"
+
+
+def test_every_sample_counts_once_where_no_worker_waits(runner: JobRunner) -> None:
+    ended = runner.run(DECOUPLED, "ledger.py", "--slow", "1", "--step-s", "0.01", extra="reduce: kSum")
+    ended.check_ledger(2)
+    assert ended.report["samples"] == 240 * 2
+
+
+@pytest.mark.parametrize("wishes", [[], ["freeze"]], ids=["killed", "stopped"])
+def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes: list[str]) -> None:
+    words = (str(runner.folder / "job"), "worker 1/0", "1", "7", *wishes)
+    ended = runner.run(DECOUPLED, "mortal.py", *words, extra="reduce: kSum")
+    ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "worker 1/0" and STARTS_AGAIN in incident["action"]
+
+
 STREAMING = f"{APART} sync_freq: 6 fragments: 1 overlap: 3 transport: kTcp {MEAN}"
 
 

@@ -475,6 +475,7 @@ class Cluster(Checked):
     overlap: Steps = 0
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
+    quorum: Steps = 0
 
     @property
     def local_steps(self) -> int:
@@ -545,7 +546,8 @@ class Job(Checked):
     def fixed_shares(self) -> bool:
         """Whether each worker group reads a part of the data that is fixed beforehand."""
         # Groups in step need no leases, and with fixed parts every run has the same bits.
-        return self.shard is Shard.kStatic or (self.shard is Shard.kAuto and self.cluster.outer is not None)
+        in_step = self.cluster.outer is not None and not self.cluster.quorum
+        return self.shard is Shard.kStatic or (self.shard is Shard.kAuto and in_step)
 
     @property
     def workspace(self) -> str:
@@ -589,7 +591,7 @@ _NO_RESULT = frozenset(
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
-    + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend")]
+    + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
 )
 
 

@@ -423,7 +423,7 @@ class Worker(BatchAccounting):
         outcome = self._push_sum(fetches) if pushes else None
         if fetches and not pushes:
             self.client.values.fetch()
-        if self._local.settles(step):
+        if self._local.defers and self._local.settles(step, self.client.steps.is_over()):
             self.client.values.settle()
         return outcome
 

@@ -133,10 +133,18 @@ class ValuePull:
                 self._here.clear()
                 self._round = number
 
+    def is_here(self) -> bool:
+        """Whether all values of the awaited round are here."""
+        return len(self._here) == self._count_awaited()
+
+    def _count_awaited(self) -> int:
+        if self._in_part is None:
+            return self._awaited
+        spaces = self._model.map.spaces
+        return sum(spaces[bucket.space].optimizer == self._in_part for bucket in self._model.held)
+
     def _wait(self, dropped: Callable[[], bool] = lambda: False) -> None:
-        model, optimizer, awaited = self._model, self._in_part, self._awaited
-        if optimizer is not None:
-            awaited = sum(model.map.spaces[bucket.space].optimizer == optimizer for bucket in model.held)
+        awaited = self._count_awaited()
         with self._channel.spans.span("wait for values"):
             self._channel.wait_until(lambda: len(self._here) == awaited or dropped())
         # From here on a value that is delivered twice cannot overwrite the parameters.

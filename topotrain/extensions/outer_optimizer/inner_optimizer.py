@@ -95,7 +95,8 @@ class InnerOptimizer(LocalOptimizer):
     def __init__(self, optimizer: Optimizer, cluster: Cluster, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._optimizer, self._weigh = optimizer, cluster.weigh
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
-        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap else None
+        self._decoupled = cluster.quorum > 0
+        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap or cluster.quorum else None
         self._make_step = plain_step(type(optimizer))
         self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert cluster.outer is not None
@@ -103,6 +104,7 @@ class InnerOptimizer(LocalOptimizer):
         self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
         self._untold = UntoldSteps(cluster.fragments)
         self._pushes = 0
+        self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
 
     def open(
         self,
@@ -133,17 +135,22 @@ class InnerOptimizer(LocalOptimizer):
         return self._untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
-        return self._schedule.pushes(step)
+        if not self._decoupled:
+            return self._schedule.pushes(step)
+        # Behind the last round, which may have taken longer than the steps between two.
+        return not self._values.is_pushing and self._made - self._pushed_at >= self._schedule.interval
 
     def fetches(self, step: int) -> bool:
-        return self._schedule.pushes(step)
+        return self.pushes(step)
 
     @property
     def defers(self) -> bool:
-        return self._schedule.overlap > 0
+        return self._schedule.overlap > 0 or self._decoupled
 
-    def settles(self, step: int) -> bool:
-        return self.defers and self._schedule.takes(step)
+    def settles(self, step: int, over: bool) -> bool:
+        if self._decoupled:
+            return over and self._values.is_pushing
+        return self._schedule.takes(step)
 
     def step(self, inv_scale: float) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
@@ -159,6 +166,7 @@ class InnerOptimizer(LocalOptimizer):
         self._values.end_push()
         self._untold.push(self.optimizer_of_push)
         self._pushes += 1
+        self._pushed_at = self._made
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
@@ -166,6 +174,7 @@ class InnerOptimizer(LocalOptimizer):
         return self._untold[self.optimizer_of_push].weight(self._weigh)
 
     def before_step(self) -> None:
+        self._made += 1
         # The values are the worker's own: what the script changes between two steps is learned like a step.
         self._buffers.remember()
 

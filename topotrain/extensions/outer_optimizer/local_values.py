@@ -71,6 +71,11 @@ class LocalValues(ValueObserver):
         self._awaited: int | None = None  # the fragment of which the next received values are. None: of all
         self._kept: set[int] = set()
 
+    @property
+    def is_pushing(self) -> bool:
+        """Whether new values of a push are awaited."""
+        return self._awaited is not None
+
     def learn(self) -> None:
         """The values have changed here, and no server knows."""
         self._untold.update(self._members)

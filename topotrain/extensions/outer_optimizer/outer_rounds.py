@@ -4,8 +4,9 @@ A worker group pushes what it has learned since the last round: the values that 
 The servers take the weighted mean of all groups for a gradient, and their optimizer makes one step with it. This is
 local SGD with an outer optimizer (FedOpt: Reddi et al., 2021; DiLoCo: Douillard et al., 2023).
 
-Rule: a round is decided when every live group has pushed. The coordinator decides all its steps in one run of
-decisions, so all shards make the update of the same groups. A group that dies before has no part in the round.
+Rule: a round is decided when every live group has pushed, or (with `quorum`) so many groups have. The coordinator
+decides all its steps in one run of decisions, so all shards make the update of the same groups. A group that dies
+before has no part in the round, and with a quorum one that is late has a part in a later one (Decoupled DiLoCo).
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,12 +79,20 @@ class OuterRounds(ServerExtension, StepPolicy):
     def __init__(self, server: Server, job: Job) -> None:
         self._server = server
         self.replies_in_part = job.cluster.fragments > 1
+        self._quorum = job.cluster.quorum
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
-        """As `StepPolicy.updates`: all live groups, or none."""
+        """As `StepPolicy.updates`: one for each fragment of which the round is over."""
         here = {group for group, _ in steps}
-        return [steps] if here and here.issuperset(self._server.worker_groups.clocks.live()) else []
+        # Without another group that could push, no round waits for more.
+        last = here.issuperset(self._server.worker_groups.clocks.live())
+        by_fragment: dict[int, list[tuple[int, int]]] = {}
+        for group, step in steps:
+            fragment = self._server.state.known.staging[group].first.optimizer
+            by_fragment.setdefault(fragment, []).append((group, step))
+        found = [by_fragment[fragment] for fragment in sorted(by_fragment)]
+        return [update for update in found if last or 0 < self._quorum <= len(update)]
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
         """As `StepPolicy.joint_gradient`."""

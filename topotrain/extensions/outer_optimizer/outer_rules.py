@@ -79,16 +79,25 @@ COMBINATIONS = (
     ),
     Combination(
         "cluster.keep",
-        lambda c: c.keep is not Keep.kAdd and not c.overlap,
-        "must be kAdd with overlap: 0, where no step is made during an exchange",
+        lambda c: c.keep is not Keep.kAdd and not (c.overlap or c.quorum),
+        "must be kAdd with overlap: 0 and quorum: 0, where no step is made during an exchange",
+    ),
+    Combination("cluster.quorum", lambda c: c.quorum and not c.outer, "must be 0 without cluster.outer"),
+    Combination(
+        "cluster.quorum", lambda c: c.quorum > c.nworker_groups, "must be at most nworker_groups; 0: all that are there"
+    ),
+    Combination(
+        "cluster.overlap",
+        lambda c: c.overlap and c.quorum,
+        "must be 0 with cluster.quorum, where new values are taken as soon as they are there",
     ),
     Combination(
         "cluster.blend", lambda c: c.blend != 0.5 and c.keep is not Keep.kBlend, "must be 0.5 without keep: kBlend"
     ),
     Combination(
         "shard",
-        lambda j: j.cluster.fragments > 1 and j.shard is Shard.kLease,
-        "must be kAuto or kStatic with cluster.fragments above 1: all workers exchange the same fragment",
+        lambda j: j.cluster.fragments > 1 and not j.cluster.quorum and j.shard is Shard.kLease,
+        "must be kAuto or kStatic with cluster.fragments above 1 and quorum: 0: all exchange the same fragment",
         "",
     ),
     _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),

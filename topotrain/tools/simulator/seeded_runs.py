@@ -69,6 +69,7 @@ LAYOUTS: Mapping[str, Job] = {
     "backup workers": _job(1, 3, 2, backup=1),
     "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
     "outer optimizer": _job(3, 1, 2, outer=_OUTER),
+    "quorum": _job(4, 1, 2, outer=_OUTER, quorum=2),
 }
 """Small layouts of every framework that has servers, by name."""
 

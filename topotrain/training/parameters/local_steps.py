@@ -44,8 +44,11 @@ class LocalSteps(ABC):
         """Whether a worker goes on while a push is under way."""
         return False
 
-    def settles(self, step: int) -> bool:
-        """Whether the last push must be over behind this step (from 1)."""
+    def settles(self, step: int, over: bool) -> bool:
+        """Whether a worker takes the new values of the last push behind this step (from 1).
+
+        over: whether they are here. Otherwise the worker waits.
+        """
         return False
 
     @abstractmethod
