@@ -38,7 +38,6 @@ from topotrain.core.optim.adapter import SliceUpdate, describe_all, hyper
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.transport_contract import MessageSender
-from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.launch.runtime.process_host import (
     ConditionWaiter,
     HostObserver,
@@ -471,7 +470,12 @@ def _enlist(
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
-    local = InnerOptimizer(optimizer, job.cluster, model.named_parameters()) if job.cluster.outer is not None else None
+    local = None
+    if job.cluster.outer is not None:
+        # Here: servers are tested without this extension, too.
+        from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+
+        local = InnerOptimizer(optimizer, job.cluster, model.named_parameters())
     worker = Worker(
         me,
         job,
