@@ -291,7 +291,7 @@ class ParameterShard:
     def apply_gradient(
         self, gradient: StagedGradient, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0
     ) -> Iterator[Bucket]:
-        """Update the values with a gradient times `factor`. Yields each bucket once it is new.
+        """Update the values with a gradient times `factor`. Yields each new bucket.
 
         group: the worker group, or a number that is none for a gradient of several.
         """

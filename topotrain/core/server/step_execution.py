@@ -157,7 +157,7 @@ class StepExecution:
                 self._count_nonfinite(step.decision.group, step.first, step.refused)
 
     def _examine(self, decision: m.StepDecision) -> "_DecidedStep":
-        """Record the batches of a decided step, and find out whether it changes the values."""
+        """Record the batches of a decided step; find out whether it changes the values."""
         group, model = decision.group, self._state.model
         if model is None:
             raise m.ProtocolError(f"a decision about step {decision.step} of group {group} before there is a model")
@@ -174,7 +174,7 @@ class StepExecution:
         new = self._record_batches(group, staging.marks)
         if new and not skipped:
             self._samples.applied(group, staging.commits, refused.keys())
-        self._replies.begin(group, staging.first.optimizer)
+        self._replies.parts.begin(group, staging.first.optimizer)
         staleness = self._state.version - self._replies.pulled[group]
         norm = global_norm(decision.power, staging.first)
         return _DecidedStep(decision, staging, staging.first, refused, skipped, new and not skipped, norm, staleness)

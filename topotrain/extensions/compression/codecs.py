@@ -197,12 +197,13 @@ class Int8Codec(Codec):
 
 
 class E3M0Codec(Codec):
-    """kE3M0: a sign and three bits of exponent, in blocks of 256 elements with a float32 scale.
+    """kE3M0: a sign and three bits of exponent, in blocks of 256 with a scale.
 
-    An eighth of the bytes of float32. The scale is the largest magnitude of the block. An element becomes 0, or the
-    scale times the nearest of 1, 1/2, ... 1/64: it is off by a factor of at most the square root of 2, and 0 below 1/90
-    of the scale. Blocks smaller than about 1e-36 become 0. An element that is not finite is decoded as NaN: it has the
-    code of -0 in a block with a negative scale. Streaming DiLoCo (Douillard et al., 2025) sends outer gradients so.
+    An eighth of the bytes of float32. The scale is a float32, the largest magnitude of the block. An element becomes 0,
+    or the scale times the nearest of 1, 1/2, ... 1/64: it is off by a factor of at most the square root of 2, and 0
+    below 1/90 of the scale. Blocks smaller than about 1e-36 become 0. An element that is not finite is decoded as NaN:
+    it has the code of -0 in a block with a negative scale. Streaming DiLoCo (Douillard et al., 2025) sends outer
+    gradients so.
     """
 
     _EXPONENT, _ONE, _ROUND = 23, 127, (1 << 23) - 0x3504F3  # a mantissa above that of sqrt(2) is rounded up

@@ -1,1 +1,1 @@
-"""Local SGD with an outer optimizer: worker groups train alone and exchange what they have learned."""
+"""Local SGD with an outer optimizer: workers train alone between exchanges."""

@@ -1,4 +1,4 @@
-"""The script's optimizer as the inner one: a worker trains alone between two rounds."""
+"""The script's optimizer as the inner one, between two rounds of a worker."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator

@@ -22,7 +22,7 @@ SENT = "sent"
 
 @dataclass(frozen=True, slots=True)
 class TakeRule:
-    """What becomes of steps that were made between a push and the new values.
+    """The rule for steps that were made between a push and the new values.
 
     blend: with `kBlend`, the share of the own values.
     """

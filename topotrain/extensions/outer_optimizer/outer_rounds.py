@@ -1,4 +1,4 @@
-"""Rounds of an outer optimizer on a server: the groups' steps of a round are one update.
+"""Rounds of an outer optimizer: the steps of several groups are one update.
 
 A worker group pushes what it has learned since the last round: the values that it received minus its own values now.
 The servers take the weighted mean of all groups for a gradient, and their optimizer makes one step with it. This is

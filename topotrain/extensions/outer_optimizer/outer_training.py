@@ -9,7 +9,7 @@ from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
 INNER = "inner optimizer"
-"""The name of its state among those that a restart restores. No name of `tt.keep` has a space."""
+"""The name of its state in a snapshot. No name of `tt.keep` has a space."""
 
 
 class _TableCheck(WorkerExtension):
@@ -23,7 +23,7 @@ class _TableCheck(WorkerExtension):
 
 
 class OuterOptimizerExtension(PrepareExtension):
-    """Lets the script's optimizer train on its worker, and the servers run the outer one."""
+    """Lets the script's optimizer run on its worker, and the outer one on servers."""
 
     def local_optimizer(self, here: Context, request: PrepareRequest) -> LocalOptimizer | None:
         cluster = here.place.job.cluster

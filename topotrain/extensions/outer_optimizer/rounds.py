@@ -1,4 +1,4 @@
-"""The rounds of one worker: when each fragment is exchanged, and what of it no server knows. Pure."""
+"""The rounds of one worker: when each fragment is exchanged, and its counts. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class RoundSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a worker has learned of a fragment since its last push.
+    """The steps of a worker since its last push of a fragment.
 
     Attributes:
         steps: local steps that changed its values.
@@ -77,7 +77,7 @@ class Learned:
 
 
 class UntoldSteps:
-    """What a worker has learned of each fragment, and no server knows.
+    """The steps of a worker that no server knows, by fragment.
 
     Invariant: for each fragment, the steps that were pushed and those here are all steps that were made.
     """

@@ -72,7 +72,7 @@ class ProcessEstimate:
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
-    """The uncompressed bytes of a round of an outer optimizer, in which all fragments are exchanged once.
+    """The uncompressed bytes of a round, in which all fragments are exchanged once.
 
     Attributes:
         steps: local steps in a round.
@@ -241,7 +241,7 @@ def _passing_on(topology: Topology, rank: int) -> int:
 
 
 def state_entries(updater: Updater) -> int:
-    """Return the elements of state that an updater keeps for each element of a parameter."""
+    """Return the number of values that an updater keeps for each element."""
     match updater.type:
         case UpdaterType.kSGD | UpdaterType.kNesterov:
             return 1 if updater.momentum else 0

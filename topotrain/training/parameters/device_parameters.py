@@ -384,7 +384,7 @@ class DeviceParameters(ParameterHolder):
 
 
 def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews, apart: bool = False) -> ParameterHolder:
-    """Return the holder of these parameters: copies if any of them is on a device, or with `apart`."""
+    """Return the holder of these parameters: copies if one is on a device, or `apart`."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         return DeviceParameters(tensors, views)
     return CopiedParameters(tensors, views) if apart else HostParameters(tensors, views)

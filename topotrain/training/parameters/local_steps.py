@@ -45,7 +45,7 @@ class LocalSteps(ABC):
         return False
 
     def settles(self, step: int, over: bool) -> bool:
-        """Whether a worker takes the new values of the last push behind this step (from 1).
+        """Whether to take the new values of the last push behind this step (from 1).
 
         over: whether they are here. Otherwise the worker waits.
         """
@@ -61,7 +61,7 @@ class LocalSteps(ABC):
 
     @abstractmethod
     def sum_as_gradient(self) -> AbstractContextManager[None]:
-        """Inside, the path pushes the steps since the last push. They count as pushed then."""
+        """Inside, the path pushes the steps since the last push, which count as pushed."""
 
 
 class LocalOptimizer(LocalSteps, WorkerExtension):
