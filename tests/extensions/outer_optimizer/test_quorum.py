@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import layout
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal
+from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 
 GROUPS, STEPS = 3, 17
 
@@ -56,6 +58,9 @@ class Script:
             seen = torch.stack(list(t.model.cells.parameters()))
             assert bool((seen <= 1).all()), "counted twice"
             assert bool((seen[:, cell] == 1).all()), "a step of this worker is lost here"
+        if t.me.group not in self.late:
+            # The round of the last push is over without those who are late.
+            t.worker.client.values.settle()
         with self.lock:
             self.running -= 1
             if not self.running:
@@ -80,6 +85,32 @@ def test_no_worker_waits_for_one_that_makes_no_step(quorum: int, late: tuple[int
 def test_each_step_counts_once_in_step(fragments: int, overlap: int) -> None:
     found = run_local(exact(sync_freq=4, fragments=fragments, overlap=overlap), build, Script())
     assert all(bool((value == 1).all()) for value in found.values.values()), found.values
+
+
+def rounds(quorum: int, live: tuple[int, ...], fragments: dict[int, int]) -> list[list[int]]:
+    """The groups of the rounds that are over, of those that have pushed these fragments."""
+    staging = {group: SimpleNamespace(first=SimpleNamespace(optimizer=its)) for group, its in fragments.items()}
+    clocks = SimpleNamespace(live=lambda: list(live))
+    server = SimpleNamespace(
+        groups=live,
+        worker_groups=SimpleNamespace(clocks=clocks),
+        state=SimpleNamespace(known=SimpleNamespace(staging=staging)),
+    )
+    policy = OuterRounds(server, exact(sync_freq=4, fragments=4, quorum=quorum))  # type: ignore[arg-type]
+    return [[group for group, _ in update] for update in policy.updates([(group, 7) for group in sorted(fragments)])]
+
+
+def test_which_rounds_are_over() -> None:
+    live = (0, 1, 2, 3)
+    assert rounds(0, live, {0: 1, 1: 1, 2: 1}) == []
+    assert rounds(0, live, {0: 1, 1: 1, 2: 1, 3: 1}) == [[0, 1, 2, 3]]
+    assert rounds(0, (0, 2), {0: 1, 2: 1}) == [[0, 2]], "the others have ended, or are gone"
+    assert rounds(2, live, {0: 1}) == []
+    assert rounds(2, live, {0: 1, 3: 1}) == [[0, 3]]
+    assert rounds(2, live, {0: 2, 1: 1, 3: 1}) == [[1, 3]], "another fragment is no part of the round"
+    assert rounds(3, live, {0: 2, 1: 1, 2: 2, 3: 1}) == [[1, 3], [0, 2]], "no group could push any more"
+    assert rounds(1, live, {2: 0}) == [[2]]
+    assert rounds(2, live, {}) == []
 
 
 def test_which_groups_can_restart_leave_and_join() -> None:
