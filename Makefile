@@ -10,12 +10,13 @@ CODE   := topotrain tests examples benchmarks scripts docs/site
 SITE   := build/site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench chaos check docs proto format clean
+.PHONY: help setup run test bench bench-gpu chaos check docs proto format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
 	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
+	@echo "make bench-gpu  measure on a machine with NVIDIA GPUs, at most 10 minutes: benchmarks/RESULTS-GPU.md"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
 	@echo "make check   formatting, lint, types, imports; what readers stumble over, counted"
 	@echo "make docs    build the documentation with search and API reference: $(SITE)/index.html"
@@ -65,6 +66,9 @@ test: setup
 
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.chaos $(ARGS)

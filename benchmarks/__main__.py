@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.markdown import results
+from benchmarks.reasons import SOURCES
 from benchmarks.record import RESULTS, ROOT, load, say
 from benchmarks.sides import environment
 
@@ -34,8 +36,9 @@ GOALS: Mapping[str, str] = {
     "P9": "4 workers on a slow link: servers against the ring",
     "P10": "balance of the servers",
     "P11": "handling of messages in the pure core",
-    "P12": "start-up of `topotrain run`",
+    "P12": "start-up",
     "P13": "the same bytes as many tensors",
+    "P14": "4 workers on each of two hosts, summed before the link",
 }
 
 TABLES: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +51,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "downpour": ("P6",),
     "straggler": ("P7",),
     "slow_link": ("P8", "P9"),
+    "host_sums": ("P14",),
     "transports": (),
     "compression": (),
     "link_accuracy": (),
@@ -55,14 +59,25 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "memory": (),
     "reporting": (),
     "compressed": (),
-    "collectives": (),
     "growth": (),
     "splitting": (),
 }
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
 
-ALONE = ("snapshots", "safety", "survivors", "asynchrony", "agreement", "uneven", "lanes", "slicing")
+ALONE = (
+    "collectives",
+    "snapshots",
+    "safety",
+    "survivors",
+    "asynchrony",
+    "agreement",
+    "uneven",
+    "lanes",
+    "slicing",
+    "starts",
+    "time_split",
+)
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 
 MINUTES: Mapping[str, float] = {
@@ -73,8 +88,9 @@ MINUTES: Mapping[str, float] = {
     "tensors": 0.8,
     "training_step": 5.3,
     "downpour": 1.8,
-    "straggler": 2.6,
+    "straggler": 2.85,
     "slow_link": 4.6,
+    "host_sums": 2.3,
     "transports": 0.2,
     "compression": 0.2,
     "link_accuracy": 0.5,
@@ -82,7 +98,6 @@ MINUTES: Mapping[str, float] = {
     "memory": 0.8,
     "reporting": 0.8,
     "compressed": 1.4,
-    "collectives": 2.1,
     "growth": 1.9,
     "splitting": 1.4,
 }
@@ -109,8 +124,19 @@ class Outcome:
     skipped: list[str] = field(default_factory=list)
 
 
-def run_all(names: Sequence[str], tensorflow: bool, budget_s: float) -> Outcome:
-    """Run tables one after the other, as far as the time goes; all of them have ended when this returns."""
+def run_all(
+    names: Sequence[str],
+    tensorflow: bool,
+    budget_s: float,
+    minutes: Mapping[str, float] = MINUTES,
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Outcome:
+    """Run tables one after the other, as far as the time goes; all of them have ended when this returns.
+
+    Args:
+        minutes: what each takes, as in MINUTES.
+        more: options of tables.
+    """
     began = time.monotonic()
     outcome = Outcome()
     for number, name in enumerate(names, 1):
@@ -119,16 +145,19 @@ def run_all(names: Sequence[str], tensorflow: bool, budget_s: float) -> Outcome:
         if find_spec(f"benchmarks.{name}") is None:
             say(f"{head}: is not there yet")
             continue
-        needed = MINUTES[name] + TENSORFLOW_MINUTES * (tensorflow and name == "downpour")
+        needed = minutes[name] + TENSORFLOW_MINUTES * (tensorflow and name == "downpour")
         if left < 60 * needed:
             say(
                 f"{head}: left out, it takes {needed:g} min and {max(0.0, left) / 60:.1f} of {budget_s / 60:g} are left"
             )
             outcome.skipped.append(name)
             continue
-        say(f"{head} ({', '.join(TABLES[name]) or 'no goal'}), {(time.monotonic() - began) / 60:.1f} min so far")
+        say(
+            f"{head} ({', '.join(TABLES.get(name, ())) or 'no goal'}), {(time.monotonic() - began) / 60:.1f} min so far"
+        )
         command = [sys.executable, "-m", f"benchmarks.{name}"]
         command += ["--tensorflow"] if tensorflow and name == "downpour" else []
+        command += more.get(name, ())
         try:
             code = _wait(subprocess.Popen(command, cwd=ROOT, env=environment()), left)
         except subprocess.TimeoutExpired:
@@ -173,7 +202,7 @@ def worthless(names: Sequence[str], folder: Path = RESULTS) -> list[str]:
 
 def render() -> None:
     """Make the page of all results that are there."""
-    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE)]
+    there = [RESULTS / f"{name}.json" for name in (*TABLES, *ALONE, *SOURCES)]
     tables = [load(path) for path in there if path.exists()]
     homes = {goal: [name for name, goals in TABLES.items() if goal in goals] for goal in GOALS}
     PAGE.write_text(results(tables, GOALS, homes), encoding="utf-8")
@@ -181,7 +210,7 @@ def render() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure topotrain beside its peers.")
-    parser.add_argument("what", nargs="*", metavar="GOAL|TABLE", help="P1 to P13, or tables; all without")
+    parser.add_argument("what", nargs="*", metavar="GOAL|TABLE", help="P1 to P14, or tables; all without")
     parser.add_argument("--tensorflow", action="store_true", help="install TensorFlow in a temporary folder, for P6")
     parser.add_argument("--render", action="store_true", help="only make the page anew")
     options = parser.parse_args()

@@ -5,7 +5,7 @@ round has its own order of the sides, because a side that always follows the sam
 backlog. Times of different runs are never compared: the machine drifts by up to two times within minutes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
@@ -118,6 +118,7 @@ def interleave(
     warm: Callable[[str], object] | None = None,
     spare: int = 1,
     seed: int = 1,
+    lost: MutableMapping[str, str] | None = None,
 ) -> dict[str, Samples]:
     """Measure all sides in turn, `rounds` times over, after `spare` rounds that do not count.
 
@@ -127,18 +128,26 @@ def interleave(
         warm: called with a side's name before each of its turns; for what the turn before has driven from the caches.
         spare: 0 where every turn starts its own processes and times them from their first step on.
         seed: of the order of the sides, which is another one in each round.
+        lost: gets the sides that fail, with the reason; the others go on without them. None: a failure ends all.
     """
     if rounds < ROUNDS:
         raise ValueError(f"rounds = {rounds}: must be >= {ROUNDS}, for the median to mean something")
     order = Random(seed)
     found: dict[str, list[float | Turn]] = {name: [] for name in sides}
     for number in range(spare + rounds):
-        turns = list(sides.items())
+        turns = [(name, measure) for name, measure in sides.items() if name in found]
         order.shuffle(turns)
         for name, measure in turns:
-            if warm is not None:
-                warm(name)
-            value = measure()
+            try:
+                if warm is not None:
+                    warm(name)
+                value = measure()
+            except Exception as error:
+                if lost is None:
+                    raise
+                lost[name] = str(error) or type(error).__name__
+                del found[name]
+                continue
             if number >= spare:
                 found[name].append(value)
     return {name: _samples(values) for name, values in found.items()}

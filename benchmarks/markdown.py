@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.harness import Row
-from benchmarks.reasons import REASONS
+from benchmarks.reasons import REASONS, SOURCES, goals_of
 from benchmarks.record import Table
 
 _SIGNS = {"<=": "≤", ">=": "≥", "<": "<"}
@@ -93,15 +93,29 @@ def results(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[st
         homes: "P1" -> the tables that measure it.
     """
     parts = [_INTRODUCTION, "## The goals\n", _goals(tables, goals, homes), "", *_reasons(tables)]
-    parts += ["## The runs\n", _runs(tables), ""]
+    parts += ["## The runs\n", runs(tables), ""]
     return "\n".join(parts + [section(table) for table in tables])
 
 
 def _reasons(tables: Sequence[Table]) -> list[str]:
     """Of the goals that are not met just now."""
     missed = {row.goal for table in tables for row in table.rows if row.met is False}
-    lines = [f"* {goal}: {text}" for goal, text in REASONS.items() if goal in missed]
-    return ["## Why some are not met\n", *lines, ""] if lines else []
+    sources = [table for table in tables if table.name in SOURCES]
+    lines: list[str] = []
+    for goal, text in REASONS.items():
+        if goal in missed:
+            lines.append(f"* {goal}: {text}")
+            rows = [(table, row) for table in sources for row in table.rows if goal in goals_of(row.what)]
+            lines += [f"  * {_in_words(row)} ([{table.name}](#{anchor(table.title)}))" for table, row in rows]
+    unmeasured = [name for name in SOURCES if name not in {table.name for table in sources}]
+    commands = " and ".join(f"`python -m benchmarks.{name}`" for name in unmeasured)
+    more = [f"\nWhat this machine can do at best is not measured here: {commands} measure it."] if commands else []
+    return ["## Why some are not met\n", *lines, *more, ""] if lines else []
+
+
+def _in_words(row: Row) -> str:
+    mode = f", {row.mode}" if row.mode else ""
+    return f"{row.what}{mode}: {figure(row)}. {row.note}".rstrip(". ")
 
 
 def _goals(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str, Sequence[str]]) -> str:
@@ -117,7 +131,8 @@ def _goals(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str
     return grid(["goal", "work", "mode", "bound", "median (min–max)", "", "remark", "table"], lines)
 
 
-def _runs(tables: Sequence[Table]) -> str:
+def runs(tables: Sequence[Table]) -> str:
+    """Where the figures of these tables come from."""
     machines = list(dict.fromkeys(table.machine for table in tables))
     letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
     lines = [

@@ -5,7 +5,7 @@ workers on two cores DistributedDataParallel takes about 1.2 to 1.4 times what c
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -28,6 +28,11 @@ class Work:
         """The loss of `model` (this one, or a wrapper of it) on the batch of a step."""
         inputs, targets = self.batches[step % len(self.batches)]
         return self.loss_of(model(inputs), targets)
+
+    def to(self, device: torch.device) -> "Work":
+        """The same work on another device."""
+        batches = tuple((inputs.to(device), targets.to(device)) for inputs, targets in self.batches)
+        return replace(self, model=self.model.to(device), batches=batches)
 
 
 def mlp() -> nn.Module:
@@ -76,7 +81,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         return F.linear(self.after(self.blocks(x)), self.words.weight)
 
 
@@ -171,8 +176,12 @@ _RECIPES: Mapping[str, _Recipe] = {
 TRAINED = ("mlp", "gpt", "cnn")
 
 
-def build(name: str, rank: int) -> Work:
-    """The work of that name for worker `rank`, the same model for all; "memory:4000000" has so many bytes."""
+def build(name: str, rank: int, times: int = 1) -> Work:
+    """The work of that name for worker `rank`, the same model for all; "memory:4000000" has so many bytes.
+
+    Args:
+        times: so many times the samples that suit a core of a processor.
+    """
     torch.manual_seed(0)
     if name.startswith("memory:"):
         size = int(name.partition(":")[2])
@@ -181,8 +190,9 @@ def build(name: str, rank: int) -> Work:
         recipe = _RECIPES[name]
     model = recipe.model()
     torch.manual_seed(1 + rank)
-    batches = tuple(recipe.batch(recipe.samples) for _ in range(BATCHES))
-    return Work(model, recipe.samples, batches, recipe.loss)
+    samples = recipe.samples * times
+    batches = tuple(recipe.batch(samples) for _ in range(BATCHES))
+    return Work(model, samples, batches, recipe.loss)
 
 
 def megabytes(name: str) -> float:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row
+from benchmarks.harness import ROUNDS, Row
 from benchmarks.processor import MachineLoad
 
 ROOT = Path(__file__).parents[1]
@@ -118,24 +118,34 @@ def run_table(
     title: str,
     measure: Callable[[argparse.Namespace], Sequence[Row]],
     add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+    hardware: Callable[[], str] = lambda: "",
 ) -> None:
-    """The main function of a table's module: measure, print, save. `add` declares options of the table's own."""
+    """The main function of a table's module: measure, print, save.
+
+    Args:
+        add: declares options of the table's own. With one of the name `trial` that is set, nothing is saved.
+        hardware: what the figures depend on, besides what `machine` says.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
     add(parser)
     options = parser.parse_args()
+    if getattr(options, "rounds", ROUNDS) < ROUNDS:
+        parser.error(f"--rounds {options.rounds}: must be at least {ROUNDS}, for the median to mean something")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and networks are then taken away as usual
     state, began, load_of_machine = commit(), time.monotonic(), MachineLoad()
     rows = tuple(measure(options))
     shares = load_of_machine.shares()
     command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
     seconds = round(time.monotonic() - began, 1)
-    table = Table(
-        name, title, command, state, machine(), seconds, rows, round(shares.others, 3), round(shares.stolen, 3)
-    )
-    path = save(table)
+    on = ", ".join(filter(None, (machine(), hardware())))
+    table = Table(name, title, command, state, on, seconds, rows, round(shares.others, 3), round(shares.stolen, 3))
     from benchmarks.markdown import section
 
     print(section(table))
+    if getattr(options, "trial", False):
+        say("a trial: nothing is written")
+        return
+    path = save(table)
     if table.disturbed:
         say(f"{shares.total:.0%} of the machine's processor time went elsewhere: measure again when it is quiet")
     say(f"written to {path.relative_to(ROOT)}")

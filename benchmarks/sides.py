@@ -88,15 +88,16 @@ class Side:
     lines: list[IO[str]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     hellos: list[dict[str, Any]] = field(default_factory=list)
+    patience_s: float = PATIENCE_S
 
     def meet(self, listener: socket.socket, workers: int) -> None:
         """Wait for all workers to say that they have taken their first step. Raises Refused."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + min(START_S, self.patience_s)
         listener.settimeout(0.2)
         while len(self.sockets) < workers:
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
-                connection.settimeout(PATIENCE_S)
+                connection.settimeout(self.patience_s)
                 self.sockets.append(connection)
                 self.lines.append(connection.makefile("r"))
             self._alive(time.monotonic() > deadline)
@@ -124,15 +125,18 @@ class Side:
         try:
             text = line.readline()
         except TimeoutError:
-            raise Refused(f"{self.name} did not answer within {PATIENCE_S:g} s") from None
+            raise Refused(f"{self.name} did not answer within {self.patience_s:g} s") from None
         if not text:
             raise Refused(f"{self.name} ended: {self._last_words()}")
         return dict(json.loads(text))
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Send an order to all workers; their answers."""
+        """Send an order to all workers; their answers. Raises Refused."""
         for connection in self.sockets:
-            connection.sendall(json.dumps(order).encode() + b"\n")
+            try:
+                connection.sendall(json.dumps(order).encode() + b"\n")
+            except OSError:
+                raise Refused(f"{self.name} ended: {self._last_words()}") from None
         return [self._read(line) for line in self.lines]
 
     def run(self, steps: int, **more: Any) -> float:
@@ -180,9 +184,18 @@ class Side:
 
 
 class Sides:
-    """Starts sides, and ends them all; a context manager. Its jobs share one forkserver: they start faster."""
+    """Starts sides, and ends them all; a context manager. Its jobs share one forkserver: they start faster.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: of the stepper, in all sides.
+        patience_s: the most that an answer of a side may take.
+        preload: modules that the forkserver of the jobs imports, before the processes of a job.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str] = (), patience_s: float = PATIENCE_S, preload: Sequence[str] = ()
+    ) -> None:
+        self._arguments, self._patience, self._preload = list(arguments), patience_s, tuple(preload)
         self._folder = Path(tempfile.mkdtemp(prefix="bench-"))
         self._forkserver: Any = None
         self._rooms = 0
@@ -239,6 +252,7 @@ class Sides:
         command += [] if cold else ["--forkserver", self.serve()]
         word = "--model" if script == STEPPER else "--way"
         command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
+        command += self._arguments if script == STEPPER else []
         return self._start(name, folder, [command], [{}], workers, terminal)
 
     def units(self, name: str, conf: str, count: int, workers: int, model: str, host: str) -> Side:
@@ -249,7 +263,7 @@ class Sides:
         common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--forkserver", self.serve()]
         common += ["--set", f"cluster.workspace={folder / 'work'}", "--set", "cluster.transport=kTcp", "--host", host]
         common += ["--rendezvous", (folder / "meet").as_uri(), "--nprocs", str(count)]
-        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model]
+        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model, *self._arguments]
         commands = [[*common, "--rank", str(rank), *script] for rank in range(count)]
         return self._start(name, folder, commands, [{}] * count, workers)
 
@@ -257,12 +271,13 @@ class Sides:
         """`size` processes of ordinary PyTorch.
 
         Args:
-            way: "ddp", "zero", "fsdp", "alone" or "no_update".
+            way: "ddp", "ddp+nccl", "zero", "fsdp", "alone" or "no_update".
             wrap: per process, the beginning of its command line (to put it into a network of its own).
             more: variables for all of them.
         """
         folder = self.room(name)
         command = [sys.executable, str(STEPPER), "--socket", str(folder / "line"), "--model", model, "--peer", way]
+        command += self._arguments
         commands = [[*(wrap[rank] if wrap else ()), *command] for rank in range(size)]
         return self._start(name, folder, commands, self.meeting(size, **more), size)
 
@@ -294,7 +309,9 @@ class Sides:
             from topotrain.launch.agent import forkserver
 
             with _said(environment()):
-                self._forkserver = forkserver.start(self._folder / "forkserver.log")
+                self._forkserver = forkserver.start(
+                    self._folder / "forkserver.log", (*forkserver.PRELOAD, *self._preload)
+                )
         return str(self._forkserver.path)
 
     def _start(
@@ -306,7 +323,7 @@ class Sides:
         workers: int,
         terminal: bool = False,
     ) -> Side:
-        side = Side(name, [], folder)
+        side = Side(name, [], folder, patience_s=self._patience)
         self.living[name] = side
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "line"))

@@ -8,12 +8,15 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from benchmarks.models import mlp
@@ -57,6 +60,13 @@ def own_seconds(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return sorted(times)[4]
 
 
+def batches(x: Tensor, y: Tensor, size: int, draw: torch.Generator) -> Iterator[list[Tensor]]:
+    """Batches without end, with replacement."""
+    while True:
+        picked = torch.randint(len(x), (size,), generator=draw)
+        yield [x[picked], y[picked]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -72,6 +82,9 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.0, help="milliseconds before each step")
     parser.add_argument("--slow", type=int, default=-1, help="this worker rests, and computes, four times as long")
     parser.add_argument("--slow-steps", type=int, default=0, help="and takes so many steps")
+    parser.add_argument(
+        "--loader", type=int, default=0, help="a loader of topotrain gives so many workers their batches"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
@@ -85,18 +98,25 @@ def main() -> None:
     if options.peer == "ddp":
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
-    else:
-        model, optimizer = tt.prepare(model, optimizer)
     draw = torch.Generator().manual_seed(1000 * options.seed + rank)
+    loader: Iterable[list[Tensor]] = batches(train_x, train_y, options.batch, draw)
+    if options.loader:
+        # One epoch, in which each worker has `--steps` batches.
+        all_of_them = torch.Generator().manual_seed(1000 * options.seed)
+        picked = torch.randint(len(train_x), (options.steps * options.loader * options.batch,), generator=all_of_them)
+        loader = DataLoader(TensorDataset(train_x[picked], train_y[picked]), options.batch)
+        model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    elif options.peer == "job":
+        model, optimizer = tt.prepare(model, optimizer)
     steps = options.slow_steps if slow and options.slow_steps else options.steps
     more = 3 * own_seconds(model, train_x[: options.batch], train_y[: options.batch]) if slow else 0.0
     began, looking = time.perf_counter(), 0.0
     with open(options.out if rank == 0 else os.devnull, "w") as file:
-        for step in range(1, steps + 1):
+        # A loader of topotrain must come to its own end.
+        for step, (x, y) in enumerate(loader if options.loader else islice(loader, steps), 1):
             time.sleep(options.rest * (4 if slow else 1) / 1000 + more)
-            picked = torch.randint(len(train_x), (options.batch,), generator=draw)
             optimizer.zero_grad()
-            F.cross_entropy(model(train_x[picked]), train_y[picked]).backward()
+            F.cross_entropy(model(x), y).backward()
             optimizer.step()
             if rank == 0 and step % options.every == 0:
                 now = time.perf_counter()

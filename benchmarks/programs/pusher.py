@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import topotrain as tt
+from benchmarks.programs.counting import CountingMode
 from benchmarks.programs.stepper import Line
 
 TENSORS, ELEMENTS = 10, 1 << 20  # 40 MiB of float32
@@ -173,6 +174,12 @@ def main() -> None:
                 step()
             done += order["steps"]
             line.say(seconds=time.perf_counter() - began)
+        elif "count" in order:
+            with CountingMode({}) as mode:
+                for _ in range(order["count"]):
+                    step()
+            done += order["count"]
+            line.say(counts=mode.counts)
         elif "check" in order:
             line.say(value=work.value(), steps=done)
         else:

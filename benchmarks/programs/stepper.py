@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import topotrain as tt
 from benchmarks.models import Work, build
+from benchmarks.traces import BACKWARD
 
 RATE, MOMENTUM = 0.01, 0.9
 
@@ -94,17 +96,19 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer | None]]] = {
     "alone": alone,
     "no_update": no_update,
     "ddp": ddp,
+    "ddp+nccl": ddp,
     "zero": zero,
     "fsdp": fsdp,
 }
-_MEETING = ("ddp", "zero", "fsdp")
+_MEETING = {"ddp": "gloo", "ddp+nccl": "nccl", "zero": "gloo", "fsdp": "gloo"}
+"""Peers whose processes meet, and the backend by which they do."""
 
 
 class Stepper:
     """A model that can take steps."""
 
-    def __init__(self, work: Work, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._work, self._model, self._optimizer = work, model, optimizer
+    def __init__(self, work: Work, model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
+        self._work, self._model, self._optimizer, self._device = work, model, optimizer, device
         self._done = 0
         self._silenced: list[Callable[[], None]] = []
 
@@ -116,11 +120,24 @@ class Stepper:
             else:
                 self._optimizer.zero_grad()
             loss = self._work.loss(self._model, self._done)
-            loss.backward()
+            with record_function(BACKWARD):
+                loss.backward()
             if self._optimizer is not None:
                 self._optimizer.step()
             self._done += 1
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return loss.item()
+
+    def traced(self, count: int, file: str) -> None:
+        """Take so many, and write what the profiler saw of them; without a file only take them."""
+        if not file:
+            self.steps(count)
+            return
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        with profile(activities=activities) as seen:
+            self.steps(count)
+        seen.export_chrome_trace(file)
 
     def checksum(self) -> float:
         """A number that another result would not have: the mean magnitude of all parameters."""
@@ -141,94 +158,98 @@ def memory() -> dict[str, int]:
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
 
 
-def mute(yes: bool) -> None:
-    """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
-    from topotrain.training import context
+class Reporting:
+    """What the steps of a job report and check; the table of reporting switches it off, and times it."""
 
-    here = context.current()
-    assert here is not None
-    worker = here.worker
-    assert worker is not None
-    if yes and not _muted:
-        _muted.append(worker)
-        type(worker)._report = lambda self, outcome: None  # type: ignore[method-assign]
-        type(worker)._check = lambda self: None  # type: ignore[method-assign]
-    elif not yes and _muted:
-        _muted.clear()
-        type(worker)._report = _report  # type: ignore[method-assign]
-        type(worker)._check = _check  # type: ignore[method-assign]
+    def __init__(self) -> None:
+        from topotrain.training.step_progress import ProgressReporter
+        from topotrain.training.worker import Worker
 
+        found = ((Worker, "_check"), (ProgressReporter, "after_step"))
+        self._methods = [(owner, name, getattr(owner, name)) for owner, name in found]
 
-def timed(stepper: Stepper, count: int) -> float:
-    """Take so many steps; returns the seconds that what is said and checked took of each."""
-    from topotrain.training import context
+    def mute(self, yes: bool) -> None:
+        """Switch it off, or on again."""
+        for owner, name, method in self._methods:
+            setattr(owner, name, _nothing if yes else method)
 
-    here = context.current()
-    assert here is not None
-    worker = here.worker
-    assert worker is not None
-    spent = 0.0
+    def timed(self, stepper: Stepper, count: int) -> float:
+        """Take so many steps; returns the seconds that it took of each."""
+        spent = 0.0
 
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any) -> Any:
-            nonlocal spent
-            began = time.perf_counter()
-            try:
-                return call(*args)
-            finally:
-                spent += time.perf_counter() - began
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(*args: Any) -> Any:
+                nonlocal spent
+                began = time.perf_counter()
+                try:
+                    return call(*args)
+                finally:
+                    spent += time.perf_counter() - began
 
-        return inner
+            return inner
 
-    type(worker)._report = watched(_report)  # type: ignore[method-assign]
-    type(worker)._check = watched(_check)  # type: ignore[method-assign]
-    try:
-        stepper.steps(count)
-    finally:
-        type(worker)._report = _report  # type: ignore[method-assign]
-        type(worker)._check = _check  # type: ignore[method-assign]
-    return spent / count
+        for owner, name, method in self._methods:
+            setattr(owner, name, watched(method))
+        try:
+            stepper.steps(count)
+        finally:
+            self.mute(False)
+        return spent / count
 
 
-_muted: list[Any] = []
-_check: Any = None
-_report: Any = None
+def _nothing(*_: Any) -> None:
+    """Stand for a method that is switched off."""
+
+
+def device_of(kind: str, peer: str, rank: int) -> torch.device:
+    """The device of this process: as topotrain chooses it for a worker, and one GPU after the other for a peer."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = tt.device() if peer == "job" else torch.device("cuda", rank % max(1, torch.cuda.device_count()))
+    if device.type != kind:
+        raise RuntimeError(f"tt.device() is {device}: torch sees no GPU in this worker")
+    torch.cuda.set_device(device)
+    return device
 
 
 def main() -> None:
-    global _check, _report
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument("--model", required=True, help="mlp, or mlp+adam with a job")
     parser.add_argument("--peer", default="job", choices=sorted(WAYS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--times", type=int, default=1, help="so many times the samples in each step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     line = Line(options.socket)
     options.model, _, optimizer = options.model.partition("+")
     way = options.peer + (f"+{optimizer}" if optimizer else "")
     rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
-    if options.peer in _MEETING:
-        dist.init_process_group("gloo")
-    work = build(options.model, rank)
     try:
-        stepper = Stepper(work, *WAYS[way](work.model))
+        device = device_of(options.device, options.peer, rank)
+        if options.peer in _MEETING:
+            backend = _MEETING[options.peer]
+            # The device is named, or NCCL would guess it from the rank when it is needed first.
+            dist.init_process_group(backend, **({"device_id": device} if backend == "nccl" else {}))
+        work = build(options.model, rank, options.times).to(device)
+        stepper = Stepper(work, *WAYS[way](work.model), device)
         stepper.steps(1)
     except Exception as error:
         line.say(rank=rank, refused=f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
-    if options.peer == "job":
-        from topotrain.training.worker import Worker
-
-        _check, _report = Worker._check, Worker._report
+    reporting = Reporting()
     for order in line.orders():
         if "mute" in order:
-            mute(order["mute"])
+            reporting.mute(order["mute"])
         if "timed" in order:
-            line.say(seconds=timed(stepper, order["timed"]))
+            line.say(seconds=reporting.timed(stepper, order["timed"]))
         elif "steps" in order:
             began = time.perf_counter()
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
+        elif "trace" in order:
+            stepper.traced(order["count"], order["trace"] if rank == 0 else "")
+            line.say(rank=rank)
         elif "check" in order:
             line.say(checksum=stepper.checksum(), **memory())
         else:

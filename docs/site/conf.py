@@ -23,7 +23,7 @@ release = version = topotrain.__version__
 language = "en"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["*.md", "docs/*.md", "docs/site/api.rst", "benchmarks/RESULTS.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/site/api.rst", "benchmarks/RESULTS.md", "benchmarks/RESULTS-GPU.md"]
 exclude_patterns = [".*", "build", "workspace", "topotrain", "tests", "scripts"]  # not even looked into
 root_doc = "docs/index"
 html_theme = "furo"
@@ -51,7 +51,10 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
     "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/security"],
-    "Speed": ["docs/performance", "docs/profiling", "docs/slow-links", "docs/islands", "benchmarks/RESULTS"],
+    "Speed": [
+        *("docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
+        *("benchmarks/RESULTS", "benchmarks/RESULTS-GPU"),
+    ],
     "Other interfaces": [
         *("docs/integrations", "docs/pserver", "docs/clusterspec", "docs/session", "docs/data-parallel"),
         "docs/torch-store",

@@ -3,7 +3,7 @@
 import pytest
 
 from topotrain.config.job import Algorithm, Cluster, Compression, Link, TransportChoice
-from topotrain.config.slice_size import FAST_BYTES, SENT_BYTES, SLOW_BYTES, slice_bytes
+from topotrain.config.slice_size import FAST_BYTES, SENT_BYTES, SLOW_BYTES, sizes_in_words, slice_bytes
 from topotrain.config.topology import layout
 
 TCP = {"nworkers_per_group": 2, "server_worker_separate": True, "transport": TransportChoice.kTcp}
@@ -39,3 +39,16 @@ def test_the_job_file_and_a_stated_link_come_first() -> None:
 
 def test_shared_memory_has_large_slices() -> None:
     assert slice_bytes(layout(Cluster(nworkers_per_group=2))) == FAST_BYTES
+
+
+def test_a_plan_says_what_decides_the_size() -> None:
+    said = {
+        "at most 4 MB in shared memory": Cluster(),
+        "at most 64 kB, 1 MB or 4 MB, by the speed of the link": Cluster(**TCP),
+        "in shared memory; between hosts at most 64 kB": Cluster(**{**TCP, "transport": TransportChoice.kAuto}),
+        "at most 131,072 bytes, as slice_bytes says": Cluster(**TCP, slice_bytes=1 << 17),
+        "at most 1 MB": Cluster(**TCP, compression=Compression.kInt8),
+    }
+    for words, cluster in said.items():
+        assert words in sizes_in_words(layout(cluster)), cluster
+    assert sizes_in_words(layout(Cluster())) == "at most 4 MB in shared memory"

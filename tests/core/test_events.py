@@ -26,6 +26,7 @@ EXAMPLES: list[Event] = [
     events.Notice("unit 3", "line one\nline two ü"),
     events.Output("worker 0/1", "stderr", "a\r\nb\n"),
     events.Waits("worker 0/1", 10.0),
+    events.Connects("worker 0/1"),
     events.Ending("worker 0/1"),
     events.Exited("worker 0/1", 12, -9),
     events.Frozen("worker 0/1", 12),

@@ -51,6 +51,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_slices_follow_the_link_between_units(runner: JobRunner, jobs: list[Job]) -> None:
+    """As under `topotrain run`, and with its bits; all units use the size on which they have agreed."""
+    cluster = f"{SANDBLASTER} transport: kTcp"
+    expected = runner.run(cluster, "small.py", name="whole")
+    url = f"tcp://127.0.0.1:{free_port()}?job=measured"
+    jobs.append(Job(runner, cluster, "small.py", [], [None, None, None], url))
+    jobs[0].run()
+    assert same(jobs[0].final, expected.final)
+    report = json.loads((runner.folder / "report-0.json").read_text())
+    assert report["layout"]["link_mbit"] > 0
+    assert report["slice_bytes"] in (1 << 16, 1 << 20, 1 << 22)
+
+
 def test_units_on_one_machine_give_the_bits_of_topotrain_run(runner: JobRunner, jobs: list[Job]) -> None:
     expected = runner.run(SANDBLASTER, "small.py", name="whole")
     url = f"tcp://127.0.0.1:{free_port()}?job=sandblaster"

@@ -422,7 +422,7 @@ def run_hosted(
     def place() -> RouterConfig:
         return RouterConfig(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)
 
-    traffic: list[tuple[int, int]] = []
+    traffic: list[tuple[int, ...]] = []
 
     def servers_of(unit: int) -> None:
         found = topology.units[unit].servers
@@ -455,7 +455,7 @@ def run_hosted(
     if topology.inline:
         traffic = [each.traffic() for each in connections.values()]
     return Result.of(
-        handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic))
+        handles[0].model, workers=handles, traffic=(sum(each[0] for each in traffic), sum(each[1] for each in traffic))
     )
 
 

@@ -4,7 +4,8 @@ A process can be killed at any message that it takes or sends: what it had said 
 end of its ways; the launcher, who is played here, then has the standby speak, and a fresh process follow it.
 """
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -29,6 +30,7 @@ from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_coordinator import NoFiles
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
 from topotrain.extensions.replication.replicated_server import ReplicatedServer, standby_of
+from topotrain.extensions.replication.replication_messages import ReplicatedEvent
 from topotrain.extensions.replication.state_machine import Primary, Standby
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
@@ -61,18 +63,48 @@ class Process:
     alive: bool = True
 
 
-class SimPrimary:
+class SimPrimary(MessageSender):
     def __init__(self, cluster: "ReplicatedCluster", process: Process, primary: Primary) -> None:
         self.cluster, self.process, self.primary = cluster, process, primary
-        self.server = primary.copy.server
+        self.server, self.handles = primary.copy.server, False
+        self.early_replies = primary.attach(self)
+
+    def send(self, to: Address, message: m.Message) -> None:
+        """Send a message of an event that is being handled. The process can die here, too."""
+        self.cluster.tick(self.process)
+        if isinstance(message, ReplicatedEvent) and self._at_once(to, message):
+            return
+        if to.role is Role.WORKER and self.handles:
+            self.cluster.early[self.primary.me] += 1
+        with suppress(TransportError):
+            self.cluster.transport.send(self.primary.me, to, message)
+
+    def _at_once(self, to: Address, message: ReplicatedEvent) -> bool:
+        """Let an event arrive, and its ack come back, before the event is handled here."""
+        cluster, me = self.cluster, self.primary.me
+        standby = cluster.transport._residents[to]
+        assert isinstance(standby, SimStandby)
+        under_way = standby.queue or cluster.transport._last.get((me, to), 0.0) > cluster.sim.now
+        if not cluster.prompt or under_way or not standby.process.alive or cluster.sim.random.random() < 0.5:
+            return False
+        acknowledged = standby.standby.early_ack(message)
+        cluster.transport._deliver(me, to, m.decode(*m.encode(message), message.body))
+        if acknowledged is not None and standby.process.alive:
+            self.early_replies.arrived(acknowledged)
+        return True
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.server.place(sender, message, viewable)
+        return self.primary.landing.place(
+            self.server, sender, message, False
+        )  # the transports of workers do not share memory
 
     def handle(self, sender: Address, message: m.Message) -> None:
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            self.say(self.primary.handle(sender, message))
+            self.handles = True
+            out = self.primary.handle(sender, message)
+            self.handles = False
+            self.say(out)
             if self.primary.fault is not None:
                 raise self.primary.fault
 
@@ -80,36 +112,79 @@ class SimPrimary:
         """Send messages; those to a peer that is gone are dropped."""
         with self.cluster.dying(self.process):
             for to, message in out:
-                self.cluster.tick(self.process)
-                with suppress(TransportError):
-                    self.cluster.transport.send(self.primary.me, to, message)
+                self.send(to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
             self.primary.disconnected(peer)
         elif peer in self.primary.up and self.process.alive:
-            self.say(self.primary.lost(peer))
+            self.order("lost", peer)
+
+    def order(self, name: str, *arguments: Any) -> None:
+        """Carry out what the launcher orders, or a connection's end. The process can die at each message of it."""
+        with self.cluster.dying(self.process):
+            self.say(getattr(self.primary, name)(*arguments))
 
 
 class SimStandby:
     def __init__(self, cluster: "ReplicatedCluster", process: Process, me: Address, standby: Standby) -> None:
         self.cluster, self.process, self.me, self.standby = cluster, process, me, standby
+        self.queue: deque[tuple[Address, m.Message]] = deque()
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
-        return self.standby.place(message)
+        # A reader places a body when all messages before it are handled (`_placed`).
+        return None if self.cluster.shares else self.standby.place(message, False)
+
+    def _placed(self, message: m.Message) -> m.Message:
+        target = None if message.body is None else self.standby.place(message, True)
+        if target is None or message.body is None:
+            return message
+        target.view(torch.uint8).copy_(message.body)
+        return replace(message, body=target)
 
     def handle(self, sender: Address, message: m.Message) -> None:
+        self.queue.append((sender, message))
+        if len(self.queue) == 1:
+            self._next()
+
+    def _next(self) -> None:
+        """Acknowledge the first message that waits, and handle it, at once or a little later."""
+        if self.cluster.shares:
+            self.queue[0] = self.queue[0][0], self._placed(self.queue[0][1])
+        sender, message = self.queue[0]
         with self.cluster.dying(self.process):
             self.cluster.tick(self.process)
-            receipt = self.standby.early_ack(message)
-            if receipt is not None:
+            self._say(sender, [self.standby.early_ack(message)])
+            if not self.cluster.shares:
+                self._finish()
+                return
+            sim = self.cluster.sim
+            sim.at(sim.now + sim.random.uniform(0.0, self.cluster.lag), partial(self._later, message))
+
+    def _later(self, message: m.Message) -> None:
+        if self.queue and self.queue[0][1] is message:  # else the copy was promoted, and all is handled
+            with self.cluster.dying(self.process):
+                self._finish()
+
+    def _finish(self) -> None:
+        self.cluster.tick(self.process)
+        sender, message = self.queue[0]
+        self._say(sender, self.standby.handle(message))
+        self.queue.popleft()
+        if self.queue:
+            self._next()
+
+    def drain(self) -> None:
+        """Handle all that has come, as before a promotion."""
+        for number, (_, message) in enumerate(self.queue):
+            self.standby.handle(self._placed(message) if number and self.cluster.shares else message)
+        self.queue.clear()
+
+    def _say(self, to: Address, replies: Sequence[m.Message | None]) -> None:
+        for reply in replies:
+            if reply is not None:
                 with suppress(TransportError):
-                    self.cluster.transport.send(self.me, sender, receipt)
-            self.cluster.tick(self.process)
-            answer = self.standby.handle(message)
-            if answer is not None:
-                with suppress(TransportError):
-                    self.cluster.transport.send(self.me, sender, answer)
+                    self.cluster.transport.send(self.me, to, reply)
 
     def lost(self, peer: Address, reason: str) -> None:
         pass
@@ -149,8 +224,19 @@ class SimClientHost(ReplicaClientHost):
 class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
     """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
+    lag = 0.0
+    """Above 0: the second copies share memory with the first ones, and take up to this long for each message."""
+
+    prompt = False
+    """Acks of the second copies may come while the first copies handle the event."""
+
+    @property
+    def shares(self) -> bool:
+        return self.lag > 0
+
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
         self.ticks: dict[int, int] = {}
+        self.early: Counter[Address] = Counter()  # replies that have left while their event was handled
         self.kill, self.again = kill, again
         self.processes: dict[int, Process] = {}
         self.home: dict[Address, Process] = {}  # of each server's speaking copy
@@ -199,7 +285,7 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         self.transport._residents[address] = sim_primary
         self.transport.connect(me, address, "")
         primary = self.home[me].primaries[me]
-        primary.say(primary.primary.add_standby())
+        primary.order("add_standby")
 
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
@@ -257,20 +343,22 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         for me in dead.standbys:
             primary = self.home[me].primaries.get(me)
             if primary is not None and self.home[me].alive:
-                primary.say(primary.primary.drop_standby())
+                primary.order("drop_standby")
         for me in dead.primaries:
             heir = next(p for p in self.processes.values() if me in p.standbys and p.alive)
-            copy = heir.standbys.pop(me).standby.copy
+            standby = heir.standbys.pop(me)
+            standby.drain()
+            copy = standby.standby.copy
             assert copy is not None
             sim_primary = self.add_primary(heir, Primary(copy))
-            sim_primary.say(sim_primary.primary.take_over())
+            sim_primary.order("take_over")
         coordinator, *others = self.topology.servers(0)
         for me in others:
             if me in dead.primaries or coordinator in dead.primaries:
                 self.transport.connect(me, coordinator, "")
                 self.home[coordinator].primaries[coordinator].primary.disconnected(me)
                 sim_primary = self.home[me].primaries[me]
-                sim_primary.say(sim_primary.primary.reconnected(coordinator))
+                sim_primary.order("reconnected", coordinator)
         self.processes[dead.number] = fresh = Process(dead.number)
         for me in (*dead.primaries, *dead.standbys):
             self.add_standby(me, fresh)

@@ -150,7 +150,7 @@ class CrashableCluster(ReplicatedCluster):
         """The launcher tells the coordinator that a group has gone."""
         if self.home[COORDINATOR_ADDRESS].alive:  # else its successor is told
             sim_primary = self.home[COORDINATOR_ADDRESS].primaries[COORDINATOR_ADDRESS]
-            sim_primary.say(sim_primary.primary.handle(COORDINATOR_ADDRESS, GroupLeft(group, self.gone[group])))
+            sim_primary.order("handle", COORDINATOR_ADDRESS, GroupLeft(group, self.gone[group]))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)

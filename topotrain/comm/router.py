@@ -8,6 +8,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import torch
 
@@ -25,7 +26,7 @@ from topotrain.comm.transport.socket_transport import PeerAdmission, SocketTrans
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, TransportChoice
-from topotrain.config.topology import Address, Topology
+from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
@@ -103,11 +104,12 @@ class Router:
 
     def __init__(self, place: RouterConfig, shared: ProcessMemory, pump: InlineReader | None = None) -> None:
         choice = place.job.cluster.transport
+        copied = place.job.cluster.replicas > 1
         self._local = InProcessTransport(manual=pump is not None)
         self._pump = pump
         self._tcp: TcpTransport | None = None
         self._sockets: dict[str, SocketTransport] = {}
-        if choice is not TransportChoice.kTcp:
+        if choice is not TransportChoice.kTcp or copied:
             self._sockets["unix"] = self._unix = SharedMemoryTransport(
                 place.identity, str(place.sockets), shared, pump=pump
             )
@@ -126,6 +128,7 @@ class Router:
         self._transports: dict[str, Transport] = {"local": self._local, **self._sockets}
         # In the order of preference.
         self._order = ("unix", "tcp") if choice is not TransportChoice.kTcp else ("tcp",)
+        self._here = ""  # the address of this host in the URLs of this process
         self._store, self._timeouts = place.store, place.timeouts
         self._published = MaintainedValues(place.store)
         self._topology = place.topology
@@ -154,11 +157,22 @@ class Router:
             for name in names
             if name in self._sockets
         ]
+        if "tcp" in names and self._tcp is not None:
+            self._here = urlsplit(urls[-1]).hostname or ""
+        if "unix" in self._sockets and "unix" not in self._order:
+            urls = [*self._attach_copies(endpoints), *urls]
         if inside:
             for me, endpoint in endpoints.items():
                 # A port of its own: replies must take the transport on which the message came.
                 self._local.attach(me, _Port(self, "local", me, endpoint))
         return tuple(urls)
+
+    def _attach_copies(self, endpoints: Mapping[Address, Endpoint]) -> list[str]:
+        """Attach endpoints to the transport to standbys of this host; return its URL."""
+        ports = {me: _Port(self, "unix", me, each) for me, each in endpoints.items()}
+        standbys = all(me.role is Role.STANDBY for me in endpoints)
+        url = self._sockets["unix"].attach_together(ports, listens=standbys)
+        return [url] if standbys else []
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
         """Publish the URLs of an endpoint, and keep them in the store if it is wiped."""
@@ -238,6 +252,8 @@ class Router:
             text = f"{me} found no address of {peer} in the store within {seconds:g} s: is {peer} still starting?"
             raise PeerUnreachable(text) from None
         by_transport = {_TRANSPORTS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
+        if peer.role is Role.STANDBY and self._connect_near(me, peer, by_transport, anew):
+            return
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
         # Shared memory comes first where both processes are on one host.
         name = next(name for name in fits if name in by_transport)
@@ -247,10 +263,24 @@ class Router:
             self._transports[name].connect(me, peer, by_transport[name])
         self.add_route(me, peer, name)
 
+    def _connect_near(self, me: Address, standby: Address, urls: Mapping[str, str], anew: bool) -> bool:
+        """Connect to a standby over shared memory; return whether it is on this host."""
+        # By its address: a standby may have moved to another unit, which the topology does not know.
+        if "unix" not in urls or urlsplit(urls.get("tcp", "")).hostname != self._here:
+            return False
+        try:
+            self._sockets["unix"].connect(me, standby, urls["unix"], anew)
+        except PeerUnreachable:
+            return False  # containers with one address may have folders of their own
+        self.add_route(me, standby, "unix")
+        return True
+
     def set_admission(self, admission: PeerAdmission) -> None:
-        """Ask this rule about every peer that connects over TCP."""
+        """Ask this rule about every peer that connects over TCP, or to a standby."""
         if self._tcp is not None:
             self._tcp.set_admission(admission)
+            if "unix" not in self._order and "unix" in self._sockets:
+                self._sockets["unix"].set_admission(admission)
 
     def connect_inside(self, me: Address, peer: Address) -> None:
         """Connect two endpoints of this process."""
@@ -299,6 +329,10 @@ class Router:
         """Return the bytes sent and received over transports that leave the process."""
         counts = [transport.traffic() for transport in self._sockets.values()]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
+
+    def link_traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received over TCP, which leads to other hosts."""
+        return (0, 0) if self._tcp is None else self._tcp.traffic()
 
     def turn(self, seconds: float) -> None:
         """Handle the messages that have come, after at most `seconds` (needs a pump)."""

@@ -31,3 +31,22 @@ def slice_bytes(topology: Topology) -> int:
     if not mbit or SLOW_MBIT < mbit < FAST_MBIT:
         return SENT_BYTES
     return SLOW_BYTES if mbit <= SLOW_MBIT else FAST_BYTES
+
+
+def sizes_in_words(topology: Topology) -> str:
+    """Return the sizes of slices of a job that has not measured its links yet."""
+    size = slice_bytes(topology)
+    if topology.cluster.slice_bytes:
+        return f"at most {size:,} bytes, as slice_bytes says"
+    if not topology.fits_slices:
+        return f"at most {_words(size)}"
+    choices = ", ".join(map(_words, (SLOW_BYTES, SENT_BYTES))) + f" or {_words(FAST_BYTES)}"
+    measured = f"at most {choices}, by the speed of the link, which is measured when the units meet"
+    if not all(topology.sees_memory(group) for group in range(topology.worker_groups)):
+        return measured
+    shared = f"at most {_words(size)} in shared memory"
+    return shared if len(topology.units) < 2 else f"{shared}; between hosts {measured}"
+
+
+def _words(nbytes: int) -> str:
+    return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} kB"

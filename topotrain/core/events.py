@@ -65,6 +65,13 @@ class Started(Event):
 
 
 @event
+class Connects(Event):
+    """The program of a worker connects to the servers, as in `tt.prepare`."""
+
+    who: str
+
+
+@event
 class StepDone(Event):
     """A worker has completed a step.
 
@@ -72,6 +79,7 @@ class StepDone(Event):
 
     time: seconds since its first step began. samples: the number of samples that it was given.
     staleness_mean, staleness_max: in versions, over all updates. bytes_out, bytes_in: message bodies and headers.
+    bytes_link: those of `bytes_out` that were sent over TCP.
     own_s: median of the seconds from the end of one wait to the next commit. None: too few were measured.
     late: the number of steps that backup workers have made without this worker.
     threads: the number of PyTorch's threads in the process at present. 0: unknown.
@@ -89,6 +97,7 @@ class StepDone(Event):
     own_s: float | None = None
     late: int = 0
     threads: int = 0
+    bytes_link: int = 0
 
 
 @event
@@ -172,6 +181,7 @@ class Finished(Event):
     own_s: float | None = None
     late: int = 0
     threads: int = 0
+    bytes_link: int = 0
 
 
 @event

@@ -26,6 +26,7 @@ from topotrain.launch.recovery.recovery_policy import recovery
 from topotrain.launch.recovery.resume_point import ResumeSource
 from topotrain.launch.registered_job import RegisteredJob, listed
 from topotrain.launch.run_loop import RunLoop
+from topotrain.launch.shared_forkserver import SharedForkserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class LocalLauncher(Launcher):
 
     calls: the functions that child processes run. Only tests change it.
     forkserver: the socket of a running forkserver of another process. "": the job starts its own.
+    shared: a forkserver that was started for this job.
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans into the run directory.
     resume: the snapshot that the job resumes from. "": the job starts at step 0.
     outlet: where the program's output goes.
@@ -41,6 +43,7 @@ class LocalLauncher(Launcher):
 
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
+    shared: SharedForkserver | None = None
     profile: int = 0
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
@@ -57,7 +60,7 @@ class LocalLauncher(Launcher):
         with claimed(job) as workspace, listed(job) as place, signals() as stop:
             goes_on = recovery(job, topology, began)
             log = workspace / "run" / "forkserver.log"
-            with closing(ForkserverHandle(self.forkserver, log, mark)) as forkserver:
+            with closing(ForkserverHandle(self.forkserver, log, mark, self.shared)) as forkserver:
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 requests = JobRequests() if place is None else place.requests
                 host = LauncherContext(

@@ -41,6 +41,7 @@ from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 from topotrain.launch.recovery.stall_detector import StallDetector
 from topotrain.launch.remote_units import RemoteUnits
+from topotrain.launch.shared_forkserver import ForkserverProcess
 
 
 class RunLoop:
@@ -218,10 +219,12 @@ class RunLoop:
             text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}{early}"
             self._on_event(Failed(unit.who, "died", text, log_tail(unit.log)))
 
-    def _on_forkserver_exit(self, process: "subprocess.Popen[bytes]") -> None:
-        self._processes(Exited("forkserver", process.pid, process.returncode))
+    def _on_forkserver_exit(self, process: "subprocess.Popen[bytes] | ForkserverProcess") -> None:
+        code = process.returncode
+        if code is not None:
+            self._processes(Exited("forkserver", process.pid, code))
         if not self.shutdown.stopping:
-            text = f"forkserver (pid {process.pid}) {ending(process.returncode)}"
+            text = f"forkserver (pid {process.pid}) {'has ended' if code is None else ending(code)}"
             self._on_event(Failed("forkserver", "died", text, log_tail(self._host.forkserver.log)))
 
     def _is_needed(self) -> bool:

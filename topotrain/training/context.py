@@ -19,7 +19,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_extension import ClientExtension
-from topotrain.core.events import Event, EventSink
+from topotrain.core.events import Connects, Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
@@ -48,6 +48,10 @@ class Connections(ABC):
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in."""
+
+    def link_traffic(self) -> tuple[int, int]:
+        """Those of `traffic` over TCP, which leads to other hosts."""
+        return 0, 0
 
     @abstractmethod
     def close(self, finished: bool = True) -> None:
@@ -275,6 +279,7 @@ class Context:
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
         if self.connections is None:
+            self.emit(Connects(str(self.me)))
             connections = self.connector.connect(self.place, self.me)
             connections.exchange.channel.record_spans(self.spans)
             self.connections = connections

@@ -135,7 +135,8 @@ def _finish_without_model(here: Context) -> None:
     if here.is_main:
         _measure(here)
     sent, received = (0, 0) if here.connections is None else here.connections.traffic()
-    here.emit(Finished(str(here.me), 0, 0, 0.0, 0, sent, received))
+    link = 0 if here.connections is None else here.connections.link_traffic()[0]
+    here.emit(Finished(str(here.me), 0, 0, 0.0, 0, sent, received, bytes_link=link))
 
 
 def close(here: Context, finished: bool) -> None:

@@ -62,6 +62,7 @@ class ProgressReporter(WorkerExtension):
             "own_s": tally.own_s,
             "late": tally.late,
             "threads": torch.get_num_threads(),
+            "bytes_link": self._connections.link_traffic()[0],
         }
 
     def _report(self, now: float) -> None:

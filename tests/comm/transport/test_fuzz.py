@@ -32,7 +32,7 @@ from topotrain.comm.store.memory_store import MemoryTable
 from topotrain.comm.store.tcp_store_protocol import Op, StoreRequest, receive_request, send_request
 from topotrain.comm.store.tcp_store_server import _answer
 from topotrain.comm.transport import ConnectionLost, Refused
-from topotrain.comm.transport.connection import Connection, checked
+from topotrain.comm.transport.connection import Connection, copied
 from topotrain.comm.transport.frame import BODY, Header
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
 from topotrain.config import job_file
@@ -202,7 +202,7 @@ def come(resident: Server | Client, sender: Address, message: m.Message, viewabl
         if target is None and not viewable:
             raise ProtocolError("no place")
         if target is not None:
-            checked(target, message, view.numel()).view(torch.uint8).copy_(view)
+            copied(target, message, view)
         message = type(message)(**_fields(message), body=view if target is None else target)
     return resident.handle(sender, message)
 

@@ -109,6 +109,8 @@ NUMBERS = {
     100: "ResumeConnection Ack ReplicatedEvent ReplicaAck StateTransfer ReplicaReleased ReplicaChecksum",
     110: "UnitPart",
     120: "Assignment AssignedBucket AssignedElements",
+    130: "HostHello HostReady HostSumStart HostGradient HostBackwardEnd HostCommit HostPush HostStepEnd",
+    138: "SeparateGradients HostMean HostValues",
 }
 
 

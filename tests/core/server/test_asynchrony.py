@@ -257,7 +257,9 @@ def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
     )
     tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
     ProgressReporter(
-        here, SimpleNamespace(tally=tally, momentum=0.0), SimpleNamespace(traffic=lambda: (0, 0))
+        here,
+        SimpleNamespace(tally=tally, momentum=0.0),
+        SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0)),
     ).job_over()  # type: ignore[arg-type]
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == (not math.isfinite(last))

@@ -459,7 +459,9 @@ def test_each_skip_is_reported_once_and_counted() -> None:
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
     here = SimpleNamespace(me=me, emit=told.append)
-    telling = ProgressReporter(here, SimpleNamespace(tally=tally), SimpleNamespace(traffic=lambda: (0, 0)))  # type: ignore[arg-type]
+    telling = ProgressReporter(
+        here, SimpleNamespace(tally=tally), SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0))
+    )  # type: ignore[arg-type]
     tally.add_skip(SkippedStep(2, "worker 0/1", "a"))
     telling.after_step(None)
     telling.after_step(None)

@@ -275,7 +275,7 @@ def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
             break
     assert tally.dropped == 2
     here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append)
-    ProgressReporter(here, worker, SimpleNamespace(traffic=lambda: (0, 0))).job_over()
+    ProgressReporter(here, worker, SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0))).job_over()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

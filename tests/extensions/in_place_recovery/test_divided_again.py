@@ -105,6 +105,8 @@ def test_a_drawn_chunk_is_kept_for_a_worker_that_comes_back():
     for worker in (B, C):
         queue.handle(worker, DrawRequest(3, 0))
     assert queue.kept_chunks == 1, "what all have passed by more than one epoch is dropped"
+    ((_, answer),) = queue.handle(B, DrawRequest(0, 0))
+    assert answer.sizes == (), "no correct worker asks for it, and the queue has an answer"
 
 
 def test_one_worker_of_a_group_is_replaced_alone_and_then_the_whole_group():

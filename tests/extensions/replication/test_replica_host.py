@@ -37,6 +37,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directo
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import PrivateMemory
+from topotrain.core.protocol import Message
 from topotrain.extensions.replication.replica_host import PrimaryEndpoint, ReplicaSlot, ReplicatedServers
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, parse_placement
 from topotrain.launch.runtime.process_host import HostedServerFactory, HostOptions
@@ -59,6 +60,10 @@ def dropped_event(speaker: PrimaryEndpoint) -> Iterator[list[Any]]:
     """An event of a process that is dead: nothing of it is sent."""
     with speaker._lock:
         yield []
+
+
+def dropped(to: Address, message: Message) -> None:
+    """A message of a process that is dead."""
 
 
 class RecordingSlot(ReplicaSlot):
@@ -152,14 +157,17 @@ class ServerProcesses:
         dead, _ = self.processes.pop(index), self.slots.pop(index)
         for speaker in dead._primaries.values():
             speaker._event = partial(dropped_event, speaker)  # type: ignore[method-assign]  # else it would tell of its end
+            speaker.send = dropped  # type: ignore[method-assign]
         dead._primaries.clear()  # nor does it look for others
-        wire = self.routers.pop(index)._tcp
-        assert wire is not None and wire._listener is not None
-        wire._residents.clear()
-        wire._listener.stop()
-        wire._watch.close()
-        for connection in list(wire._connections):
-            connection.cut("killed")
+        router = self.routers.pop(index)
+        assert router._tcp is not None
+        router._tcp._watch.close()
+        for wire in router._sockets.values():
+            wire._residents.clear()
+            if wire._listener is not None:
+                wire._listener.stop()
+            for connection in list(wire._connections):
+                connection.cut("killed")
         assert self.placement.lost(index)
         self.placement.filled(index)
         for slot in self.slots.values():
@@ -212,7 +220,8 @@ def run(
     if processes.job_threads.errors:
         raise processes.job_threads.errors[0]
     assert bool(cuts) is (len(processes.missed) > 0) or kills
-    assert all(url.startswith("tcp" if processes.addresses[0].startswith("127.") else "tls") for url in processes.urls)
+    far = [url for url in processes.urls if not url.startswith("unix:")]  # of second copies, for their own host
+    assert far and all(url.startswith("tcp" if processes.addresses[0].startswith("127.") else "tls") for url in far)
     return Result.of(handles[0].model, workers=handles, traffic=(0, 0))
 
 

@@ -5,6 +5,8 @@ import select
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -175,6 +177,20 @@ def test_a_requester_that_reads_nothing_does_not_stop_the_others(host):
     assert host.exit(pid) == -signal.SIGKILL
     host.client.close()
     host.answers, host.client = [], client
+
+
+LOAD = """
+import gc
+from topotrain.launch.agent import forkserver
+before = [each["collections"] for each in gc.get_stats()]
+forkserver.load(["asyncio", "xml.dom.minidom"])
+assert [each["collections"] for each in gc.get_stats()] == before
+assert gc.isenabled() and gc.get_freeze_count() > 1000
+"""
+
+
+def test_an_import_in_advance_collects_no_garbage():
+    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=60)
 
 
 def test_more_descriptors_than_a_request_has_space_for_are_refused(host):

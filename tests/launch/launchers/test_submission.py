@@ -14,9 +14,11 @@ from topotrain.comm.store import StoreError
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
+from topotrain.launch import shared_forkserver
 from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, slurm_requeue, torchrun
+from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.launchers.ray_capacity import fits
-from topotrain.launch.launchers.submission import LaunchOptions, submission, without_password
+from topotrain.launch.launchers.submission import LaunchOptions, LaunchResult, submission, without_password
 
 SECRET = "5e" * 32
 OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
@@ -66,6 +68,58 @@ def test_what_would_be_submitted(name: str, words: list[str], tmp_path: Path) ->
     text = ask(name, tmp_path)
     for word in words:
         assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "options", "libraries"),
+    [
+        ("torchrun", {"RANK": "1", "WORLD_SIZE": "3"}, {}, "/mine"),
+        # Open MPI that is called by its path puts its libraries first.
+        ("mpirun", {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, {}, "/opt/mpi/lib:/mine"),
+        ("mpirun", {}, {"hosts": ("node1",)}, None),
+        ("mpirun", {"SLURM_JOB_ID": "7"}, {}, None),
+        ("srun", {}, {}, None),
+    ],
+)
+def test_torch_is_loaded_for_the_units_of_this_host_while_the_tool_starts(
+    name: str,
+    variables: dict[str, str],
+    options: dict[str, Any],
+    libraries: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    class Share:
+        def leave(self) -> None:
+            calls.append("left")
+
+    def join(scope: str, environ: dict[str, str]) -> Share:
+        calls.append((scope, environ))
+        return Share()
+
+    def run(words: list[str], submission: Any) -> LaunchResult:
+        calls.append(words[0])
+        return LaunchResult(0)
+
+    monkeypatch.setattr(shared_forkserver, "join", join)
+    monkeypatch.setattr(foreground_tool, "in_front", run)
+    monkeypatch.setattr(foreground_tool, "find", lambda program, install: "/opt/mpi/bin/mpirun")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    for variable in ("SLURM_JOB_ID", "TOPOTRAIN_FORKSERVER"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    ask(name, tmp_path, dry_run=False, id="j1", **options)
+    if libraries is None:
+        assert calls == ["/opt/mpi/bin/mpirun"]
+        return
+    (scope, environ), *others = calls
+    assert others == ["/opt/mpi/bin/mpirun", "left"]
+    # A unit finds the same one.
+    assert start_of({**environ, **variables}).scope(environ) == scope
+    assert environ["LD_LIBRARY_PATH"] == libraries
 
 
 def test_a_job_that_is_requeued_is_signalled_in_time(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_two_units_meet(store):
     job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
     first, second = entered(store, 0), entered(store, 1)
     assert first.bring(job) == job == second.take(None)
-    hosts = first.gather("", False)
+    hosts = first.publish(first.gather("", False))
     assert second.learn() == hosts
     assert hosts.numbers == (0, 0)
     assert hosts.addresses == ("127.0.0.1", "127.0.0.1")
@@ -203,7 +203,7 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
     monkeypatch.setattr(node_rendezvous, "QUIET_S", 0.0)
     first = entered(store, 0, nprocs=3)
     with pytest.raises(StoreError, match=r"units 1, 2 did not come within 0\.3 s"):
-        first.gather("", False)
+        first.publish(first.gather("", False))
     assert "unit 0 waits for units 1, 2" in capfd.readouterr().err
     first.close()
 
@@ -218,7 +218,7 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
 def test_units_that_were_told_different_things(store, other, words):
     first, second = entered(store, 0), entered(store, 1, **other)
     with pytest.raises(ConfigError, match=words):
-        first.gather("", False)
+        first.publish(first.gather("", False))
     first.close()
     second.close()
 
@@ -237,7 +237,7 @@ def test_a_rank_and_a_name_are_given_once(store, quick, monkeypatch):
 def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store, quick, monkeypatch):
     dead, old = entered(store, 0), entered(store, 1)
     dead.bring(Job(name="old"))
-    dead.gather("", False)
+    dead.publish(dead.gather("", False))
     for each in (dead, old):
         each.close()
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
@@ -260,7 +260,7 @@ def agreed(store):
     first, second = entered(store, 0), entered(store, 1)
     first.bring(job)
     second.take(None)
-    first.gather("", False)
+    first.publish(first.gather("", False))
     second.learn()
     return first, second
 
@@ -293,7 +293,7 @@ def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeyp
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(lambda: (second.take(None), second.learn()))
         first.bring(Job(name="j", cluster=Cluster(nworkers_per_group=2)))
-        hosts = first.gather("", False)
+        hosts = first.publish(first.gather("", False))
         assert taken.result(20)[1] == hosts
     for each in (first, second):
         each.close()
@@ -553,6 +553,29 @@ def test_a_group_that_lives_in_one_unit_starts_again_there(units):
     assert [each.end() for each in job] == [0, 0], [each.err for each in job]
     assert incidents(job[0]) == [("worker 1/0", "group 1 starts again (incarnation 1)")]  # unit 0 decides, and shows it
     assert incidents(job[1]) == []
+
+
+@pytest.mark.journey
+def test_units_of_a_host_share_a_forkserver_and_survive_its_death(units, tmp_path):
+    def listed(rank):
+        path = tmp_path / "w" / f"processes-{rank}.json"
+        entries = json.loads(path.read_text()) if path.exists() else []
+        return [entry["pid"] for entry in entries if entry["roles"] == ["forkserver"]]
+
+    roles = parts(worker_0_0="life", worker_0_1="life", server_0_0="life")
+    job = [units(rank, roles, nprocs=2, counts={**TWO, "restarts": 1}) for rank in range(2)]
+    wait_for(lambda: listed(0) and listed(1))
+    (pid,) = {*listed(0), *listed(1)}
+    for each in job:  # none may start the next life before there is a sign of the first one
+        each.process.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    (tmp_path / "w" / "logs" / "lives").touch()
+    for each in job:
+        each.process.send_signal(signal.SIGCONT)
+    assert [each.end() for each in job] == [0, 0], [each.err for each in job]
+    ((who, action),) = incidents(job[0])
+    assert who == "forkserver" and action.startswith("the whole job starts again")
+    assert listed(0) == listed(1) != [pid]
 
 
 SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}

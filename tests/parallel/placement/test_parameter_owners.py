@@ -14,6 +14,7 @@ from topotrain.config.topology import layout
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, effective, slice_map_for
 from topotrain.extensions.assignment.assignment_scope import AssignmentScope
 from topotrain.extensions.assignment.script_place import ScriptPlace
+from topotrain.extensions.host_sums.host_reduction import HostReduction
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
@@ -125,6 +126,19 @@ def test_the_same_over_real_transports_and_into_files(servers, transport, tmp_pa
     job = job_of(servers, nworkers_per_group=2, nservers_per_group=2, transport=transport)
     check(run_hosted(job, build, into_files, tmp_path, describing=split))
     assert [path.name for path in tmp_path.iterdir()] == ["store"], "files without a name stay nowhere"
+
+
+def test_workers_of_a_host_that_split_a_model_send_no_sums(tmp_path):
+    """Their unit is on another host than the servers. The script decides that the model is split, and no field does."""
+
+    def paced(t):
+        gradients = t.exchange.gradients
+        assert isinstance(gradients, HostReduction)
+        script(t)
+        assert not gradients.is_connected and gradients.sums == gradients.apart == 0
+
+    job = job_of("sandblaster", nworkers_per_group=2, nworkers_per_procs=2, nservers_per_group=2, nservers_per_procs=2)
+    check(run_hosted(job, build, paced, tmp_path, (0, 1), describing=split))
 
 
 @pytest.mark.parametrize("shared", [False, True])

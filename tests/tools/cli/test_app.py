@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,10 +65,19 @@ class Launcher:
         self.ending = ending or JobOutcome(0, 1.5)
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
+        self.forkservers = 0
 
-    def __call__(self, forkserver: str, profile: int, resume: str = "", outlet: object = None) -> "Launcher":
+    def __call__(
+        self, forkserver: str, profile: int, resume: str = "", outlet: object = None, shared: object = None
+    ) -> "Launcher":
         self.profiles.append(profile)
         return self
+
+    @contextmanager
+    def forkserver(self) -> Iterator[None]:
+        """What loads torch for one job."""
+        self.forkservers += 1
+        yield
 
     def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         self.jobs.append(job)
@@ -87,6 +97,7 @@ class Launcher:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
     monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=found))
+    monkeypatch.setattr("topotrain.launch.shared_forkserver.for_one_job", found.forkserver)
     return found
 
 
@@ -409,6 +420,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert named in err
     assert "Traceback" not in err
     assert not launcher.jobs
+    assert not launcher.forkservers
     assert not (here / "workspace").exists()
 
 
@@ -460,6 +472,7 @@ def test_run_hands_over_program_and_arguments(ask: Ask, here: Path, launcher: La
     job = launcher.jobs[0]
     assert (job.program, job.args, job.seed) == ("train.py", ("--json", "--set", "x"), 7)
     assert job.cluster.nworker_groups == 2
+    assert launcher.forkservers == 1
     assert out == "epoch 1\n"
     assert "accuracy 96.0%" in err
 

@@ -59,7 +59,8 @@ PNG = b"\x89PNG\r\n"
 
 def step(who: str, number: int, loss: float | None = 0.5, stale: int = 0) -> StepDone:
     """The event of step `number`, a tenth of a second and 8 samples each."""
-    return StepDone(who, number / 10, number, 8 * number, loss, stale / 2, stale, 1000 * number, 500 * number)
+    traffic = {"bytes_out": 1000 * number, "bytes_in": 500 * number, "bytes_link": 250 * number}
+    return StepDone(who, number / 10, number, 8 * number, loss, stale / 2, stale, **traffic)
 
 
 def a_job(steps: int = 20) -> Iterator[Event]:
@@ -73,7 +74,7 @@ def a_job(steps: int = 20) -> Iterator[Event]:
             yield step(who, number, 1 / number, stale=4 if who == "worker 1/0" else 0)
     for who in WORKERS:
         stale = 4 if who == "worker 1/0" else 0
-        yield Finished(who, steps, 8 * steps, stale / 2, stale, 1000 * steps, 500 * steps)
+        yield Finished(who, steps, 8 * steps, stale / 2, stale, 1000 * steps, 500 * steps, bytes_link=250 * steps)
     yield Finished("server 0/0", steps, 0, 0.0, 0, 70, 7)
     yield Metrics({"accuracy": 0.975})
     yield Final("workspace/final.safetensors", 2.5)
@@ -120,6 +121,7 @@ def test_report_of_the_job() -> None:
     assert data["final"] == "workspace/final.safetensors"
     assert data["bytes_out"] == 4 * 20_000 + 70
     assert data["bytes_in"] == 4 * 10_000 + 7
+    assert data["bytes_link"] == 4 * 5_000
     assert data["staleness_max"] == 4
     assert data["staleness_mean"] == pytest.approx(0.5)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
@@ -138,6 +140,7 @@ def test_report_of_the_processes() -> None:
         "samples": 160,
         "bytes_out": 20_000,
         "bytes_in": 10_000,
+        "bytes_link": 5_000,
         "staleness_mean": 2.0,
         "staleness_max": 4,
     }

@@ -22,7 +22,8 @@ from topotrain.config.sharding import cut
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
+from topotrain.training.parameters import gradient_hooks
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model, same_bits
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker_stats import StepBatches
 
@@ -54,6 +55,39 @@ def test_after_backward_grad_is_the_groups_mean_on_every_worker():
     for first, second, third, whole in zip(*seen):
         assert torch.equal(first, second) and torch.equal(first, third)
         torch.testing.assert_close(first, whole, rtol=1e-5, atol=1e-8)
+
+
+def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
+    looks = []
+
+    def counted(a, b):
+        looks.append(a.numel())
+        return same_bits(a, b)
+
+    monkeypatch.setattr(gradient_hooks, "same_bits", counted)
+
+    def build(layers):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        return model, sgd(model)
+
+    def script(t, edits=()):
+        for _ in range(2):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(lambda m, x: m(x).pow(2).mean(), torch.ones(6, 4)))
+            for index in edits:
+                list(t.model.parameters())[index].grad.mul_(0.5)
+            t.optimizer.step()
+
+    counts = []
+    for layers in (4, 20):
+        looks.clear()
+        run_local(job_of(), lambda n=layers: build(n), script)
+        counts.append(len(looks))
+    assert counts[0] == counts[1] > 0
+    # An edit is found, and only where there is one are single parameters looked at.
+    edited = run_local(job_of(), lambda: build(20), lambda t: script(t, (7,)))
+    assert edited.distance(plain(lambda: build(20), lambda t: script(t, (7,)))) < 1e-5
+    assert min(looks) == 4
 
 
 def test_hidden_grad_is_the_workers_own():

@@ -13,7 +13,6 @@ as the region.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from topotrain.comm.transport import ConnectionLost, Endpoint
@@ -104,9 +103,11 @@ class Connection:
             KeyboardInterrupt: Ctrl-C came meanwhile (see `interrupt_guard`); the message has been queued.
         """
         kind, meta = encode(message)
-        body = None if message.body is None else _flat(message.body)
-        found = self._memory.find(body) if self._memory is not None and body is not None else None
-        size = 0 if body is None else body.nbytes
+        body, payload, found = message.body, _NOTHING, None
+        if body is not None:
+            payload = byte_view(body)
+            found = None if self._memory is None else self._memory.find(body)
+        size = len(payload)
         if found is None and size > MAX_BODY:
             raise ValueError(f"a body of {size} bytes: outside of shared memory it must be at most {MAX_BODY}")
         with self._out.lock:
@@ -122,7 +123,7 @@ class Connection:
                 self._announce(region)
                 self._frame_out(REFERENCE, kind, meta, 0, REFERENCE_AT.pack(region.id, offset, size))
             elif body is not None:
-                self._frame_out(BODY, kind, meta, size, body.numpy().data)
+                self._frame_out(BODY, kind, meta, size, payload)
             else:
                 self._frame_out(0, kind, meta)
             self.sent += HEADER_BYTES + len(meta) + size
@@ -231,18 +232,18 @@ class Connection:
         size = header.payload
         if header.flags == REFERENCE:
             number, offset, size = REFERENCE_AT.unpack(self._frames.read(REFERENCE_AT.size))
-            message = replace(message, body=self._referenced(message, number, offset, size))
+            message.receive(self._referenced(message, number, offset, size))
         elif header.flags == BODY:
-            message = replace(message, body=self._received_body(message, size))
+            message.receive(self._received_body(message, size))
         self.received += HEADER_BYTES + header.meta + size
         self._endpoint.handle(self.peer, message)
         return True
 
     def _received_body(self, message: Message, size: int) -> "torch.Tensor":
         # The size comes from the endpoint's own buffer: a number of the peer never reaches an allocator.
-        target = checked(self._endpoint.place(self.peer, message, False), message, size)
+        target, payload = landing(self._endpoint.place(self.peer, message, False), message, size)
         if size:
-            self._frames.read_into(_flat(target).numpy().data)
+            self._frames.read_into(payload)
         return target
 
     def _referenced(self, message: Message, number: int, offset: int, size: int) -> "torch.Tensor":
@@ -255,8 +256,7 @@ class Connection:
         if target is None:
             # The endpoint compares the size of a view with its schema when it handles the message.
             return view
-        _flat(checked(target, message, size)).copy_(view)
-        return target
+        return copied(target, message, view)
 
     def _control(self, kind: int, meta: bytes) -> bool:
         if kind == BYE:
@@ -338,16 +338,18 @@ class Connection:
             self._done.set()
 
 
-def checked(target: "torch.Tensor | None", message: Message, size: int) -> "torch.Tensor":
-    """Return `target` if it fits a payload of `size` bytes, or raise ProtocolError."""
-    name = type(message).__name__
+def landing(target: "torch.Tensor | None", message: Message, size: int) -> "tuple[torch.Tensor, memoryview]":
+    """Return the buffer of a payload of `size` bytes and its bytes, or raise ProtocolError."""
     if target is None:
+        name = type(message).__name__
         raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")
-    if target.ndim != 1 or not target.is_contiguous() or target.device.type != "cpu":
-        raise ProtocolError(f"the buffer for {name} must be 1-D, contiguous and on the CPU, not {tuple(target.shape)}")
-    if target.nbytes != size:
-        raise ProtocolError(f"{name} has a payload of {size} bytes, the schema says {target.nbytes}")
-    return target
+    try:
+        payload = byte_view(target)
+    except ValueError as error:
+        raise ProtocolError(f"the buffer for {type(message).__name__}: {error}") from error
+    if len(payload) != size:
+        raise ProtocolError(f"{type(message).__name__} has a payload of {size} bytes, the schema says {len(payload)}")
+    return target, payload
 
 
 def _broke(error: Exception) -> str:
@@ -356,10 +358,33 @@ def _broke(error: Exception) -> str:
     return str(error) if isinstance(error, EndOfStream) else f"the connection broke: {error}"
 
 
-def _flat(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the tensor's own memory as uint8."""
+def copied(target: "torch.Tensor | None", message: Message, view: "torch.Tensor") -> "torch.Tensor":
+    """Return the buffer of a payload, with these bytes copied into it, or raise ProtocolError."""
+    found, _ = landing(target, message, view.nbytes)
+    found.detach().view(view.dtype).copy_(view)
+    return found
+
+
+_NOTHING = memoryview(b"")
+
+
+def byte_view(tensor: "torch.Tensor") -> memoryview:
+    """Return the tensor's own memory. Raises ValueError unless it is 1-D, contiguous and on the CPU."""
+    try:
+        view: memoryview = tensor.numpy().data
+        if view.ndim == 1 and view.c_contiguous:
+            return view.cast("B")
+    # NumPy has no bfloat16, and takes no tensor that requires a gradient. A cast takes no complex number.
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    return _uncommon_view(tensor)
+
+
+def _uncommon_view(tensor: "torch.Tensor") -> memoryview:
     import torch  # here, because a launcher connects without bodies, and does not load torch
 
-    if tensor.ndim != 1 or not tensor.is_contiguous():
-        raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
-    return tensor.detach().view(torch.uint8)
+    if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        what = f"{tuple(tensor.shape)} of strides {tensor.stride()} on {tensor.device}"
+        raise ValueError(f"a body must be 1-D, contiguous and on the CPU, not {what}")
+    view: memoryview = tensor.detach().view(torch.uint8).numpy().data
+    return view

@@ -79,6 +79,7 @@ class FrameWriter:
         self._work, self._room = threading.Condition(self.lock), threading.Condition(self.lock)
         self._queue: deque[_Chunk] = deque([_Chunk([memoryview(greeting)])] if greeting else ())
         self._writer: threading.Thread | None = None
+        self._idle = False  # the writer waits for a frame
         self._last = False  # nothing more will be put
 
     @property
@@ -172,7 +173,9 @@ class FrameWriter:
         if self._writer is None:
             self._writer = threading.Thread(target=self._write, name=self._name, daemon=True)
             self._writer.start()
-        self._work.notify_all()
+        # A writer that is sending looks into the queue by itself, and `Condition.notify` is slow Python.
+        if self._idle:
+            self._work.notify_all()
 
     def _write(self) -> None:
         while (chunk := self._next()) is not None:
@@ -194,8 +197,10 @@ class FrameWriter:
 
     def _next(self) -> _Chunk | None:
         with self.lock:
+            self._idle = True
             while not self._queue and not self._last:
                 self._work.wait()
+            self._idle = False
             return self._queue[0] if self._queue else None
 
     def _break(self, error: OSError) -> None:

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from topotrain.comm.transport import ConnectionLost, Endpoint, TransportError
-from topotrain.comm.transport.connection import checked
+from topotrain.comm.transport.connection import copied
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.comm.transport.frame_writer import ReaderThread
 from topotrain.config.topology import Address
@@ -211,10 +211,7 @@ class InProcessTransport:
 def _received(endpoint: Endpoint, sender: Address, message: Message, body: torch.Tensor) -> torch.Tensor:
     view = body.detach().view(torch.uint8)
     target = endpoint.place(sender, message, True)
-    if target is None:
-        return view
-    checked(target, message, view.numel()).view(torch.uint8).copy_(view)
-    return target
+    return view if target is None else copied(target, message, view)
 
 
 def _size(message: Message) -> int:

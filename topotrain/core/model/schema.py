@@ -200,6 +200,10 @@ class FlatBuffers:
         self._flat: dict[tuple[str, int], torch.Tensor] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
+    def of_shard(self, shard: int) -> "FlatBuffers":
+        """Return other buffers, for one shard of the model, in the same memory."""
+        return FlatBuffers(self._map, shard, self._memory)
+
     def range(self, space: int) -> tuple[int, int]:
         """Return the range of elements of a space that these buffers hold."""
         if self._shard is None:

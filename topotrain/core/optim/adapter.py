@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -23,6 +23,7 @@ from topotrain.config.async_momentum import Corrector, momentum_of
 from topotrain.config.job import ConfigError, Slicing
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.kernel_choice import OWN_ERRORS
+from topotrain.core.optim.optimizer_part import Gradients, OptimizerPart, PartGroup
 
 ELEMENTWISE = (
     "SGD",
@@ -355,68 +356,6 @@ def _setting(name: str, value: Any) -> Any:
 # ---- on a slice ------------------------------------------------------------------------------------------------------
 
 
-class _OptimizerPart:
-    """One torch optimizer over its segments of one owner.
-
-    Args:
-        made: the optimizer.
-        numbers: of each of its groups, the number among the spec's groups.
-        values: its segments.
-    """
-
-    def __init__(self, made: Optimizer, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        self.optimizer, self._numbers, self._values = made, numbers, values
-        self._kinds = [kernel_choice.kinds(group["params"]) for group in made.param_groups]
-        self._rates: list[float] = []  # the learning rate of each group, before it is corrected
-
-    def set(self, groups: Sequence[dict[str, Any]], correct: Corrector) -> None:
-        """Use these settings of the spec's groups."""
-        # New settings may have another fused kernel, so each change chooses again.
-        for group, number, kinds in zip(self.optimizer.param_groups, self._numbers, self._kinds, strict=True):
-            group.update(groups[number])
-            group.update(kernel_choice.choose(type(self.optimizer), group, kinds))
-            if correct.less_momentum and "momentum" in group:
-                group["momentum"] = correct.momentum(group["momentum"])
-        self._rates = [group["lr"] for group in self.optimizer.param_groups] if correct.by_staleness else []
-
-    def scale_rates(self, scale: float) -> None:
-        """Use the learning rates that were set, times this factor."""
-        # From the rate that was sent, so that corrections do not multiply.
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=bool(self._rates)):
-            group["lr"] = rate * scale
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a segment has a gradient."""
-        return any(value.grad is not None for value in self._values)
-
-    def step(self, again: bool) -> None:
-        """Step in place with the gradients of the segments.
-
-        again: the same segments have one as in the last step.
-        """
-        # The class may be the user's own: its error ends the group with a message, and not the server.
-        try:
-            self._step(again)
-        except OWN_ERRORS as error:
-            raise ConfigError("optimizer", type(self.optimizer).__name__, f"cannot go on: {error!r}") from error
-
-    def _step(self, again: bool) -> None:
-        """Step the optimizer, values with a first gradient before the others."""
-        # A parameter that was frozen so far, or that no worker's batch has used. torch's fused SGD fails if only some
-        # of its momentum buffers exist.
-        late = [] if again else list(_without_momentum(self.optimizer))
-        if late:
-            first = {id(value) for value in late}
-            waiting = [(value, value.grad) for value in self._values if id(value) not in first]
-            _clear(value for value, _ in waiting)
-            self.optimizer.step()
-            _clear(late)
-            for value, grad in waiting:
-                value.grad = grad
-        self.optimizer.step()
-
-
 class SliceUpdate:
     """The optimizers of one owner over its segments, and their only state.
 
@@ -445,24 +384,26 @@ class SliceUpdate:
             self._values[key] = value.detach()  # the same memory, without autograd's history
             if (group := spec.assignment[parameter]) >= 0:
                 members.setdefault(group, []).append(key)
-        self._parts: list[_OptimizerPart] = []  # of each optimizer that has segments here
-        self._part_of: dict[int, _OptimizerPart] = {}
+        self._parts: list[OptimizerPart] = []  # of each optimizer that has segments here
+        self._part_of: dict[int, OptimizerPart] = {}
         for name, groups in spec.optimizers:
             # Also where there is nothing to optimize: a class that this process does not have is refused.
             cls = _class(name, import_module)
             # torch's groups are the spec's groups that have segments here
-            numbers = [number for number in groups if number in members]
-            rows = [{**spec.groups[n], "params": [self._values[key] for key in members[n]]} for n in numbers]
-            made = _make(cls, rows)
+            parts = [self._group_of(number, members[number]) for number in groups if number in members]
+            made = _make(cls, [{**spec.groups[part.number], "params": list(part.values)} for part in parts])
             if made is not None:
-                keys = [key for number in numbers for key in members[number]]
-                part = _OptimizerPart(made, numbers, [self._values[key] for key in keys])
-                self._parts.append(part)
-                self._part_of |= dict.fromkeys(keys, part)
+                self._parts.append(OptimizerPart(made, parts, joins=name.removeprefix(_TORCH) in ELEMENTWISE))
+                self._part_of |= {key: self._parts[-1] for part in parts for key in part.keys}
         self._hyper = b""
-        self._given: Mapping[int, torch.Tensor | None] | None = None  # the gradients that the values have
+        self._given: Gradients | None = None  # the gradients that the values have
 
-    def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
+    def _group_of(self, number: int, keys: Sequence[int]) -> PartGroup:
+        # In the order of memory, so that neighbors may be updated as one tensor.
+        ordered = sorted(keys, key=lambda key: self._values[key].data_ptr())
+        return PartGroup(number, tuple(ordered), tuple(self._values[key] for key in ordered))
+
+    def apply(self, hyper: bytes, grads: Gradients, staleness: int = 0) -> None:
         """Do one step in place. Gradients are only read.
 
         The same mapping may be given again, unchanged but for the elements of its tensors. This is faster, because the
@@ -484,7 +425,7 @@ class SliceUpdate:
         if hyper != self._hyper:
             self._set(hyper)
         self._correct_rate(self._correct.rate(staleness))
-        again = grads is self._given
+        again = grads is self._given and all(part.is_settled for part in self._parts)
         self._given = None
         if not again:
             self._assign(grads)
@@ -494,16 +435,13 @@ class SliceUpdate:
         # Clipping makes new tensors, which the next step must not use.
         self._given = None if self._clip else grads
 
-    def _assign(self, grads: Mapping[int, torch.Tensor | None]) -> None:
-        """Give the values their gradients."""
-        # Keys that are not named get `.grad` None, with which torch skips them.
-        _clear(self._values.values())
-        for key, grad in grads.items():
-            value = self._values[key]
-            value.grad = None if grad is None else self._clipped(grad).view_as(value)
-
-    def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad if self._clip is None else grad.clamp(*self._clip)
+    def _assign(self, grads: Gradients) -> None:
+        """Give the optimizers their gradients."""
+        unknown = grads.keys() - self._values.keys()
+        if unknown:
+            raise KeyError(min(unknown))
+        for part in self._parts:
+            part.assign(grads, self._clip)
 
     def _set(self, hyper: bytes) -> None:
         groups = _groups(json.loads(hyper))
@@ -526,8 +464,8 @@ class SliceUpdate:
 
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
         """Yield (key, name, value): the optimizers' own tensors, and plain numbers."""
-        for key, value in self._values.items():
-            held = self._part_of[key].optimizer.state.get(value, {}) if key in self._part_of else {}
+        for key in self._values:
+            held = self._part_of[key].state_of(key) if key in self._part_of else {}
             for name, item in held.items():
                 if item is None:
                     continue
@@ -542,8 +480,8 @@ class SliceUpdate:
             if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
                 value = value.view_as(place)
             value = value.detach().clone()
-        # Directly, because `Optimizer.load_state_dict` expects the state of all parameters at once.
-        part.optimizer.state[place][name] = value
+        part.load(key, name, value)
+        self._given = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyper-parameters and `state`, each tensor 1-D in the order of its memory."""
@@ -636,23 +574,6 @@ def _alike(value: Any, other: Any) -> bool:
     if isinstance(other, str):
         return isinstance(value, str)
     return value is None or isinstance(value, bool | float | int)
-
-
-def _clear(values: Iterable[torch.Tensor]) -> None:
-    for value in values:
-        value.grad = None
-
-
-def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield values of fused SGD with momentum that get a first gradient after others."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if group["fused"] and group["momentum"]:
-            here = [value for value in group["params"] if value.grad is not None]
-            new = [value for value in here if optimizer.state[value].get("momentum_buffer") is None]
-            if len(new) < len(here):
-                yield from new
 
 
 def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:

@@ -36,9 +36,15 @@ _FUSED = {"foreach": False, "fused": True}
 
 # Options other than 0 are tried at these values. A weight decay of 1e-4 would have no visible effect in bfloat16, and a
 # schedule that changes a momentum needs no new trial.
-_TRIED_AT: Mapping[str, float] = {"weight_decay": 0.25, "lr_decay": 0.25, "momentum": 0.9, "dampening": 0.5}
+# The rate also stands in place of rate 0, with which a warm-up begins.
+_TRIED_AT: Mapping[str, float] = {
+    "lr": 0.5,
+    "weight_decay": 0.25,
+    "lr_decay": 0.25,
+    "momentum": 0.9,
+    "dampening": 0.5,
+}
 _BETAS = (0.9, 0.99)
-_RATE = 0.5  # also in place of rate 0, with which a warm-up begins
 
 
 Kind = tuple[torch.dtype, str]  # (dtype, type of the device)
@@ -88,8 +94,7 @@ def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> No
 def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> KernelVerdict:
     """Return the verdict on the fused kernel of a class with a group's options."""
     # Tried once per process: `_try` is cached, and a schedule changes none of the values that are tried.
-    known = _options(cls)
-    settings = tuple((name, _tried(name, value)) for name, value in sorted(group.items()) if name in known)
+    settings = tried_settings(cls, group, _TRIED_AT)
     try:
         return _try(cls, settings, dtype, device)
     except TypeError:  # a setting of a user's own class is not hashable
@@ -101,12 +106,21 @@ def _options(cls: Any) -> frozenset[str]:
     return frozenset(inspect.signature(cls).parameters) - {"params", *_PLAIN}
 
 
-def _tried(name: str, value: Any) -> Any:
+def tried_settings(cls: Any, group: Mapping[str, Any], values: Mapping[str, float]) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of a group with which a kernel is tried, without its kernel options.
+
+    values: of settings that are not 0, in place of the group's. A schedule may change these at every step.
+    """
+    known = _options(cls)
+    return tuple((name, _tried(name, value, values)) for name, value in sorted(group.items()) if name in known)
+
+
+def _tried(name: str, value: Any, values: Mapping[str, float]) -> Any:
     if name == "lr":
-        return _RATE
+        return values[name]
     if name == "betas" and isinstance(value, tuple | list) and len(value) == len(_BETAS):
         return tuple(tried if beta else 0.0 for beta, tried in zip(value, _BETAS, strict=True))
-    return _TRIED_AT[name] if name in _TRIED_AT and value else value
+    return values[name] if name in values and value else value
 
 
 @lru_cache(maxsize=256)
@@ -124,6 +138,12 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
     # A class without such a kernel, or settings that it refuses: the user sees that error where the optimizer is made.
     except (*OWN_ERRORS, NotImplementedError):
         return KernelVerdict.UNSEEN
+
+
+def give_gradients(values: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the `.grad` that an optimizer reads, of each tensor."""
+    for value, gradient in zip(values, gradients, strict=True):
+        value.grad = gradient
 
 
 class _Trial:
@@ -146,9 +166,8 @@ class _Trial:
         return (signs * (torch.rand(len(signs), generator=self._chance) + 0.5)).to(self._device, self._dtype)
 
     def step(self) -> None:
-        for value, signs in zip(self._values, self._signs, strict=True):
-            # Away from 0 in each step: no cancellation, so errors stay within the dtype's precision.
-            value.grad = self._near_one(signs).mul_(self._uphill)
+        # Away from 0 in each step: no cancellation, so errors stay within the dtype's precision.
+        give_gradients(self._values, [self._near_one(signs).mul_(self._uphill) for signs in self._signs])
         self._optimizer.step()
 
     def moved(self) -> bool:

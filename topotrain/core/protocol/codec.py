@@ -32,6 +32,8 @@ class _Codec:
     fixed_names: tuple[str, ...]
     fixed_values: Callable[[Message], tuple[Any, ...]]
     variable: tuple[tuple[str, str], ...]
+    in_order: bool
+    """Whether the class has its fixed fields first, so that it can be made without names."""
 
 
 _CODECS: dict[type[Message], _Codec] = {}
@@ -53,8 +55,12 @@ def _layout(cls: type[Message]) -> _Codec:
             variable.append((f.name, "text" if f.type is str else "bytes"))
         else:
             variable.append((f.name, "ints"))
+    order = [f.name for f in fields(cls) if f.name != "body"]
+    in_order = order == [*names, *(name for name, _ in variable)] and not any(
+        f.kw_only for f in fields(cls) if f.name != "body"
+    )
     # All fixed fields are one `struct` call. Both sides compute the layout from the class, so its order is the format.
-    codec = _CODECS[cls] = _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable))
+    codec = _CODECS[cls] = _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable), in_order)
     return codec
 
 
@@ -100,14 +106,17 @@ def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Messag
     codec = _CODECS.get(cls) or _layout(cls)
     if len(meta) < codec.fixed.size:
         raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
-    values: dict[str, Any] = dict(zip(codec.fixed_names, codec.fixed.unpack_from(meta), strict=True))
-    at = codec.fixed.size
-    for name, how in codec.variable:
-        values[name], at = _variable(cls, how, meta, at)
+    values, at = list(codec.fixed.unpack_from(meta)), codec.fixed.size
+    for _, how in codec.variable:
+        value, at = _variable(cls, how, meta, at)
+        values.append(value)
     # Trailing bytes would hide a peer of another version.
     if at != len(meta):
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
-    return cls(**values, body=body)
+    if codec.in_order:
+        return cls(*values, body=body)
+    names = (*codec.fixed_names, *(name for name, _ in codec.variable))
+    return cls(**dict(zip(names, values, strict=True)), body=body)
 
 
 def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:

@@ -126,6 +126,11 @@ class Message:
         """Return whether the numbers are possible, as far as this needs no model."""
         return True
 
+    def receive(self, body: "torch.Tensor") -> None:
+        """Set the body of a message that has just been decoded; a transport calls this before anything handles it."""
+        # In place: a second message object costs as much as all the rest of the transport's work on a frame.
+        object.__setattr__(self, "body", body)
+
 
 KINDS: dict[int, type[Message]] = {}
 """All messages of the modules that this process has imported, by number."""

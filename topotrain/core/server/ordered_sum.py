@@ -19,13 +19,21 @@ class ScratchBuffers:
     def __init__(self) -> None:
         # One sum uses several at once: 0 for the sum of a unit, 1 for a weighted part, 2 for a result that is not kept.
         self._held: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        # By number of elements, too: most buckets have one of two sizes, and slicing costs more than a lookup.
+        self._views: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
 
     def like(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer of this number with the size and dtype of a 1-D tensor."""
-        buffer = self._held.get((number, like.dtype))
-        if buffer is None or buffer.numel() < like.numel():
-            buffer = self._held[number, like.dtype] = torch.empty_like(like)
-        return buffer[: like.numel()]
+        dtype, count = like.dtype, like.numel()
+        view = self._views.get((number, dtype, count))
+        if view is None:
+            buffer = self._held.get((number, dtype))
+            if buffer is None or buffer.numel() < count:
+                buffer = self._held[number, dtype] = torch.empty_like(like)
+                # Views of the smaller buffer would keep its memory.
+                self._views = {key: each for key, each in self._views.items() if key[:2] != (number, dtype)}
+            view = self._views[number, dtype, count] = buffer[:count]
+        return view
 
 
 def canonical_mean(

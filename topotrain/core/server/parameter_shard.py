@@ -197,6 +197,8 @@ class ParameterShard:
     optimizers: int = field(init=False)
     """The number of the job's optimizers."""
 
+    _products: dict[torch.dtype, torch.Tensor] = field(init=False, default_factory=dict)  # of gradients and factors
+
     def __post_init__(self) -> None:
         self.optimizers = 1 + max((parameter.optimizer for parameter in self.map.parameters), default=0)
         self.pieces = sum(len(bucket.pieces) for bucket in self.buckets)
@@ -305,17 +307,30 @@ class ParameterShard:
     def _update(
         self, unit: UpdateUnit, gradient: StagedGradient, group: int, hyper: bytes, factor: float, staleness: int
     ) -> None:
-        grads: Mapping[int, torch.Tensor | None]
+        """Update one unit with a gradient times `factor`."""
+        grads: Mapping[int, torch.Tensor | None] = {}
         if unit.views is None:
-            grads = self._whole_gradients(unit, gradient)
+            whole = self._whole_gradients(unit, gradient)
+            grads = {key: g if g is None or factor == 1.0 else g * factor for key, g in whole.items()}
         else:
             (bucket,) = unit.buckets
             present = gradient.present(bucket)
-            grads = unit.views.of(group, gradient.gradient(bucket), present) if present else {}
-        if factor != 1.0:
-            grads = {key: None if grad is None else self._scaled(grad, factor) for key, grad in grads.items()}
+            if present:
+                grads = unit.views.of(group, self._scaled(gradient.gradient(bucket), factor), present)
         if any(grad is not None for grad in grads.values()):
             unit.update.apply(hyper, grads, staleness)
+
+    def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the gradient of a bucket times `factor`. The next call may overwrite it."""
+        if factor == 1.0:
+            return gradient
+        # Not in place: the gradient may be a worker's own memory, or the buffer of the group's mean. Always in the same
+        # memory, so that the views of the step before serve again.
+        held = self._products.get(gradient.dtype)
+        if held is None or held.numel() < gradient.numel():
+            largest = max(bucket.hi - bucket.lo for bucket in self.buckets)
+            held = self._products[gradient.dtype] = torch.empty(largest, dtype=gradient.dtype)
+        return torch.mul(gradient, factor, out=held[: gradient.numel()])
 
     def _whole_gradients(self, unit: UpdateUnit, gradient: StagedGradient) -> dict[int, torch.Tensor | None]:
         """The gradients of a unit of whole tensors, by segment."""
@@ -328,22 +343,14 @@ class ParameterShard:
         segments = dict.fromkeys(piece.segment for bucket in unit.buckets for piece in bucket.pieces)
         return {key: gradient.segment(self.map.segments[key]) if key in present else None for key in segments}
 
-    def update_now(self, reduced: ReducedBucket, hyper: bytes) -> None:
-        """Update one bucket's values with a gradient that has just arrived."""
+    def update_now(self, group: int, reduced: ReducedBucket, hyper: bytes) -> None:
+        """Update one bucket's values with a gradient of this group that has just arrived."""
         bucket, gradient = self.bucket(reduced.bucket), reduced.mean
         assert gradient is not None
-        grads: dict[int, torch.Tensor | None] = {
-            piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
-            for i, piece in enumerate(bucket.pieces)
-            if reduced.present >> i & 1
-        }
-        if grads:
-            self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
-
-    @staticmethod
-    def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-        # Not in place: the gradient may be a worker's own memory, or the buffer of the group's mean.
-        return gradient if factor == 1.0 else gradient * factor
+        unit = self.units[bucket.id - self.buckets[0].id]
+        assert unit.views is not None
+        if reduced.present:
+            unit.update.apply(hyper, unit.views.of(group, gradient, reduced.present))
 
     def state_dict(self) -> State | None:
         """Return the state, see `component_state`. None: not possible now."""

@@ -7,6 +7,8 @@ out when the coordinator has decided it.
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
@@ -106,8 +108,16 @@ class StepContributions:
             bucket = model.bucket(message.bucket)
             check_bits(message.present, len(bucket.pieces), sender, f"the pieces of bucket {bucket.id}")
             body = model.codec.push(sender, message, bucket, model.values(message.bucket))
-            # The source may return its means lazily, so they are sent, or applied, while it goes through its buckets.
-            self._send_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
+            self.add(sender, message, body)
+
+    def add(self, worker: Address, message: m.Push, body: torch.Tensor | None) -> None:
+        """Add a worker's gradient of a bucket to the group's current step.
+
+        body: as for `GradientSource.push`.
+        """
+        staging = self._state.known.staging[worker.group]
+        # The source may return its means lazily, so they are sent, or applied, while it goes through its buckets.
+        self._send_means(worker.group, message.ordinal, staging.push(worker.index, message, body))
 
     def backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
         """A worker's backward is over."""
@@ -157,7 +167,7 @@ class StepContributions:
         """Apply a mean that is there (`apply: kOnArrival`)."""
         bucket = self._state.known.bucket(reduced.bucket)
         with self._spans.span("apply", group=group, bucket=bucket.id):
-            self._state.known.update_now(reduced, self._hyper.of_group[group])
+            self._state.known.update_now(group, reduced, self._hyper.of_group[group])
         self._replies.show_early(group, bucket, self._state.version)
 
     def loop_exited(self, sender: Address, message: m.LoopExited) -> None:

@@ -53,6 +53,7 @@ class QuorumPushes(CommittedPushes):
                 if self.commits[worker].revisions[at] == NO_REVISION:
                     continue
                 part = held[worker][1]
+                assert part is not None  # a step may be made without some workers of a unit, so units have no sums
                 segment, large = self._look(at, worker, part)
                 if segment is None and large:
                     # The other members are not known yet. A part that could make any sum infinite is refused.

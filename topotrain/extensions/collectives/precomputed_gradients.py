@@ -93,7 +93,7 @@ class PrecomputedGradients(GradientSource):
         if self.visible:
             check_ordinal(self.commits, worker, ordinal)
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
+    def push(self, worker: int, message: Push, body: torch.Tensor | None) -> tuple[ReducedBucket, ...]:
         """Raise ProtocolError: the collective adds up the workers' parts."""
         raise ProtocolError(f"a push of worker {worker}: a collective adds up the gradients of this group")
 

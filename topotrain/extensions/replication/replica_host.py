@@ -110,7 +110,7 @@ class ReplicaProcess:
             self.change.notify_all()
 
 
-class PrimaryEndpoint:
+class PrimaryEndpoint(MessageSender):
     """The primary at its server's address. It handles one event at a time.
 
     Args:
@@ -131,6 +131,7 @@ class PrimaryEndpoint:
         self._lock = threading.Lock()
         self._reported_complete = self._released = False
         self._alarm: threading.Timer | None = None
+        self._early = primary.attach(self)
 
     def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
         """Let this process write the server's snapshots.
@@ -144,10 +145,13 @@ class PrimaryEndpoint:
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
         with self._lock:
-            return self.server.place(sender, message, viewable)
+            return self.primary.landing.place(self.server, sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
+        if sender == self.primary.standby:
+            # Before the lock, which the thread holds that may go on with this ack.
+            self._early.arrived(message)
         with self._event() as out:
             out += self.primary.handle(sender, message)
             fault = self.primary.fault
@@ -251,7 +255,6 @@ class PrimaryEndpoint:
         out: Out = []
         try:
             with self._lock:
-                self.primary.begin()
                 yield out
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)
@@ -278,10 +281,14 @@ class PrimaryEndpoint:
             for message in self._snapshots.messages():
                 self._send(self.primary.handle(self.me, message))
 
+    def send(self, to: Address, message: Message) -> None:
+        """Send a message of the primary, which is locked."""
+        with suppress(TransportError):  # the transport will call `lost`
+            self._router.send(self.me, to, message)
+
     def _send(self, out: Out) -> None:
         for to, message in out:
-            with suppress(TransportError):  # the transport will call `lost`
-                self._router.send(self.me, to, message)
+            self.send(to, message)
 
     def _newly_complete(self) -> int:
         """Return the standby's number if it has just got the whole state, else -1."""
@@ -326,7 +333,7 @@ class StandbyEndpoint:
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """See `wire.Endpoint.place`."""
         with self._lock:
-            return self._standby.place(message)
+            return self._standby.place(message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """See `wire.Endpoint.handle`."""
@@ -336,7 +343,8 @@ class StandbyEndpoint:
             with self._lock:
                 # The event is safe: it is in this process, and is handled before a promotion, which needs the lock.
                 self._answer(self._standby.early_ack(message))
-                self._answer(self._standby.handle(message))
+                for reply in self._standby.handle(message):
+                    self._answer(reply)
         except ProtocolError:
             raise
         except Exception:

@@ -1,5 +1,6 @@
 """One copy of a replicated server, with its channels and the number of its events."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.server import ServerFactory
 from topotrain.core.server.server_context import Out
 from topotrain.core.transport_contract import MessageSender
@@ -63,11 +65,20 @@ class ReliableChannel:
             self.unconfirmed.popleft()
 
 
+class OutgoingObserver(ABC):
+    """Is notified of each message that a server sends while it handles an event."""
+
+    @abstractmethod
+    def on_outgoing(self) -> None:
+        """A message is among the outgoing ones."""
+
+
 class ReplicatedServer(MessageSender):
     """One copy of a server with its whole state: server, channels and event count."""
 
     def __init__(self, factory: ServerFactory, me: Address) -> None:
         self._out: Out = []
+        self._observer: OutgoingObserver | None = None
         self.server = factory.make(me, self)
         self.channels: dict[Address, ReliableChannel] = {}
         self.events = 0
@@ -76,6 +87,12 @@ class ReplicatedServer(MessageSender):
     def send(self, to: Address, message: m.Message) -> None:
         """Collect a message of the server, which `outgoing` returns."""
         self._out.append((to, message))
+        if self._observer is not None:
+            self._observer.on_outgoing()
+
+    def attach(self, observer: OutgoingObserver) -> None:
+        """Notify this observer from here on."""
+        self._observer = observer
 
     def state_dict(self) -> State | None:
         """Return the state of server and channels, or None if not possible now."""
@@ -131,6 +148,27 @@ class ReplicatedServer(MessageSender):
         if isinstance(message, GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
             for worker in [worker for worker in self.channels if self.server.worker_groups.is_away(worker)]:
                 del self.channels[worker]  # the worker will not reconnect
+
+    def received(self, peer: Address) -> int:
+        """Return the number of messages of a peer."""
+        channel = self.channels.get(peer)
+        return 0 if channel is None else channel.received
+
+    def found_finite(self, worker: Address, push: m.Push) -> bool:
+        """Return whether this copy has found only finite numbers in a push."""
+        source = self._source(worker)
+        return source is not None and source.found_finite(worker.index, push.bucket)
+
+    def expect_finite(self, worker: Address, push: m.Push) -> None:
+        """Note that the other copy has found so in the push that is handled next."""
+        source = self._source(worker)
+        if source is not None:
+            source.expect_finite(worker.index, push.bucket)
+
+    def _source(self, worker: Address) -> CommittedPushes | None:
+        # The other sources look at sums, and each copy adds up by itself.
+        source = None if self.server.model is None else self.server.model.staging.get(worker.group)
+        return source if isinstance(source, CommittedPushes) else None
 
     def mark(self) -> int | None:
         """Return the checksum to compare after the last event, or None."""

@@ -49,8 +49,9 @@ class ReplicatedEvent(Message):
     Attributes:
         role, group, number: the address from which the event comes, or which it is about.
         count: the number of acknowledged messages.
-        kind, meta: the message of the event. Its body is this message's body: a view that stays valid until the event
-            is acknowledged.
+        kind, meta: the message of the event. Its body is this message's body: a view, which `landing_buffers` keeps
+            valid as long as a standby may read it.
+        finite: the body is a gradient in which the primary has found nothing that is not finite.
     """
 
     event: int
@@ -61,6 +62,7 @@ class ReplicatedEvent(Message):
     count: int
     kind: int
     meta: bytes
+    finite: bool = False
 
 
 @message(103)
@@ -70,10 +72,12 @@ class ReplicaAck(Message):
 
     Attributes:
         whole: the standby has the primary's state as of this event.
+        handled: the events up to this one are handled, or have bodies that were copied (`landing_buffers`).
     """
 
     index: int
     whole: bool = False
+    handled: int = 0
 
 
 @message(104)

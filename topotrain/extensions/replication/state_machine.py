@@ -18,11 +18,14 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.server import ServerFactory
 from topotrain.core.server.server_context import Out
+from topotrain.core.transport_contract import MessageSender
+from topotrain.extensions.replication.landing_buffers import LandingBuffers
 from topotrain.extensions.replication.replicated_server import (
     CONFIRMED,
     LOST,
     MESSAGE,
     NEW_PRIMARY,
+    OutgoingObserver,
     ReplicatedServer,
     standby_of,
 )
@@ -50,8 +53,11 @@ PART = 16 << 20
 """Bytes of each part of a state transfer. The last may have fewer."""
 OFTEN = 16
 """Number of messages of a peer after which an ack is sent."""
-_STAYS = (m.Push, m.GradientOverride, m.Init)
+_STAYS = (m.Push, m.GradientOverride)
 """Messages with bodies in memory that is not written before their sender gets a reply."""
+_PUSH = m.Push.KIND
+_STREAMED = (m.Values, m.ReducedGradient)
+"""Messages to workers that are followed by another one, after which the worker goes on."""
 
 
 class Primary:
@@ -77,10 +83,23 @@ class Primary:
         self._transfer_due = False
         self._covered_at = 0
         self._confirmed = 0
+        self.landing = LandingBuffers()
+        self._sender: MessageSender | None = None
         self._held: deque[tuple[int, Address, m.Message]] = deque()
         self._acknowledged: dict[Address, int] = {}
 
     # --- events --------------------------------------------------------------------------------------------------
+
+    def attach(self, sender: MessageSender) -> "EarlyReplies":
+        """Send messages through `sender` as soon as they may leave.
+
+        An event then reaches the standby before it is handled here, so that both copies work at the same time. Without
+        a sender all messages are returned.
+        """
+        self._sender = sender
+        early = EarlyReplies(self, sender)
+        self.copy.attach(early)
+        return early
 
     def handle(self, sender: Address, message: m.Message) -> Out:
         """Handle a message. `fault` has the error if it was refused."""
@@ -92,16 +111,12 @@ class Primary:
         out = self._open_connection(sender)
         if isinstance(message, Ack):
             out += self._event(CONFIRMED, sender, message.received)
-            # The ack must not leave before the standby has what it acknowledges, so `_put` holds it like a reply.
+            # The ack must not leave before the standby has what it acknowledges, so `put` holds it like a reply.
             return out + (self._acknowledge(sender) if message.ask else [])
         out += self._event(MESSAGE, sender, 0, message)
-        if isinstance(message, m.Commit) or self._received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
+        if isinstance(message, m.Commit) or self.copy.received(sender) >= self._acknowledged.get(sender, 0) + OFTEN:
             out += self._acknowledge(sender)
         return out
-
-    def begin(self) -> None:
-        """Forget the fault of an earlier message."""
-        self.fault = None
 
     def lost(self, worker: Address) -> Out:
         """Handle the end of a worker's process."""
@@ -123,7 +138,7 @@ class Primary:
     def reconnected(self, server: Address) -> Out:
         """Resume on a new connection to another server."""
         self.up.discard(server)
-        return [(server, ResumeConnection(self._received(server)))]
+        return [(server, ResumeConnection(self.copy.received(server)))]
 
     def probe(self) -> Out:
         """Make an event without effect, so that the standby confirms it."""
@@ -151,7 +166,7 @@ class Primary:
         """Stop waiting for the standby. The launcher has reported the end of its process."""
         self.covered = self.joined = self._transfer_due = False
         # The held replies waited for a process that is gone.
-        return self._release(self.copy.events)
+        return self.release(self.copy.events)
 
     def _transfer_if_possible(self) -> Out:
         data = save(self.copy) if self._transfer_due else None
@@ -161,11 +176,20 @@ class Primary:
         # The new standby computes no checksums of earlier events.
         self._marks.clear()
         index = self._covered_at = self.copy.events
+        self.landing.handled(index)  # the state is a copy
         count = -(-data.numel() // PART)
-        return [
-            (self.standby, StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
-            for part in range(count)
-        ]
+        out: Out = []
+        for part in range(count):
+            body = data[part * PART : (part + 1) * PART]
+            out += self._tell(StateTransfer(index, part, count, data.numel(), body=body))
+        return out
+
+    def _tell(self, message: m.Message) -> Out:
+        """Send a message to the standby: now, or with the messages that are returned."""
+        if self._sender is None:
+            return [(self.standby, message)]
+        self._sender.send(self.standby, message)
+        return []
 
     def _handle_standby(self, message: m.Message) -> Out:
         if isinstance(message, ReplicaChecksum):
@@ -177,12 +201,14 @@ class Primary:
             return self.drop_standby() + self.add_standby()
         if not isinstance(message, ReplicaAck):
             raise m.ProtocolError(f"{self.standby} sent {type(message).__name__}, which a second copy never sends")
+        self.landing.handled(message.handled)
         # Confirmations from before the last state transfer are ignored.
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
-        return self._release(message.index) if self.covered else []
+        return self.release(message.index) if self.covered else []
 
-    def _release(self, index: int) -> Out:
+    def release(self, index: int) -> Out:
+        """Return the held messages of the events up to this one, which the standby has."""
         self._confirmed = max(self._confirmed, index)
         out: Out = []
         while self._held and self._held[0][0] <= self._confirmed:
@@ -196,44 +222,45 @@ class Primary:
 
     def _event(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         out: Out = []
-        if self.joined:
-            # Before the event is handled, so that both copies work at the same time.
-            out.append((self.standby, self._forward(event, who, count, message)))
+        # Before the event is handled, so that both copies work at the same time. A push is short, and is looked at.
+        late = isinstance(message, m.Push)
+        if self.joined and not late:
+            out += self._tell(self._forward(event, who, count, message, self.copy.events + 1))
         try:
             replies = self.copy.handle(event, who, count, message)
         except m.ProtocolError as error:
             # Part of the message may have been handled. The standby refuses it alike, so the event counts in both.
             self.fault, replies = error, self.copy.outgoing()
+        if self.joined and late:
+            out += self._tell(self._forward(event, who, count, message, self.copy.events))
         found = self.copy.mark() if self.joined else None
         if found is not None:
             self._marks[self.copy.events] = found
-        return out + self._put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
+        return out + self.put(replies) + (self._transfer_if_possible() if self._transfer_due else [])
 
-    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> ReplicatedEvent:
+    def _forward(self, event: int, who: Address, count: int, message: m.Message | None, index: int) -> ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
             body = body.clone()  # its memory may be overwritten before it is sent
-        return ReplicatedEvent(
-            event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
-        )
+        finite = isinstance(message, m.Push) and self.fault is None and self.copy.found_finite(who, message)
+        return ReplicatedEvent(event, index, int(who.role), who.group, who.index, count, kind, meta, finite, body=body)
 
-    def _put(self, replies: Out) -> Out:
+    def put(self, replies: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
-        if self.joined:
-            # Output commit: a reply leaves only after the standby has its event.
-            self._held.extend((self.copy.events, to, message) for to, message in replies)
-            return []
-        return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
+        if not self.joined:
+            return [(to, message) for to, message in replies if to in self.up or to not in self.copy.channels]
+        # Output commit: a reply leaves only after the standby has its event.
+        for to, message in replies:
+            self._held.append((self.copy.events, to, message))
+            if to.role is Role.WORKER:
+                self.landing.answered(to.group, self.copy.events)
+        return []
 
     def _acknowledge(self, peer: Address) -> Out:
         """Ack the messages of a peer, once the standby has them."""
-        self._acknowledged[peer] = received = self._received(peer)
-        return self._put([(peer, Ack(received))])
-
-    def _received(self, peer: Address) -> int:
-        channel = self.copy.channels.get(peer)
-        return 0 if channel is None else channel.received
+        self._acknowledged[peer] = received = self.copy.received(peer)
+        return self.put([(peer, Ack(received))])
 
     def _open_connection(self, sender: Address) -> Out:
         """Handle the first message on a connection.
@@ -261,7 +288,7 @@ class Primary:
             return out  # the connection ends: messages that were sent again on it would be counted, and sent once more
         self.up.add(sender)
         if not message.answer:
-            out.append((sender, ResumeConnection(self._received(sender), True)))
+            out.append((sender, ResumeConnection(self.copy.received(sender), True)))
         return out + self._missing_messages(sender)
 
     def _missing_messages(self, peer: Address) -> Out:
@@ -269,7 +296,7 @@ class Primary:
         channel = self.copy.channels.get(peer)
         if channel is None:
             return []
-        # Held messages are the last ones of the channel. `_release` sends them.
+        # Held messages are the last ones of the channel. `release` sends them.
         waiting = sum(to == peer and not isinstance(held, UNCOUNTED) for _, to, held in self._held)
         unconfirmed = list(channel.unconfirmed)
         return [(peer, message) for message in unconfirmed[: len(unconfirmed) - waiting]]
@@ -281,6 +308,36 @@ class Primary:
         return not self._held and not any(
             peer in self.up or channel.unconfirmed for peer, channel in channels if peer.role is Role.WORKER
         )
+
+
+class EarlyReplies(OutgoingObserver):
+    """Sends replies of an event while it is handled, if the standby has it.
+
+    Args:
+        primary: handles the event.
+        sender: sends its messages.
+    """
+
+    def __init__(self, primary: Primary, sender: MessageSender) -> None:
+        self._primary, self._sender = primary, sender
+        self._arrived = 0
+
+    def arrived(self, message: m.Message) -> None:
+        """Note an ack, while another thread may be handling an event.
+
+        `Primary.handle` gets it, too.
+        """
+        if isinstance(message, ReplicaAck):
+            self._arrived = message.index
+
+    def on_outgoing(self) -> None:
+        """Send what may leave."""
+        primary = self._primary
+        # An ack from before the last state transfer is of an event before it.
+        if primary.covered and self._arrived >= primary.copy.events:
+            primary.put(primary.copy.outgoing())
+            for to, message in primary.release(self._arrived):
+                self._sender.send(to, message)
 
 
 class Standby:
@@ -297,9 +354,12 @@ class Standby:
         self.copy: ReplicatedServer | None = None
         self.over = False
         """Whether the primary has released this standby."""
+        self._views = False
 
-    def place(self, message: m.Message) -> torch.Tensor | None:
+    def place(self, message: m.Message, viewable: bool = False) -> torch.Tensor | None:
         """Return memory for the body of a message.
+
+        None, if `viewable`: it is read in the memory of the primary.
 
         Raises:
             ProtocolError: the part of a state transfer is out of order or too large.
@@ -313,16 +373,22 @@ class Standby:
                 self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, ReplicatedEvent) and self.copy is not None:
+            if viewable:
+                self._views = True  # from now on an event that has arrived is not one that has been read
+                return None
             # The buffers of the copy, as in the primary: handling an event copies no body.
             return self.copy.server.place(_address_of(message), m.decode(message.kind, message.meta), False)
         return None
 
     def early_ack(self, message: m.Message) -> ReplicaAck | None:
         """Return the ack that may be sent before the message is handled."""
-        return ReplicaAck(message.index) if isinstance(message, ReplicatedEvent) and self.copy is not None else None
+        if not isinstance(message, ReplicatedEvent) or self.copy is None or message.kind == _PUSH:
+            return None
+        # All earlier events have been handled. The body of this one is safe, also in the memory of a dead primary.
+        return ReplicaAck(message.index, handled=message.index - self._views)
 
-    def handle(self, message: m.Message) -> ReplicaAck | ReplicaChecksum | None:
-        """Handle a message of the primary and return the reply, if any.
+    def handle(self, message: m.Message) -> list[m.Message]:
+        """Handle a message of the primary and return the replies.
 
         Raises:
             ProtocolError: an event is missing, or a part is out of order.
@@ -333,7 +399,7 @@ class Standby:
             self.over = True
         elif isinstance(message, ReplicatedEvent):
             return self._apply(message)
-        return None
+        return []
 
     def promote(self) -> ReplicatedServer | None:
         """End this standby, and return its copy, which becomes the primary.
@@ -343,29 +409,38 @@ class Standby:
         copy, self.copy, self.over = self.copy, None, True
         return copy
 
-    def _part(self, message: StateTransfer, body: torch.Tensor) -> ReplicaAck | None:
+    def _part(self, message: StateTransfer, body: torch.Tensor) -> list[m.Message]:
         self._parts.append(body)
         if len(self._parts) < message.parts:
-            return None
+            return []
         parts, self._parts = self._parts, []
         copy = ReplicatedServer(self._factory, self.server)
         restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
         if copy.events != message.index:
             raise m.ProtocolError(f"the state after event {copy.events}, in a transfer of event {message.index}")
         self.copy = copy
-        return ReplicaAck(message.index, whole=True)
+        return [ReplicaAck(message.index, whole=True)]
 
-    def _apply(self, message: ReplicatedEvent) -> ReplicaChecksum | None:
+    def _apply(self, message: ReplicatedEvent) -> list[m.Message]:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} is not the next event")
         inner = m.decode(message.kind, message.meta, message.body) if message.kind else None
+        if message.finite and isinstance(inner, m.Push):
+            copy.expect_finite(_address_of(message), inner)
         try:
-            copy.handle(message.event, _address_of(message), message.count, inner)
+            sent = copy.handle(message.event, _address_of(message), message.count, inner)
         except m.ProtocolError:  # the primary has refused the message in the same manner
-            copy.outgoing()
+            sent = copy.outgoing()
+        replies: list[m.Message] = []
+        # The primary waits for no ack of a push that it answers with nothing.
+        answered = message.kind == _PUSH and bool(sent)
+        # Now, and not with the next event: the workers are about to send gradients to the same memory.
+        goes_on = any(to.role is Role.WORKER and not isinstance(each, _STREAMED) for to, each in sent)
+        if answered or (self._views and goes_on):
+            replies.append(ReplicaAck(message.index, handled=message.index))
         found = copy.mark()
-        return None if found is None else ReplicaChecksum(message.index, found)
+        return replies if found is None else [*replies, ReplicaChecksum(message.index, found)]
 
 
 def _address_of(message: ReplicatedEvent) -> Address:

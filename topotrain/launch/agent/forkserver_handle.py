@@ -1,14 +1,18 @@
 """The forkserver of a job over all its attempts.
 
-It is the job's own, restarted after a death, or one that another process owns. The owner of the handle closes it.
+It is the job's own, restarted after a death, one that the job's units on this host share, or one that another process
+owns. The owner of the handle closes it.
 """
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from shutil import copyfile
 
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.orphans import sweep
+from topotrain.launch.shared_forkserver import ForkserverProcess, SharedForkserver
 
 
 class ForkserverHandle:
@@ -18,21 +22,29 @@ class ForkserverHandle:
         given: the socket of a running forkserver; "": the job starts its own.
         log: the log file of the job's own forkserver.
         mark: the mark in the environment of all processes of this job, see `sweep`.
+        shared: the forkserver that the units of the job on this host share, if they do.
     """
 
-    def __init__(self, given: str, log: Path, mark: str) -> None:
-        self._given, self._mark = given, mark
-        self.log = log
+    def __init__(self, given: str, log: Path, mark: str, shared: SharedForkserver | None = None) -> None:
+        self._given, self._mark, self._shared = given, mark, shared
+        self._log = log
         self._own: forkserver.OwnedForkserver | None = None
 
     @property
     def own(self) -> bool:
-        """Whether the forkserver is the job's own."""
+        """Whether the forkserver is the job's own, or its units'."""
         return not self._given
 
     @property
-    def process(self) -> "subprocess.Popen[bytes] | None":
+    def log(self) -> Path:
+        """The log file of the forkserver."""
+        return self._log if self._shared is None else self._shared.log
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes] | ForkserverProcess | None":
         """The process of the job's own forkserver."""
+        if self._shared is not None:
+            return self._shared.process
         return self._own.process if self._own is not None else None
 
     def up(self, preload: Sequence[str], environ: Mapping[str, str], again: bool = False) -> str:
@@ -40,6 +52,8 @@ class ForkserverHandle:
 
         again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
+        if self._shared is not None:
+            return self._shared.up(environ)
         # Not at the first attempt: then the user gets the error about a socket without a forkserver.
         if self._given and again and not _answers(self._given):
             self._given = ""
@@ -62,6 +76,12 @@ class ForkserverHandle:
         """End the job's own forkserver; return its exit code, or None if it has none."""
         code = None if self._own is None else self._own.close()
         self._own = None
+        if self._shared is not None:
+            with suppress(OSError):
+                # The folder of the log goes with its last user.
+                copyfile(self._shared.log, self._log)
+            code = self._shared.leave()
+            self._shared = None
         # After the forkserver: until then it would reap the processes, and their pids could be reused.
         sweep(self._mark)
         return code

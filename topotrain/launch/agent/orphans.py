@@ -10,6 +10,8 @@ from pathlib import Path
 from topotrain.launch import RUN_VARIABLE
 
 SWEEP_S = 1.0
+BLANK_MARK = "0" * 32
+"""The mark of a process that belongs to no job, with the length of all marks."""
 
 
 def marked(mark: str) -> list[int]:

@@ -77,6 +77,17 @@ def sweep() -> None:
             _remove_unused(path)
 
 
+def remove(path: Path) -> bool:
+    """Remove a folder if it is not in use; return whether it is not."""
+    try:
+        _remove_unused(path)
+    except BlockingIOError:
+        return False
+    except OSError:  # it is gone, or a program that cleans up has removed its lock
+        return True
+    return True
+
+
 def _remove_unused(path: Path) -> None:
     """Remove a folder of this user; OSError if it is in use or has no lock file."""
     # `lstat`, because another user may have placed a symbolic link under this name.

@@ -16,6 +16,7 @@ from topotrain.core.events import Event, Exited, Started
 from topotrain.launch import TABLE, UnitPlace, arguments
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import LineReader, LineWriter
+from topotrain.launch.shared_forkserver import ForkserverProcess
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class UnitProcesses:
         """Add a unit that was started."""
         self._units.append(unit)
 
-    def watch(self, process: "subprocess.Popen[bytes]", ended: Callable[[], None]) -> None:
+    def watch(self, process: "subprocess.Popen[bytes] | ForkserverProcess", ended: Callable[[], None]) -> None:
         """Let the loop call `ended` once, after the end of a process."""
         # Not SIGCHLD: a signal has one handler per process, and a program that embeds the launcher may have its own.
         pidfd = os.pidfd_open(process.pid)

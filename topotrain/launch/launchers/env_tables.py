@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from types import MappingProxyType
 
+from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 
 RENDEZVOUS, HOST, MEETING = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_HOST", "TOPOTRAIN_MEETING_S"
@@ -60,6 +61,17 @@ class LaunchInfo:
     launcher: str = ""
     id: str = DEFAULT_ID
     patience: int = 0
+
+    def scope(self, environ: Mapping[str, str]) -> str:
+        """Return a text without secrets that is the same for all units of a job.
+
+        Raises StoreError for an invalid URL.
+        """
+        url = parse(self.rendezvous)
+        where = [url.scheme, url.host, str(url.port), url.path, url.job or self.id or DEFAULT_ID, str(self.nprocs)]
+        if url.scheme == "env":
+            where += [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        return "\n".join(where)
 
 
 def started_by(environ: Mapping[str, str]) -> str:

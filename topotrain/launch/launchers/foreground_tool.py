@@ -17,7 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
+from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.launch.agent.stop_signals import handled
+from topotrain.launch.launchers.env_tables import LaunchInfo
 from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 if TYPE_CHECKING:
@@ -53,6 +55,15 @@ class CommandTool(ABC):
     def words(self, submission: Submission) -> list[str]:
         """Return the command. Raises ConfigError for options that the tool does not have."""
 
+    def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
+        """Return the environment of the units on this host.
+
+        None: it is not certain that there are any.
+
+        program: the path of the tool.
+        """
+        return None
+
     def command(self, submission: Submission) -> str:
         """Return the command line, and the variables that it inherits."""
         return submission.show(shlex.join(self.words(submission)))
@@ -65,7 +76,26 @@ class CommandTool(ABC):
         program, *rest = self.words(submission)
         found = find(program, self.install)
         submission.write()
-        return in_front([found, *rest], submission)
+        environ = self.environ_here(submission, found)
+        with contextlib.nullcontext() if environ is None else forkserver_here(submission, environ):
+            return in_front([found, *rest], submission)
+
+
+@contextlib.contextmanager
+def forkserver_here(submission: Submission, environ: Mapping[str, str]) -> Iterator[None]:
+    """Load torch for the units on this host while the tool starts.
+
+    environ: the environment of the units.
+    """
+    from topotrain.launch.shared_forkserver import join
+
+    start = LaunchInfo(0, submission.units, submission.rendezvous)
+    shared = None if environ.get(FORKSERVER_VARIABLE) else join(start.scope(environ), environ)
+    try:
+        yield
+    finally:
+        if shared is not None:
+            shared.leave()
 
 
 def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:

@@ -5,6 +5,7 @@ cannot restart one role alone. On several nodes the same command is run on each;
 """
 
 import os
+import runpy
 import sys
 from collections.abc import Mapping
 from urllib.parse import parse_qs, urlsplit
@@ -35,6 +36,10 @@ class Torchrun(CommandTool):
         unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
         return [*line, *options.extra, "--no-python", *unit]
 
+    def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
+        """Return the environment of the units of this node."""
+        return {**os.environ, **submission.environ}
+
 
 def _endpoint(submission: Submission) -> str:
     options = submission.options
@@ -59,9 +64,11 @@ def rendezvous(environ: Mapping[str, str]) -> str:
 
 
 def main(conf: str) -> None:
-    """Replace this process, which torchrun has started, by the unit."""
-    environ = {**os.environ, RENDEZVOUS_VARIABLE: rendezvous(os.environ)}
-    os.execve(sys.executable, [sys.executable, "-m", "topotrain", "unit", conf], environ)
+    """Continue as the unit in this process, which torchrun has started."""
+    os.environ[RENDEZVOUS_VARIABLE] = rendezvous(os.environ)
+    sys.argv[:] = ["topotrain", "unit", conf]
+    # A new process would load Python, and the modules of this one, once more.
+    runpy.run_module("topotrain", run_name="__main__")
 
 
 if __name__ == "__main__":

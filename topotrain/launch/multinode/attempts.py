@@ -30,7 +30,7 @@ from topotrain.launch.multinode.election.succession import (
     lead_notice,
 )
 from topotrain.launch.multinode.follower import Follower
-from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_info import HostMap, rejoined
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
 from topotrain.launch.multinode.restart_barrier import (
     Begin,
@@ -220,7 +220,7 @@ class Attempts(Notifier):
         if resized is not None:
             why = f"the job goes on with nworkers_per_group: {resized.cluster.nworkers_per_group}"
         self.job = resized or policy.job
-        topology, absent = layout(self.job.cluster, hosts.numbers), policy.absent_groups
+        topology, absent = layout(self.job.cluster, hosts.numbers, hosts.link_mbit), policy.absent_groups
         # The barrier does not wait for a vanished unit that would have no processes.
         vacant = [u.rank for u in topology.units if not u.servers and absent.issuperset(w.group for w in u.workers)]
         others = [unit.rank for unit in topology.units if unit.rank != self.succession.rank]
@@ -229,8 +229,8 @@ class Attempts(Notifier):
         ready = await_ready(barrier, news, self.membership, self.stop, self, f"; {more}" if more else "")
         if not isinstance(ready, bool):
             return ready
-        hosts = self.rendezvous.regather(barrier.back, hosts)
-        topology = layout(self.job.cluster, hosts.numbers)
+        hosts = rejoined(hosts, barrier.back)
+        topology = layout(self.job.cluster, hosts.numbers, hosts.link_mbit)
         # Replacements may run on hosts where a server and its backup would share a failure domain.
         check(self.job, topology)
         if resized is None:

@@ -39,13 +39,22 @@ from topotrain.launch.launchers.foreground_tool import StopRequested, interrupti
 from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
 from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.election.succession import Succession
+from topotrain.launch.multinode.link_measurement import MEETING_KEY, LinkMeasurement
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
-from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_attempts, outlast
+from topotrain.launch.multinode.node_rendezvous import (
+    JobRestarted,
+    NodeRendezvous,
+    RendezvousNotice,
+    forget,
+    forget_attempts,
+    outlast,
+)
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
+from topotrain.launch.shared_forkserver import SharedForkserver, join
 
 QUIET_S = 5.0
 """Seconds for which a finished unit waits for the others before it shows a notice."""
@@ -81,6 +90,8 @@ class Node:
     watching: opens the unit's displays.
     environ: the environment with the secrets.
     calls: the functions that child processes run; only tests change it.
+    shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
+    notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
     forkserver, outlet: as for `LocalLauncher`.
     """
 
@@ -91,6 +102,8 @@ class Node:
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    notice: RendezvousNotice | None = None
+    shared: SharedForkserver | None = None
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -103,20 +116,28 @@ class Node:
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
         secret = load_secret(self.environ)
         with ExitStack() as stack:
+            if not self.forkserver and self.shared is None:
+                # Before the units meet, which gives it the time to load torch.
+                self.shared = join(self.start.scope(self.environ), os.environ, self.calls.preload)
+            if self.shared is not None:
+                stack.callback(self.shared.leave)
             served: StoreService | None = None
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
                 if served is not None:
-                    # The first callback, so it runs last: the others still use the store.
+                    # An early callback, so it runs late: the others still use the store.
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            notice = self.notice or RendezvousNotice(rank, self.start.nprocs)
+            rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, notice)
             stack.callback(rendezvous.close)
             try:
                 # Only before the start; afterwards the run loop receives the signals.
-                with interruptible():
-                    agreement = self._meet(rendezvous, root, served, stack)
+                with interruptible(), ExitStack() as waiting:
+                    # However the meeting ends, the next line on the terminal is another's.
+                    waiting.callback(notice.end)
+                    agreement = self._meet(rendezvous, root, served, stack, secret)
             except EndedBeforeStart as over:
                 return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
             except StopRequested as came:
@@ -132,7 +153,7 @@ class Node:
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
     def _meet(
-        self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
+        self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack, secret: bytes
     ) -> AttemptAgreement:
         rank = self.start.rank
         while True:
@@ -143,7 +164,7 @@ class Node:
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 if not rendezvous.opens:
-                    hosts = rendezvous.learn()
+                    hosts = rendezvous.learn() if rendezvous.returns else self._measured(rendezvous, job, secret)
                     # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
                     resume = "" if rendezvous.returns else seen(workspace, *rendezvous.chosen())
                     return AttemptAgreement(job, hosts, workspace, ResumeSource(workspace, resume), resume)
@@ -152,11 +173,23 @@ class Node:
                 # Before `gather`: the units read it when the hosts are published.
                 rendezvous.choose(Path(resume).name, seal(resume))
                 hosts = rendezvous.gather(self._shown(served), served is not None)
+                measurement = self._links(rendezvous, job, hosts, secret)
+                with measurement.taking_part():
+                    hosts = rendezvous.publish(replace(hosts, link_mbit=measurement.agreed()))
                 self._register(root, self._record(rendezvous, job, hosts))
                 return AttemptAgreement(job, hosts, workspace, origin, resume)
             except JobRestarted:
                 # All of it once more: another start of the job has replaced this one.
                 rendezvous.close()
+
+    def _links(self, rendezvous: NodeRendezvous, job: Job, hosts: HostMap, secret: bytes) -> LinkMeasurement:
+        rank, topology = self.start.rank, layout(job.cluster, hosts.numbers)
+        return LinkMeasurement(rendezvous.run, rank, topology, hosts.addresses[rank], secret)
+
+    def _measured(self, rendezvous: NodeRendezvous, job: Job, secret: bytes) -> HostMap:
+        """Measure the links of this unit, and return the hosts with the agreed speed."""
+        with self._links(rendezvous, job, rendezvous.learn(MEETING_KEY), secret).taking_part():
+            return rendezvous.learn()
 
     def _shown(self, served: StoreService | None) -> str:
         """Return the store's URL for units that were started with env:// only."""
@@ -192,7 +225,7 @@ class Node:
     ) -> NodeResult:
         """Run all attempts of this unit, and agree with the other units on the end."""
         rank, job, hosts = self.start.rank, agreement.job, agreement.hosts
-        topology = layout(job.cluster, hosts.numbers)
+        topology = layout(job.cluster, hosts.numbers, hosts.link_mbit)
         with ExitStack() as stack:
             membership = stack.enter_context(closing(self._join(rendezvous, root, agreement, topology, secret)))
             # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
@@ -242,7 +275,7 @@ class Node:
         """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
-        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
+        forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark, self.shared)
         files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
         continues = attempts.agreement.job.on_failure is OnFailure.kContinue
         return LauncherContext(
@@ -269,7 +302,7 @@ class Node:
         while begun is not None:
             job = attempts.job
             # A new unit may run on another host, and workers may have left, which changes the layout.
-            here = _only(layout(job.cluster, begun.hosts.numbers), self.start.rank)
+            here = _only(layout(job.cluster, begun.hosts.numbers, begun.hosts.link_mbit), self.start.rank)
             run = RunLoop(job, here, host, attempts.policy(here, begun))
             outcome, again = self._run_attempt(run, attempts.rendezvous, begun, secret), run.shutdown.again
             # A signal, or the end of the job, may have come while the attempt ended.
@@ -323,7 +356,14 @@ class Node:
             # Addresses of the former attempt's processes must not be found.
             url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
             place = UnitPlace(
-                rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
+                rank,
+                self.start.nprocs,
+                url,
+                str(run_dir),
+                hosts=numbers,
+                host=hosts.addresses[rank],
+                sockets=str(sockets),
+                link_mbit=hosts.link_mbit,
             )
             try:
                 run.start(self.calls, [place], begun.attempt)

@@ -6,7 +6,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -147,6 +147,7 @@ class HostMap:
     numbers: the number of each unit's host. names: the name of each unit's host. addresses: the address of each unit.
     url: the URL of the store, if units were started with another one. served: unit 0 serves the store itself.
     units: the descriptions of all units. Every unit knows them, because any of them may lead.
+    link_mbit: the measured speed of the slowest link between units; 0: not measured. It holds for all attempts.
     """
 
     numbers: tuple[int, ...]
@@ -155,6 +156,7 @@ class HostMap:
     url: str = ""
     served: bool = False
     units: tuple[NodeInfo, ...] = ()
+    link_mbit: float = 0.0
 
     def dumped(self) -> bytes:
         """Serialize for the store."""
@@ -173,7 +175,7 @@ class HostMap:
         """Return the inverse of `asdict` after JSON. Raises KeyError or TypeError."""
         numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
         units = tuple(NodeInfo(**unit) for unit in data["units"])
-        return HostMap(numbers, names, addresses, data["url"], data["served"], units)
+        return HostMap(numbers, names, addresses, data["url"], data["served"], units, float(data["link_mbit"]))
 
 
 def machine() -> str:
@@ -245,3 +247,10 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
         served,
         tuple(units),
     )
+
+
+def rejoined(hosts: HostMap, back: Mapping[int, NodeInfo]) -> HostMap:
+    """Return the hosts after units were replaced. Raises ConfigError."""
+    found = hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
+    # The sizes of slices stay as they were: snapshots and running units have them.
+    return replace(found, link_mbit=hosts.link_mbit)

@@ -3,8 +3,9 @@
     jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
     jobs/ID/run      a random word for this start of the job, by unit 0
     jobs/ID/stop     set by `topotrain jobs stop`
-    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, the unit that leads it (leader), back/R of a unit that
-                     rejoins the running job, with welcome/R.WORD as the reply, and the addresses of its processes
+    jobs/ID.RUN/     one start: job, host/R, alive/R, meeting with link/R and speed/R (see `link_measurement`), hosts,
+                     end, the unit that leads it (leader), back/R of a unit that rejoins the running job, with
+                     welcome/R.WORD as the reply, and the addresses of its processes
     jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
 Each start has its own keys, so data of an earlier start is never read.
@@ -16,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self, TypeVar
 
@@ -25,6 +26,7 @@ from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
+from topotrain.launch.multinode.link_measurement import MEETING_KEY
 from topotrain.launch.multinode.node_info import (
     EndedBeforeStart,
     HostMap,
@@ -55,16 +57,30 @@ def welcome_key(rank: int, word: str) -> str:
 
 
 class RendezvousNotice:
-    """Prints to stderr what a unit waits for, when that takes long."""
+    """Prints to stderr what a unit waits for, when that takes long.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._due = time.monotonic() + QUIET_S
+    Args:
+        rank: of the unit.
+        nprocs: the number of units.
+    """
+
+    def __init__(self, rank: int, nprocs: int) -> None:
+        self._unit, self._began = f"unit {rank} of {nprocs}", time.monotonic()
+        self._due = self._began + QUIET_S
 
     def __call__(self, what: str) -> None:
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + REPEAT_S
-            print(f"topotrain: unit {self.rank} waits for {what}", file=sys.stderr, flush=True)
+        """Show the wait if that is due; called again and again while it lasts."""
+        now = time.monotonic()
+        self.show(f"topotrain: {self._unit} waits at the rendezvous for {what}, {now - self._began:.0f} s", now)
+
+    def show(self, text: str, now: float) -> None:
+        """Print a line now and then."""
+        if now >= self._due:
+            self._due = now + REPEAT_S
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove from the terminal what must not stay there."""
 
 
 class Heartbeat:
@@ -110,15 +126,25 @@ class NodeRendezvous:
         nprocs: the number of units.
         secret: the secret of the job.
         patience: seconds to wait for the others; 0: MEETING_S.
+        notice: shows what the unit waits for.
     """
 
-    def __init__(self, root: Store, job: str, rank: int, nprocs: int, secret: bytes, patience: float = 0) -> None:
+    def __init__(
+        self,
+        root: Store,
+        job: str,
+        rank: int,
+        nprocs: int,
+        secret: bytes,
+        patience: float = 0,
+        notice: RendezvousNotice | None = None,
+    ) -> None:
         self._root, self.id, self.rank, self._nprocs = root, job, rank, nprocs
         self.verifier = NodeVerifier(secret, job, nprocs)
         self.shared = within(root, f"jobs/{job}")
         self.patience = patience or MEETING_S
         self._deadline = time.monotonic() + self.patience
-        self._waiting = RendezvousNotice(rank)
+        self._waiting = notice or RendezvousNotice(rank, nprocs)
         self.word = ""
         self.heartbeat: Heartbeat | None = None
         # Units may come after the store has lost its data, so these keys are written again and again.
@@ -293,7 +319,7 @@ class NodeRendezvous:
             raise ConfigError("--nprocs", self._nprocs, f"must be {units}, the number of units of this job")
 
     def gather(self, url: str, served: bool) -> HostMap:
-        """Read the descriptions of all units, and publish their hosts. For unit 0.
+        """Read the descriptions of all units, and let all measure their links. For unit 0.
 
         Raises EndedBeforeStart, ConfigError or StoreError.
         """
@@ -307,19 +333,22 @@ class NodeRendezvous:
         hosts = hosts_of(units, url, served)
         for unit in units:  # a unit that joins after a loss of the store's data must find its rank taken
             self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
+        self._set(MEETING_KEY, hosts.dumped())
+        return hosts
+
+    def publish(self, hosts: HostMap) -> HostMap:
+        """Publish the hosts, with which the job starts. For unit 0. Raises StoreError."""
         self._set("hosts", hosts.dumped())
         return hosts
 
-    def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """Return the hosts after units were replaced. For the leader. Raises ConfigError."""
-        return hosts_of([back.get(unit.rank, unit) for unit in hosts.units], hosts.url, hosts.served)
-
-    def learn(self) -> HostMap:
+    def learn(self, key: str = "hosts") -> HostMap:
         """Return the hosts that unit 0 has published. Not for the unit that opens the job.
+
+        key: MEETING_KEY for the hosts before the units measure their links.
 
         Raises EndedBeforeStart or StoreError.
         """
-        return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
+        return HostMap.loaded(self._await(self.run, key, "the other units"))
 
     def choose(self, name: str, seal: str) -> None:
         """Publish the snapshot that the job resumes from, if any. For unit 0.

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Protocol
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
+from topotrain.launch import RUN_VARIABLE
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -40,6 +41,7 @@ CLOSED = (
 )
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
+_getenv = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(("getenv", _libc))
 
 
 class CommandHandler(Protocol):
@@ -259,13 +261,23 @@ def _become(child: ForkedChild) -> None:
     # The kernel's limit for a name is 15 bytes.
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
     _open_streams(*child.fds[1:3])
+    asked = request["environ"]
+    _mark(asked.get(RUN_VARIABLE, ""))
     # The forkserver's own environment is that of the moment at which it started.
     os.environ.clear()
-    asked = request["environ"]
     os.environ.update(asked if _OMP in asked else {**THREADS, **asked})
     os.chdir(request["cwd"])
     if "numpy.random" in sys.modules:  # a fresh process would not share its random state with its siblings
         sys.modules["numpy"].random.seed()
+
+
+def _mark(mark: str) -> None:
+    """Give this process the mark of its job, by which `sweep` finds it."""
+    # /proc shows the environment as it was at the last exec, at the same place in memory. Only text of the same length
+    # may be written there.
+    place = _getenv(RUN_VARIABLE.encode())
+    if place and len(os.environ.get(RUN_VARIABLE, "")) == len(mark):
+        ctypes.memmove(place, mark.encode(), len(mark))
 
 
 def _open_streams(stdout: int, stderr: int) -> None:

@@ -75,14 +75,14 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
-    sent, received = serve(place, addresses, HostOptions(observer, profile, writer), slot)
+    sent, received, link = serve(place, addresses, HostOptions(observer, profile, writer), slot)
     profile.leave()
     if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
         _report_counts(control, place, observer.servers)
     for number, me in enumerate(addresses):
         # The process counts as a whole, with its first server.
-        own = (sent, received) if number == 0 else (0, 0)
-        control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
+        own = (sent, received, link) if number == 0 else (0, 0, 0)
+        control.emit(Finished(str(me), 0, 0, 0.0, 0, own[0], own[1], bytes_link=own[2]))
     return 0
 
 

@@ -7,7 +7,7 @@ It handles addresses, transports and locks, and no algorithm. A server process h
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -317,26 +317,28 @@ def serve(
     addresses: Sequence[Address],
     options: HostOptions,
     slot: ReplicaSlot | None = None,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Run the servers of one process, see `HostedServers`.
 
-    Returns the bytes of messages sent and received.
+    Returns the bytes of messages sent, received, and sent over TCP.
 
     slot: the replica settings, where every server has two replicas.
     """
     shared = ProcessMemory()
     router = Router(place, shared)
-    memory: BufferMemory = shared if place.shared else PrivateMemory()
+    copied = place.job.cluster.replicas > 1
+    # A second copy on this host reads the workers' gradients in the memory of the first one.
+    memory: BufferMemory = shared if place.shared or copied else PrivateMemory()
     observer = options.observer
     with flushing():
-        if place.job.cluster.replicas > 1:
+        if copied:
             if slot is None:
                 accepted = "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
                 raise ConfigError("cluster.replicas", 2, accepted)
             factory = HostedServerFactory(place, memory, options)
-            copied = ReplicatedServers(place, router, factory, addresses[0], slot, observer, options.writer)
-            copied.open()
-            copied.wait()
+            replicated = ReplicatedServers(place, router, factory, addresses[0], slot, observer, options.writer)
+            replicated.open()
+            replicated.wait()
         else:
             servers = HostedServers(place, router, memory, addresses, options)
             servers.open()
@@ -345,7 +347,7 @@ def serve(
             for endpoint in servers.endpoints.values():
                 observer.on_done(endpoint.server)
         router.close()
-    return router.traffic()
+    return (*router.traffic(), router.link_traffic()[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,36 +400,57 @@ class _LongWaits:
             self._observer.on_long_wait(seconds)
 
 
+class _ExclusiveChange:
+    """Exclusive access for a change, after which a waiting thread wakes if its condition is met.
+
+    Every message of a worker passes through it, so that it has no state of one use and is made once.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self._ready: Callable[[], bool] | None = None
+
+    def await_condition(self, ready: Callable[[], bool] | None) -> None:
+        """Test this condition after each change; None: no thread waits."""
+        self._ready = ready
+
+    def __enter__(self) -> None:
+        self.condition.acquire()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            # The reader tests the condition, so the script's thread wakes once, and not for every message.
+            if error is None and self._ready is not None and self._ready():
+                self.condition.notify_all()
+        finally:
+            self.condition.release()
+
+
 class ConditionWaiter:
     """The wait of a live worker; the transports' readers notify it."""
 
     def __init__(self, poll_s: float, observer: HostObserver | None = None) -> None:
-        self._condition = threading.Condition()
+        self._change = _ExclusiveChange()
         self._poll_s = poll_s
         self._observer = observer or HostObserver()
-        self._ready: Callable[[], bool] | None = None
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
+    def update(self) -> AbstractContextManager[None]:
         """Make a change; a waiting worker wakes if its condition is met."""
-        with self._condition:
-            yield
-            # The reader tests the condition, so the script's thread wakes once, and not for every message.
-            if self._ready is not None and self._ready():
-                self._condition.notify_all()
+        return self._change
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
-        with self._condition:
-            self._ready = ready
+        condition = self._change.condition
+        with condition:
+            self._change.await_condition(ready)
             waits = _LongWaits(self._observer)
             try:
                 while not ready():
                     # With a limit: `ready` may depend on time, and a long wait is reported.
-                    self._condition.wait(self._poll_s)
+                    condition.wait(self._poll_s)
                     waits.check()
             finally:
-                self._ready = None
+                self._change.await_condition(None)
 
     def look(self) -> None:
         """Do nothing: the transports' readers handle arrived messages by themselves."""

@@ -85,6 +85,15 @@ def _extensions(
         from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
 
         yield TorchCollectiveServer()
+    elif installed("extensions.host_sums"):
+        from topotrain.extensions.host_sums.host_sum_server import HostSumServer
+        from topotrain.extensions.host_sums.host_units import used_units
+        from topotrain.extensions.host_sums.sum_writer import HostSumSettings
+
+        units = [unit for group in server.groups for unit in used_units(job, topology, group)]
+        away = [unit for unit in units if me.index in unit.shards]
+        if away:
+            yield HostSumServer(server, away, HostSumSettings.of(job).replaces)
     if job.cluster.compression is not Compression.kNone:
         from topotrain.extensions.compression.compression_server import CompressionServer
 

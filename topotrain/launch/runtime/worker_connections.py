@@ -25,8 +25,12 @@ from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.elastic.resize_requests import ServerProcess
+from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSumClient
+from topotrain.extensions.host_sums.host_units import used_unit
+from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
 from topotrain.launch.runtime.process_host import ConditionWaiter, HostedServers, HostOptions, InlineWaiter
+from topotrain.launch.runtime.unit_connections import UnitConnections
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.send_buffers import SendBuffers
@@ -99,6 +103,7 @@ class WorkerConnections(Connections):
         # The script's thread may wait for room in a connection, unless it also reads.
         self._sender: MessageSender = self._router.sender(me, wait=reader is None)
         replicated = place.job.cluster.replicas > 1
+        self._unit: UnitConnections | None = None
         self._replicas: ReplicaConnections | None = None
         # With replicas messages go through `send` below, which keeps them for a move of the server.
         self.exchange = self._client(place, replicated)
@@ -123,6 +128,8 @@ class WorkerConnections(Connections):
             self._inline_server.open()
         endpoint = self._replicas or self.exchange
         self._urls = self._router.attach(self.me, endpoint, dial_only=True, inside=self._inline_server is not None)
+        if self._unit is not None:
+            self._unit.reach_at(self._urls)
         for server in dict.fromkeys((*self.exchange.channel.servers, self.exchange.channel.first_server)):
             if self._inline_server is not None and server in self._inline_server.endpoints:
                 self._router.connect_inside(self.me, server)
@@ -144,6 +151,12 @@ class WorkerConnections(Connections):
         sender = self if replicated else self._sender
         gradients = self._torch_reduction(place) if topology.torch_collective else None
         extensions = client_extensions(topology)
+        unit = used_unit(place.job, topology, self.me)
+        # A list of addresses names servers only.
+        if unit is not None and not isinstance(place.store, StaticStore):
+            self._unit = UnitConnections(self._router, self.me, incarnation)
+            gradients = reduction = HostReduction(unit, HostSumSettings.of(place.job), self._unit)
+            extensions = (*extensions, HostSumClient(unit, reduction))
         return Client(self.me, topology, sender, self._waiter, place.shared, incarnation, extensions, gradients)
 
     def _torch_reduction(self, place: RouterConfig) -> GradientExchange:
@@ -198,6 +211,10 @@ class WorkerConnections(Connections):
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received."""
         return self._router.traffic()
+
+    def link_traffic(self) -> tuple[int, int]:
+        """Return the bytes of messages sent and received over TCP."""
+        return self._router.link_traffic()
 
     def close(self, finished: bool = True) -> None:
         """Leave after all queued messages are sent.

@@ -279,7 +279,7 @@ def run(
 
     Starts every process, shows progress, ends them all together, and writes the result.
     """
-    with refusing():
+    with refusing(), ExitStack() as stack:
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
 
@@ -289,9 +289,13 @@ def run(
         topology = layout(job.cluster)
         if report is not None:
             check_writable("--report", report)
+        from topotrain.launch.shared_forkserver import for_one_job
+
+        # The input is good. From here on torch is loaded, while this process loads its own modules.
+        shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot))
+        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)

@@ -90,7 +90,7 @@ def register(app: typer.Typer) -> None:
         with refusing():
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
-            from topotrain.launch.multinode.node import Node
+            from topotrain.launch.shared_forkserver import join
 
             job = None if conf is None else load_job(conf, sets, program, args)
             # The environment comes before the job file: a launcher sets it for this start.
@@ -99,9 +99,18 @@ def register(app: typer.Typer) -> None:
             if report is not None and start.rank == 0:
                 # The others write it only if unit 0 is lost. Their machines may not have its folder.
                 check_writable("--report", report)
+            # It loads torch while this process loads its own modules, and meets the other units.
+            shared = None if forkserver else join(start.scope(os.environ))
+            from topotrain.launch.multinode.node import Node
+            from topotrain.tools.monitor.rendezvous_line import rendezvous_line
+
             window = _Window(start.rank, quiet, as_json)
             try:
-                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).run()
+                notice = rendezvous_line(start.rank, start.nprocs)
+                node = Node(
+                    start, job, window.watching, forkserver=forkserver, shared=shared, outlet=window, notice=notice
+                )
+                ended = node.run()
             except StoreError as error:
                 complain(str(error))
                 raise typer.Exit(1) from None

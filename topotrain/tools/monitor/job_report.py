@@ -100,6 +100,7 @@ class _Count:
     samples: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
+    bytes_link: int = 0
     stale: float = 0.0
     staleness_max: int = 0
     time: float = 0.0
@@ -144,7 +145,7 @@ class _Tally:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
         # The mean is over the steps of this process, and `steps` includes those of former ones.
         stale = event.staleness_mean * max(0, steps - self.before.steps)
-        traffic = event.bytes_out, event.bytes_in
+        traffic = event.bytes_out, event.bytes_in, event.bytes_link
         self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
         if isinstance(event, StepDone) and event.loss is not None:
@@ -445,7 +446,7 @@ def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
 
 def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
     counts = [tally.whole for tally in tallies]
-    return {"bytes_out": sum(c.bytes_out for c in counts), "bytes_in": sum(c.bytes_in for c in counts)}
+    return {name: sum(getattr(count, name) for count in counts) for name in ("bytes_out", "bytes_in", "bytes_link")}
 
 
 def _cause(failed: Failed | None) -> dict[str, str] | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from topotrain.core.events import Event
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
+    from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.monitor.job_report import JobResult
 
 
@@ -34,6 +35,7 @@ class RunOptions:
     forkserver: str = ""  # the socket of a running forkserver; "": the job starts its own
     profile: int = 0  # the step to profile; 0: none
     resume: str = ""  # the folder of a snapshot
+    shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
 
 
 def train(
@@ -67,7 +69,11 @@ def train(
                 listener(event)
 
         launcher = LocalLauncher(
-            forkserver=options.forkserver, profile=options.profile, resume=options.resume, outlet=made
+            forkserver=options.forkserver,
+            shared=options.shared,
+            profile=options.profile,
+            resume=options.resume,
+            outlet=made,
         )
         outcome = launcher.start(job, topology, on_event)
     if outcome.cause is not None:
@@ -91,13 +97,14 @@ def display(
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress_display import progress
+    from topotrain.tools.monitor.progress_display import checked, progress
 
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     with (
         outlet(terminal, f"{job.workspace}/logs") as made,
         progress(topology, terminal, quiet or hidden, out_of(made, chatty)) as shown,
+        checked(shown),
     ):
         yield shown, made
 

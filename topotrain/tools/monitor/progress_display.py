@@ -4,8 +4,11 @@ The main worker's own output is shown above the table. Events only change rows, 
 terminal is restored when the context ends, however the job ended.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Event as Flag
+from threading import RLock, Thread
 from time import monotonic
 from types import TracebackType
 from typing import IO, Protocol, Self
@@ -35,6 +38,7 @@ from topotrain.core.events import (
 )
 from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.job_report import moved
+from topotrain.tools.monitor.longest_wait import JobWaits, WaitLines
 from topotrain.tools.monitor.stragglers import stragglers
 
 LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
@@ -43,6 +47,11 @@ _SHARE = 20
 """A line comes after a twentieth of the time so far."""
 
 REFRESH_PER_SECOND = 4
+
+SHOWN_S = 1.0
+"""Seconds of a wait before the table shows it."""
+CHECK_S = 1.0
+"""Seconds between two checks whether a wait needs a plain line."""
 
 SKIPS_SAID = 10
 """The number of skipped steps of a worker with a line each. After these only every tenth gets one."""
@@ -122,6 +131,10 @@ class Progress(Protocol):
 
     def __call__(self, event: Event) -> None: ...
 
+    def check(self) -> None:
+        """Show what is due by time, on any thread."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(
@@ -139,6 +152,24 @@ def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[
     return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
 
 
+@contextmanager
+def checked(shown: Progress) -> Iterator[None]:
+    """Check a display every CHECK_S: a job that waits has no events."""
+    over = Flag()
+
+    def check() -> None:
+        while not over.wait(CHECK_S):
+            shown.check()
+
+    thread = Thread(target=check, name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 class QuietProgress:
     """Shows the program's output, notices and recoveries, as all displays do."""
 
@@ -151,10 +182,13 @@ class QuietProgress:
         self._main = str(topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last output on the console had no newline
+        self._writing = RLock()
+        self.waits = JobWaits(topology, monotonic())
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self.rows(event)
+        self.waits.on_event(event, monotonic())
         match event:
             case Output(who=who) if who == self._main:
                 self._print(event)
@@ -177,6 +211,9 @@ class QuietProgress:
             case _:
                 pass
 
+    def check(self) -> None:
+        """Show nothing: a wait is progress."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -189,6 +226,7 @@ class QuietProgress:
         self._changes.add(event.number)
         self._topology = layout(resized(self._topology.cluster, event.workers))
         self.rows.lay_out(self._topology)
+        self.waits.lay_out(self._topology, monotonic())
         now = {str(worker) for worker in self._topology.workers(0)}
         # Those of workers that have left would make the others look fast or slow.
         self._own = {who: own for who, own in self._own.items() if who in now}
@@ -201,34 +239,47 @@ class QuietProgress:
 
     def _print_line(self, text: str) -> None:
         """Print a line of the display."""
-        # Else the line would go on behind the program's progress bar.
-        if self._inside_line:
-            self.console.file.write("\n")
-            self._inside_line = False
-        self.console.print(Text(text), soft_wrap=True)
+        with self._writing:
+            # Else the line would go on behind the program's progress bar.
+            if self._inside_line:
+                self.console.file.write("\n")
+                self._inside_line = False
+            self.console.print(Text(text), soft_wrap=True)
 
     def _print(self, event: Output) -> None:
         """Write a program's output unchanged."""
         file = self._out if event.stream == "stdout" and self._out is not None else self.console.file
-        file.write(event.text)
-        file.flush()
-        if file is self.console.file:
-            self._inside_line = not event.text.endswith("\n")
+        with self._writing:
+            file.write(event.text)
+            file.flush()
+            if file is self.console.file:
+                self._inside_line = not event.text.endswith("\n")
 
 
 class PlainProgress(QuietProgress):
-    """Prints a line now and then, less often in a long job, and a last one."""
+    """Prints a line now and then, less often in a long job, and a last one.
+
+    A long wait has a line of its own.
+    """
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
         self._began = self._last = monotonic()
+        self._wait_lines = WaitLines()
 
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
-        # By events and not by a timer: a job that stands still prints nothing new.
+        # By events and not by a timer: a job that stands still has no new numbers.
         if isinstance(event, StepDone) and monotonic() - self._last >= self._interval():
             self._line()
+
+    def check(self) -> None:
+        """Print what the job waits for, if it waits long."""
+        now = monotonic()
+        line = self._wait_lines.due(self.waits.longest(now), now)
+        if line:
+            self._print_line(f"topotrain: {line}")
 
     def _interval(self) -> float:
         # A log of a night would have thousands of lines otherwise.
@@ -259,7 +310,7 @@ class LiveTable(QuietProgress):
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
-        self._unfinished = ""
+        self._unfinished, self._over = "", False
         self._live = _Patient(
             console=console,
             get_renderable=self._renderable,
@@ -277,6 +328,8 @@ class LiveTable(QuietProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The last drawing stays on the terminal, and waits for nothing.
+        self._over = True
         # First: what is printed after it stays below the table.
         self._live.stop()
         if self._unfinished:
@@ -284,8 +337,13 @@ class LiveTable(QuietProgress):
         self._name_slow()
 
     def _renderable(self) -> Group:
-        table = draw(self.rows.all())
-        return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
+        parts: list[Table | Text] = [draw(self.rows.all())]
+        wait = None if self._over else self.waits.longest(monotonic())
+        if wait is not None and wait.seconds >= SHOWN_S:
+            parts.append(Text(wait.words(), style="dim"))
+        if self._unfinished:
+            parts.append(Text.from_ansi(self._unfinished))
+        return Group(*parts)
 
     def _print(self, event: Output) -> None:
         """Print complete lines above the table, without markup and wrapping."""

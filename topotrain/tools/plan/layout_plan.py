@@ -12,7 +12,9 @@ from typing import Any
 from topotrain.config import async_momentum
 from topotrain.config.job import Algorithm, Grads, Job, Keep, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap, cut
+from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.store_advice import store_advice
 
@@ -97,7 +99,7 @@ class LayoutPlan:
     """A planned job; build it with `plan`.
 
     Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
-    traffic: of a round of an outer optimizer.
+    link: how the workers of a host use its link. traffic: of a round of an outer optimizer.
     """
 
     topology: Topology
@@ -106,11 +108,13 @@ class LayoutPlan:
     memory: tuple[ProcessEstimate, ...] = ()
     warning: str = ""
     note: str = ""
+    link: str = ""
     traffic: "RoundTraffic | None" = None
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
-        data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
+        said = {"warning": self.warning, "link": self.link}
+        data = self.topology.as_data() | {name: text for name, text in said.items() if text}
         if self.slices is None:
             return data
         return {
@@ -126,7 +130,9 @@ class LayoutPlan:
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
         text = self.topology.explain().rstrip("\n")
+        text += "\n\n" + textwrap.fill(f"slices: {sizes_in_words(self.topology)}", _WIDTH)
         text += f"\n\nwarning: {self.warning}" if self.warning else ""
+        text += "\n\n" + textwrap.fill(f"link: {self.link}", _WIDTH) if self.link else ""
         text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
         if self.slices is None:
             return text
@@ -160,7 +166,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         # Without a program only the job's updater block can name an optimizer.
         momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
         warning = async_momentum.warning(job, topology, momentum, names)
-        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology))
+        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology), link=link_advice(job))
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -169,8 +175,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    note, traffic = store_advice(job, topology), _round_traffic(job, topology, shares)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, traffic)
+    note, link, traffic = store_advice(job, topology), link_advice(job), _round_traffic(job, topology, shares)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic)
 
 
 def _round_traffic(job: Job, topology: Topology, shares: Sequence[ServerShare]) -> RoundTraffic | None:

@@ -35,6 +35,7 @@ from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_unit_links import PresentWorkers, reduction_of
 
 
 def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
@@ -95,6 +96,7 @@ class SimCluster:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
         self.transport = self._make_transport(network_faults)
+        self.present = PresentWorkers(self.transport)
         self.random = random.Random(seed)  # the scripts' own random generator
         groups = self.topology.server_groups if self.topology.synced else 1
         self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
@@ -118,8 +120,10 @@ class SimCluster:
                 self.transport.connect(me, peer, "")
 
     def _make_client(self, me: Address) -> Client:
-        waiter, extensions = self.sim.waiter(), client_extensions(self.topology)
-        client = Client(me, self.topology, SimSender(self.transport, me), waiter, extensions=extensions)
+        waiter, sender = self.sim.waiter(), SimSender(self.transport, me)
+        gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
+        extensions = (*client_extensions(self.topology), *sums)
+        client = Client(me, self.topology, sender, waiter, extensions=extensions, gradients=gradients)
         self.transport.attach(me, client)
         for server in {*client.channel.servers, client.channel.first_server}:
             self.transport.connect(me, server, "")
@@ -155,6 +159,7 @@ class SimWorker:
                 self.flats.flat("local", space.index).fill_(start)
             self.client.send_initial("local")
         self.client.values.fetch()
+        self.client.gradients.start(torch.device("cpu"))
         return self
 
     def view(self, name: str, index: int) -> torch.Tensor:

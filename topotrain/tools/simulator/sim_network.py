@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 import torch
 
 from topotrain.comm.transport import Endpoint, TransportError
-from topotrain.comm.transport.connection import checked
+from topotrain.comm.transport.connection import copied
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message, decode, encode
@@ -291,7 +291,7 @@ class SimulatedTransport:
             view = body.detach().view(torch.uint8)
             target = resident.place(me, message, True)
             if target is not None:
-                checked(target, message, view.numel()).view(torch.uint8).copy_(view)
+                copied(target, message, view)
             message = replace(message, body=view if target is None else target)
         resident.handle(me, message)
 

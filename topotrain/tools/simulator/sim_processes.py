@@ -97,9 +97,13 @@ class CrashableTransport(SimulatedTransport):
             time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
         self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
         sender = self._worker_connection(me, to)
+        receiver = self._worker_processes[to] if me.role is to.role is Role.WORKER else None
 
         def arrive() -> None:
             now = self._worker_connection(me, to)
+            # Between two workers the connection ends with either process.
+            if receiver is not None and (receiver.over or self._worker_processes[to] is not receiver):
+                return
             # A message of a former process, or of a connection that was cut meanwhile, is lost with its connection.
             # Between servers connections stay.
             if sender is None or (now is not None and now[0] is sender[0] and self.cut.get(sender[1]) is not sender[0]):
@@ -111,3 +115,5 @@ class CrashableTransport(SimulatedTransport):
         """Attach a process in place of the former one."""
         # Not by `attach`, which refuses an address that is taken.
         self._residents[me] = resident
+        ended = {pair for pair in self._connections if me in pair and all(end.role is Role.WORKER for end in pair)}
+        self._connections -= ended

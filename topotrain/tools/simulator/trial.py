@@ -34,6 +34,7 @@ from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, paramet
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
+from topotrain.tools.simulator.sim_unit_links import reduction_of
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
@@ -345,14 +346,16 @@ class Trial(SimCluster):
     def _make_client(self, me: Address, number: int = 0) -> Client:
         process = self.worker_processes[me] = WorkerProcess(me, number)
 
-        waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
+        waiter, sender = CrashableWaiter(process, self.sim), CrashableSender(self, process)
+        gradients, sums = reduction_of(self.job, self.topology, me, process.incarnation, sender, self.present)
         client = Client(
             me,
             self.topology,
-            CrashableSender(self, process),
+            sender,
             waiter,
             incarnation=process.incarnation,
-            extensions=extensions,
+            extensions=(*client_extensions(self.topology), *sums),
+            gradients=gradients,
         )
         self.transport.replace(me, client)
         for server in {*client.channel.servers, client.channel.first_server}:

@@ -578,7 +578,8 @@ class DrawnChunks:
         # An epoch that all workers have passed by more than one is not requested again.
         if (self._keeps or self._kept) and len(self._newest) == self._askers - len(self._absent):
             self._drop_before(min(self._newest.values()) - 1)
-        return self._serve(key)
+        # No correct worker requests an epoch that all have passed: its chunk has just been dropped.
+        return self._serve(key) if key in self._chunks else [(sender, _nothing_of(key))]
 
     def forget(self, worker: Address) -> None:
         """Wait for a worker no more, until its new process asks."""

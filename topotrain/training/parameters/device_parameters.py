@@ -123,6 +123,8 @@ class HostParameters(ParameterHolder):
     def __init__(self, tensors: Sequence[nn.Parameter], views: ParameterViews) -> None:
         super().__init__(tensors)
         self._view, self._own = views.view, views.own
+        self._local: dict[int, tuple[torch.Tensor, int]] = {}  # views of "local" and their addresses, by parameter
+        self._own_local: dict[int, torch.Tensor] = {}  # the same memory, see `ParameterViews.own`
 
     def move(self) -> None:
         """Give each parameter memory in "params"."""
@@ -144,18 +146,26 @@ class HostParameters(ParameterHolder):
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
         """Copy the gradient, unless it is "local" already."""
-        local = self._view("local", index)
+        # Hooks of every backward come here, so addresses and views are looked up once.
+        local, address = self._local.get(index) or self._find_local(index)
         # `keep` has made `.grad` a view of "local", and autograd accumulated into it.
-        if gradient.data_ptr() != local.data_ptr():
+        if gradient.data_ptr() != address:
             local.copy_(gradient)
+
+    def _find_local(self, index: int) -> tuple[torch.Tensor, int]:
+        local = self._view("local", index)
+        self._local[index] = local, local.data_ptr()
+        return self._local[index]
 
     def keep(self, index: int) -> None:
         """Make `.grad` a view of "local"."""
         # This frees autograd's memory, so the next gradient can reuse memory that is in cache.
-        gradient = self._tensors[index].grad
+        gradient, local = self._tensors[index].grad, self._own_local.get(index)
+        if local is None:
+            local = self._own_local[index] = self._own("local", index)
         # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
-        if gradient is not None and gradient.grad_fn is None:
-            self.set_gradient(index, self._own("local", index))
+        if gradient is not None and gradient is not local and gradient.grad_fn is None:
+            self.set_gradient(index, local)
 
     def then(self, push: QueuedPush) -> None:
         """Send at once: the gradients are here."""

@@ -34,6 +34,8 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+# The number of the backward that runs, for which torch has no public name. A nested backward has a number of its own.
+_backward_number = torch._C._current_graph_task_id
 
 
 @contextmanager
@@ -77,6 +79,9 @@ class GradientPath(ABC):
         for bucket in slice_map.buckets:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
+        # The same with the bit of each piece, since every hook of every backward needs it.
+        self._spots = [[(bucket, 1 << i) for bucket, i in pieces] for pieces in self._pieces]
+        self._full = [(1 << len(bucket.pieces)) - 1 for bucket in slice_map.buckets]
         self._trains: list[bool] = []  # by parameter, at the last backward
         self.thaws = 0
         """How often other parameters trained in a backward than in the one before."""
@@ -152,9 +157,8 @@ class GradientPath(ABC):
 
     def _arm(self) -> bool:
         """Register a call for the end of a backward; whether this is its first gradient."""
-        # torch has no public name for it. A nested backward has a number of its own. A backward that raised is never
-        # called back and leaves its number here, which no later one has.
-        task = torch._C._current_graph_task_id()
+        # A backward that raised is never called back and leaves its number here, which no later one has.
+        task = _backward_number()
         if task == self._task:
             return False
         # Servers may still read "local" for a lazily committed step, and it is about to be overwritten.
@@ -174,18 +178,18 @@ class GradientPath(ABC):
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
         # After create_graph=True the gradient has a history.
-        self._mirror.send(index, gradient.detach())
+        self._mirror.send(index, gradient.detach() if gradient.requires_grad else gradient)
         full = []
-        for bucket, piece in self._pieces[index]:
-            bit = 1 << piece
-            if self._arrived[bucket.id] & bit:
+        for bucket, bit in self._spots[index]:
+            arrived = self._arrived[bucket.id]
+            if arrived & bit:
                 name = self._parameters[index].name
                 raise RuntimeError(
                     f"parameter {name} got its gradient twice in one backward: reentrant checkpointing does that, "
                     f"use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
                 )
-            self._arrived[bucket.id] |= bit
-            if self._arrived[bucket.id] == self._expected[bucket.id]:
+            self._arrived[bucket.id] = arrived = arrived | bit
+            if arrived == self._expected[bucket.id]:
                 full.append(bucket)
         return full
 
@@ -255,14 +259,20 @@ class MeanPath(GradientPath):
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
-            with self._turn:
-                self._before(index, tensor)
+            self._before(index, tensor)
 
         # A hook of a leaf itself is called before autograd accumulates into its `.grad`.
         tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 
     def _before(self, index: int, tensor: nn.Parameter) -> None:
+        # Nothing is to be set aside in a backward that has begun. Most hooks of most scripts end here.
+        if tensor.grad is None and self._task == _backward_number():
+            return
+        with self._turn:
+            self._set_aside(index, tensor)
+
+    def _set_aside(self, index: int, tensor: nn.Parameter) -> None:
         if self.private:
             return
         if self._arm():
@@ -340,11 +350,12 @@ class MeanPath(GradientPath):
     def _is_fresh(self, bucket: Bucket) -> bool:
         """Return whether the bucket's parameters had no `.grad` before this backward."""
         # A server then may write the mean into "grad". Elsewhere it is added to the earlier value here.
-        for i, index in enumerate(self._owners[bucket.id]):
-            arrived = self._arrived[bucket.id] >> i & 1
-            if index in self._earlier or not (arrived or self._tensors[index].grad is None):
-                return False
-        return True
+        owners, arrived = self._owners[bucket.id], self._arrived[bucket.id]
+        if not self._earlier.keys().isdisjoint(owners):
+            return False
+        if arrived == self._full[bucket.id]:
+            return True
+        return all(arrived >> i & 1 or self._tensors[index].grad is None for i, index in enumerate(owners))
 
     def _end(self) -> None:
         if not any(self._arrived):
@@ -370,24 +381,31 @@ class MeanPath(GradientPath):
         found: set[int] = set()
         first = 0  # bit of the bucket's first piece: `written` numbers the pieces over all buckets
         for bucket in self._map.buckets if written else ():
-            here = written >> first & (1 << len(bucket.pieces)) - 1
+            full = self._full[bucket.id]
+            here = written >> first & full
             self._union[bucket.id] |= here
-            found.update(index for i, index in enumerate(self._owners[bucket.id]) if here >> i & 1)
+            owners = self._owners[bucket.id]
+            found.update(owners if here == full else (index for i, index in enumerate(owners) if here >> i & 1))
             first += len(bucket.pieces)
         return found
 
     def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor | None]:
         """Put means into "grad"; return their parameters with the `.grad` to be added."""
-        fresh: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
+        shown: dict[int, torch.Tensor | None] = {}
+        parts: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
         for number, (present, mean) in means.items():
             bucket = self._map.buckets[number]
             self._sum(bucket, present, mean)
+            if present == self._full[number] and self._is_fresh(bucket):
+                self._flats.view("grad", bucket).copy_(mean)
+                shown |= dict.fromkeys(self._owners[number])
+                continue
             for i, piece in enumerate(bucket.pieces):
                 if present >> i & 1:
                     index = self._map.segments[piece.segment].parameter
                     part = mean[piece.lo - bucket.lo : piece.hi - bucket.lo]
-                    fresh.setdefault(index, []).append((bucket, i, part))
-        return {index: self._add_to(index, rows) for index, rows in fresh.items()}
+                    parts.setdefault(index, []).append((bucket, i, part))
+        return shown | {index: self._add_to(index, rows) for index, rows in parts.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
         # Here the servers get "grad" itself, so there is nothing to compare at step().
@@ -427,29 +445,34 @@ class MeanPath(GradientPath):
         # The script may call step() after a backward that raised.
         self._give_up()
         edited = dropped = 0
+        model, union = self._gradients.model, self._union
         mine = self._gradients_of(optimizer)
         left = self._mirror.bring("grad", mine)
-        for index, tensor in enumerate(self._tensors):
-            if not self._pieces[index]:  # a parameter without elements
+        compared: list[int] = []
+        for index, of in enumerate(self._optimizers):
+            spots = self._spots[index]
+            if not spots:  # a parameter without elements
                 continue
             # `.grad` keeps the mean for the step of its own optimizer, which sends it as an edit: the servers forget.
-            if self._optimizers[index] != optimizer:
+            if of != optimizer:
                 dropped |= self._bits(index)
                 continue
-            has = all(self._union[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
-            if tensor.grad is None:
-                dropped |= self._bits(index) if has else 0
+            missing = [bit for bucket, bit in spots if not union[bucket.id] & bit]
+            gradient = left.get(index)
+            if gradient is None:
+                dropped |= 0 if missing else self._bits(index)
                 continue
             kept = self._buffers.view("grad", index)
-            if left[index].data_ptr() != kept.data_ptr():
-                kept.copy_(left[index])
+            if gradient is not kept and gradient.data_ptr() != kept.data_ptr():
+                kept.copy_(gradient)
             # No worker had a gradient and the script has made one; or a collective, whose means the servers never saw.
-            if not has or self._gradients.model.sends_own_shard:
+            if missing or model.sends_own_shard:
                 edited |= self._bits(index)
-            elif not self._gradients.model.windowed:
-                edited |= self._edited(index)
+            elif not model.windowed:
+                compared.append(index)
         # In shared memory the servers read "grad" when they apply the step.
-        if not self._gradients.model.windowed:
+        if not model.windowed:
+            edited |= self._edited(compared)
             self._send_edits(step, edited)
         return (), edited, dropped
 
@@ -459,15 +482,21 @@ class MeanPath(GradientPath):
             bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 
-    def _edited(self, index: int) -> int:
-        """Return the pieces of a parameter that differ in bits from the sum of means."""
+    def _edited(self, indices: list[int]) -> int:
+        """Return the pieces of these parameters that differ in bits from the sum of means."""
         bits = 0
-        for bucket, i in self._pieces[index]:
-            piece = bucket.pieces[i]
-            part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            if not same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
-                bits |= self._gradients.model.piece_bit(bucket, i)
+        differ: dict[int, bool] = {}  # by bucket: most scripts edit nothing, so that one look is enough for all pieces
+        for index in indices:
+            for bucket, i in self._pieces[index]:
+                if bucket.id not in differ:
+                    differ[bucket.id] = self._differs(bucket, slice(None))
+                piece = bucket.pieces[i]
+                if differ[bucket.id] and self._differs(bucket, slice(piece.lo - bucket.lo, piece.hi - bucket.lo)):
+                    bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
+
+    def _differs(self, bucket: Bucket, part: slice) -> bool:
+        return not same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part])
 
     def _send_edits(self, step: int, edited: int) -> None:
         """Send changed buckets, each from one worker of the group."""

@@ -28,6 +28,7 @@ from topotrain.core.protocol import (
 )
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
+from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, nonfinite_segment, nonfinite_workers
 from topotrain.core.server.ordered_sum import Part
 
@@ -41,14 +42,14 @@ _MOST_OPEN = 64  # backwards of a step: a worker that ends one waits, as a rule,
 class Backward:
     """One backward of the group."""
 
-    pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = field(default_factory=dict)  # by bucket and worker
+    pushes: dict[int, HeldPushes] = field(default_factory=dict)  # by bucket
     ends: dict[int, BackwardEnd] = field(default_factory=dict)
     done: int = 0  # bit per bucket of the shard
     contributed: int = 0  # bit per bucket of the shard
     written: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces in the workers' memory
     closed: bool = False
 
-    def take(self, bucket: int, bit: int) -> dict[int, tuple[Push, torch.Tensor]]:
+    def take(self, bucket: int, bit: int) -> HeldPushes:
         """Mark a bucket as reduced. Returns its pushes, by worker."""
         # `done` stays when the pushes go: a push that comes twice must not begin a second sum.
         self.done |= bit
@@ -157,7 +158,7 @@ class BackwardMeans(GradientSource):
         else:
             super().check(sender, message)
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
+    def push(self, worker: int, message: Push, body: torch.Tensor | None) -> Iterable[ReducedBucket]:
         """As `GradientSource.push`. A second push of a bucket in a backward is ignored."""
         # Before anything waits for it: a committed worker never joins a later backward.
         check_ordinal(self.commits, worker, message.ordinal)
@@ -166,6 +167,7 @@ class BackwardMeans(GradientSource):
             return ()
         # The first push counts: a repeated one may have another body behind it by now.
         backward.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
+        self.sums.note(body)
         return self._ready(backward, (message.bucket,))
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
@@ -223,7 +225,7 @@ class BackwardMeans(GradientSource):
                 parts[worker] = (backward.ends[worker].weight, None)
             else:
                 return None
-        return parts
+        return None if self.sums.any and self.sums.withdraw(pushes, parts) else parts
 
     @abstractmethod
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:

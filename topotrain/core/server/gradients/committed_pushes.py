@@ -9,6 +9,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, look, nonfinite_segment
 from topotrain.core.server.ordered_sum import Part
 
@@ -24,11 +25,12 @@ class CommittedPushes(GradientSource):
         # changed gradient is an error.
         stays = settings.reader is None or settings.workers > 1
         self._looks_early = settings.checked and stays
+        self._expected: set[tuple[int, int]] = set()  # keys of `_looked` that need no look at the next push
         super().__init__(settings)
 
     def _reset(self) -> None:
         super()._reset()
-        self._pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = {}  # by bucket and worker
+        self._pushes: dict[int, HeldPushes] = {}  # by bucket
         self._unsummed: set[int] = set()  # places of buckets with parts that have not been added up
         self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
 
@@ -39,17 +41,35 @@ class CommittedPushes(GradientSource):
             pushes.pop(worker, None)
         self._looked = {key: seen for key, seen in self._looked.items() if key[1] != worker}
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> tuple[ReducedBucket, ...]:
+    def push(self, worker: int, message: Push, body: torch.Tensor | None) -> tuple[ReducedBucket, ...]:
         """Keep a worker's gradient of a bucket, unless a later one is here."""
         pushes = self._pushes.setdefault(message.bucket, {})
         old = pushes.get(worker)
         # The simulated transport delivers pushes in another order; the real ones never do.
         if old is None or old[0].ordinal < message.ordinal:
             pushes[worker] = (message, body)
-            if self._looks_early:  # while it is in the processor's cache
+            self.sums.note(body)
+            if self._looks_early and body is not None:  # while it is in the processor's cache
                 at = message.bucket - self._first
-                self._looked[at, worker] = look(self._buckets[at], body)
+                expected = (at, worker) in self._expected
+                self._looked[at, worker] = (None, False) if expected else look(self._buckets[at], body)
+        self._expected.clear()
         return ()
+
+    def found_finite(self, worker: int, bucket: int) -> bool:
+        """Whether a worker's last push of a bucket, and sums with it, are finite."""
+        return self._looked.get((bucket - self._first, worker)) == (None, False)
+
+    def expect_finite(self, worker: int, bucket: int) -> None:
+        """Another copy has found this in the next push: it need not be looked at."""
+        self._expected.add((bucket - self._first, worker))
+
+    def renew(self, bucket: int, workers: Collection[int]) -> None:
+        """A sum of these workers is about to take the place of what they have pushed."""
+        at, pushes = bucket - self._first, self._pushes.get(bucket, {})
+        for worker in workers:
+            pushes.pop(worker, None)
+            self._looked.pop((at, worker), None)
 
     @property
     def begun(self) -> bool:
@@ -64,6 +84,18 @@ class CommittedPushes(GradientSource):
             return False
         self._find_present(self.commits)
         return True
+
+    def withdraw_sums(self) -> bool:
+        """Remove the sums that the committed step cannot be made of.
+
+        Returns whether there were any.
+        """
+        if not self.sums.any or not all(map(self._has_all, self.commits)):
+            return False
+        withdraw = self.sums.withdraw
+        found = [withdraw(self._pushes.get(b.id, {}), self._parts(at)) for at, b in enumerate(self._buckets)]
+        self.sums.clear()
+        return any(found)
 
     def _has_all(self, worker: int) -> bool:
         """Whether every push that a worker's commit names is here."""

@@ -17,6 +17,7 @@ from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.unit_sums import UnitSums
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 
 _MUST_AGREE = {
@@ -152,10 +153,12 @@ class GradientSource(StagedGradient):
         self._first = settings.buckets[0].id if settings.buckets else 0
         self._buffer = "mean"  # the name of the buffer that the update reads
         self._mean = OrderedMean(settings.tree, settings.divide)
+        self.sums = UnitSums(settings.tree, settings.divide)
         self.step = 0
         self._reset()
 
     def _reset(self) -> None:
+        self.sums.clear()
         self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
         self.commits: dict[int, Commit] = {}
         self.staged = False
@@ -192,8 +195,11 @@ class GradientSource(StagedGradient):
         check_revisions(sender, message, len(self._buckets))
 
     @abstractmethod
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> Iterable[ReducedBucket]:
-        """Keep a worker's gradient. The caller must read all means that are returned."""
+    def push(self, worker: int, message: Push, body: torch.Tensor | None) -> Iterable[ReducedBucket]:
+        """Keep a worker's gradient. The caller must read all means that are returned.
+
+        body: None: the gradient is in the sum of the worker's unit (`unit_sums`).
+        """
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """End a worker's backward. It has no gradient in the buckets that were not pushed."""

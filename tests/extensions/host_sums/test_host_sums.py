@@ -1,0 +1,233 @@
+"""Jobs over several hosts, in which the workers of a unit send one sum: the bits, and the bytes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import (
+    Result,
+    Script,
+    Trainer,
+    WorkerHandle,
+    building,
+    cross_entropy,
+    job_of,
+    reference,
+    run_hosted,
+    usual_loop,
+    vectors,
+)
+from torch import nn
+
+from topotrain.config.job import Job
+from topotrain.extensions.host_sums.host_reduction import HostReduction
+
+HOSTS = (0, 1, 2)
+"""Two units of workers and one of servers, each on a host of its own."""
+BATCHES = vectors(6, 16)
+
+
+def wide() -> nn.Module:
+    """Large beside the messages without a body; its buckets end inside of parameters."""
+    return nn.Sequential(nn.Linear(12, 2900), nn.Tanh(), nn.Linear(2900, 5))
+
+
+def two_units(workers: int = 2, **changes: Any) -> Job:
+    """Two units of so many workers of one group, and two servers in a third unit."""
+    layout = {
+        "nworkers_per_group": 2 * workers,
+        "nworkers_per_procs": workers,
+        "nservers_per_group": 2,
+        "nservers_per_procs": 2,
+        "server_worker_separate": True,
+    }
+    return job_of("one", **{**layout, "slice_bytes": 1 << 16, **changes})
+
+
+def connected(script: Script) -> Script:
+    """The script, begun when the workers of each unit are connected, so that the second step is one of sums."""
+
+    def run(trainer: WorkerHandle) -> None:
+        reduction = trainer.exchange.gradients
+        if isinstance(reduction, HostReduction):
+            trainer.exchange.channel.wait_until(lambda: reduction.is_connected)
+        script(trainer)
+
+    return run
+
+
+def run(job: Job, script: Script, folder: Path, hosts: Sequence[int] = HOSTS, **more: Any) -> Result:
+    folder.mkdir()
+    return run_hosted(job, building(more.get("model", wide)), connected(script), folder, hosts)
+
+
+def sums_of(result: Result) -> int:
+    """How many sums the workers have sent to servers."""
+    reductions = [handle.exchange.gradients for handle in result.workers]
+    return sum(each.sums for each in reductions if isinstance(each, HostReduction))
+
+
+@pytest.mark.parametrize("grads", ["kVisible", "kHidden"])
+def test_a_unit_sends_one_gradient_and_gets_one_answer(tmp_path: Path, grads: str) -> None:
+    script = usual_loop(BATCHES)
+    one = run(two_units(4, grads=grads), script, tmp_path / "one")
+    each = run(two_units(4, grads=grads, transport="kTcp"), script, tmp_path / "each")
+    assert one.same_bits(each)
+    assert one.same_bits(reference(two_units(4), building(wide), script))
+    assert sums_of(one) > 0
+    # The first step is as without sums, and so are the first values; the other five are a quarter.
+    model = 4 * sum(value.numel() for value in one.values.values())
+    parts = 3 if grads == "kVisible" else 2
+    saved = 5 * parts * (8 - 2) * model
+    assert sum(each.traffic) - sum(one.traffic) == pytest.approx(saved, rel=0.05)
+
+
+def apart_of(result: Result) -> int:
+    """How many gradients leads have sent one by one."""
+    reductions = [handle.exchange.gradients for handle in result.workers]
+    return sum(each.apart for each in reductions if isinstance(each, HostReduction))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reduce": "kSum"},
+        {"grads": "kHidden"},
+        {"grads": "kHidden", "apply": "kOnArrival"},
+        {"grads": "kHidden", "pull": "kLazy"},
+        {"nonfinite": "kAllow", "grads": "kHidden"},
+        {"nservers_per_group": 1, "nservers_per_procs": 1},
+    ],
+    ids=lambda changes: ",".join(map(str, changes.values())) or "default",
+)
+@pytest.mark.parametrize("size", [18, 16, 5, 2], ids=lambda size: f"batches of {size}")
+def test_the_bits_are_those_of_the_canonical_sum(tmp_path: Path, changes: dict[str, Any], size: int) -> None:
+    """Equal shares; unequal ones; and more workers than samples: some have weight 0."""
+    job, script = two_units(3, **changes), usual_loop(vectors(4, size))
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(reference(job, building(wide), script))
+    unequal = size == 16 and job.reduce.value == "kMean"
+    assert (sums_of(found) > 0, apart_of(found) > 0) == (not unequal, unequal)
+
+
+@pytest.mark.parametrize("changes", [{}, {"grads": "kHidden"}, {"grads": "kHidden", "apply": "kOnArrival"}])
+def test_units_of_different_weights_are_asked_for_the_gradients(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Inside each unit the weights are equal, so only the servers see the difference."""
+
+    def script(trainer: Trainer) -> None:
+        for number, (samples, y) in enumerate(BATCHES):
+            x = samples.clone()  # the workers are threads of one process
+            x[:, 0] = 3.0 if number % 2 else torch.tensor([3.0, 7.0]).repeat_interleave(8)
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, x, y, weight=lambda x, _: float(x[0, 0])))
+            trainer.optimizer.step()
+
+    job = two_units(2, **changes)
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(reference(job, building(wide), script))
+    assert sums_of(found) > 0
+    assert apart_of(found) > 0
+
+
+def test_servers_beside_workers_are_sent_the_gradients_themselves(tmp_path: Path) -> None:
+    """AllReduce of two hosts: each unit has two of the four servers."""
+    changes = {"server_worker_separate": False, "nservers_per_group": 4}
+    job, script = two_units(2, **changes), usual_loop(BATCHES)
+    found = run(job, script, tmp_path / "job", (0, 1))
+    assert found.same_bits(reference(job, building(wide), script))
+    assert sums_of(found) > 0
+
+
+def test_only_gradients_that_all_have_are_summed(tmp_path: Path) -> None:
+    """Workers without a gradient in a bucket, or in a part of it; several backwards; clipping by the script."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = wide(), wide()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x) if float(x[0, 0]) < 0 else self.right(x)
+
+    def script(trainer: Trainer) -> None:
+        for batch in BATCHES:
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)
+            trainer.optimizer.step()
+
+    job = two_units(2)
+    found = run(job, script, tmp_path / "job", model=Halves)
+    assert found.same_bits(reference(job, building(Halves), script))
+    assert sums_of(found) > 0
+
+
+def test_gradients_are_accumulated_before_they_are_summed(tmp_path: Path) -> None:
+    def script(trainer: Trainer) -> None:
+        for number, batch in enumerate(BATCHES):
+            trainer.optimizer.zero_grad()
+            for _ in range(1 + number % 3):  # the number of backwards is guessed wrong
+                trainer.backward(trainer.losses(cross_entropy, *batch))
+            trainer.optimizer.step()
+
+    job = two_units(2, grads="kHidden")
+    found = run(job, script, tmp_path / "job")
+    each = run(two_units(2, grads="kHidden", transport="kTcp"), script, tmp_path / "each")
+    assert found.same_bits(each)
+    assert sums_of(found) > 0
+
+
+def test_a_gradient_that_a_script_drops_is_in_no_sum(tmp_path: Path) -> None:
+    """A worker sets its gradients to None after they were pushed and summed."""
+
+    def script(trainer: WorkerHandle) -> None:
+        for number, batch in enumerate(BATCHES):
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(cross_entropy, *batch))
+            if number >= 2 and trainer.me.index == number % 4:
+                trainer.model.zero_grad(set_to_none=True)
+            trainer.optimizer.step()
+
+    job = two_units(2, grads="kHidden")
+    found = run(job, script, tmp_path / "job")
+    assert found.same_bits(run(two_units(2, grads="kHidden", transport="kTcp"), script, tmp_path / "each"))
+    assert sums_of(found) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_have_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    batches = [(x.to(dtype), y) for x, y in BATCHES]
+    job, script = two_units(2), usual_loop(batches)
+
+    def model() -> nn.Module:
+        return wide().to(dtype)
+
+    found = run(job, script, tmp_path / "job", model=model)
+    assert found.same_bits(reference(job, building(model), script))
+    # The mean of float16 makes the parts smaller first, by the weights of the whole group.
+    assert (sums_of(found) > 0) is (dtype is not torch.float16)
+
+
+@pytest.mark.parametrize("changes", [{}, {"grads": "kHidden"}, {"grads": "kHidden", "apply": "kOnArrival"}])
+def test_a_gradient_that_is_not_finite_is_that_of_its_worker(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """One worker's gradient of one step is infinite: what is applied, and who is named, is as without sums."""
+
+    def script(trainer: WorkerHandle) -> None:
+        for number, (x, y) in enumerate(BATCHES):
+            factor = float("inf") if number == 3 and trainer.me.index == 2 else 1.0
+            trainer.optimizer.zero_grad()
+            trainer.backward([loss * factor for loss in trainer.losses(cross_entropy, x, y)])
+            trainer.optimizer.step()
+
+    found = run(two_units(2, **changes), script, tmp_path / "job")
+    each = run(two_units(2, transport="kTcp", **changes), script, tmp_path / "each")
+    assert found.same_bits(each)
+    assert sums_of(found) > 0
+    assert apart_of(found) > 0
+    named = [handle.worker.tally.skips for handle in found.workers]
+    assert named == [handle.worker.tally.skips for handle in each.workers]
+    assert any("worker 0/2" in str(skips) for skips in named)

@@ -1,0 +1,237 @@
+"""A second copy on the same host reads gradients in the memory of the first one, which receives the next ones there."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+from replicated_cluster import ReplicatedCluster, flats_of
+from replicated_deaths import CrashableCluster
+from simulation import ScriptedWorker, job
+from torch import Tensor
+
+from topotrain.config.job import Apply, Grads
+from topotrain.config.sharding import cut
+from topotrain.config.topology import Address, Role
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory
+from topotrain.extensions.replication.landing_buffers import LandingBuffers
+from topotrain.extensions.replication.state_machine import EarlyReplies, Primary
+
+STEPS, LAG = 4, 0.02
+"""The second copy takes up to ten times as long for a message as the network."""
+MODES = {
+    "visible": (Grads.kVisible, Apply.kAtStep),
+    "hidden": (Grads.kHidden, Apply.kAtStep),
+    "on arrival": (Grads.kHidden, Apply.kOnArrival),
+}
+
+
+class LaggingCluster(ReplicatedCluster):
+    lag, prompt = LAG, True
+
+
+class PromptCluster(ReplicatedCluster):
+    prompt = True
+
+
+class LaggingMortals(CrashableCluster):
+    lag, prompt = LAG, True
+
+
+def script(worker: ScriptedWorker, mode: str) -> None:
+    cluster: ReplicatedCluster = worker.cluster  # type: ignore[assignment]
+    client = worker.client
+    worker.visible = mode == "visible"
+    worker.open(start=1.0)
+    for step in range(STEPS):
+        rng = torch.Generator().manual_seed(100 * step + worker.me.index)
+        parts = [torch.randn(p.shape, generator=rng, dtype=getattr(torch, p.dtype)) for p in cluster.map.parameters]
+        if mode == "on arrival":
+            client.gradients.set_rates(b"")
+            client.gradients.end_backward(worker.steps, 0, 1.0, worker.push(parts))
+            worker.commit(revisions=())
+        else:
+            worker.step(parts)
+    worker.finish()
+    if worker.me.index == 0:
+        client.values.fetch_final()
+        client.buffers.final()
+    lines = cluster.lifelines[worker.me]
+    lines.leave()
+    cluster.sim.wait(lambda: lines.left)
+    cluster.ends[worker.me] = worker.values()
+
+
+def run(
+    mode: str,
+    seed: int,
+    kill: tuple[int, int] | None = None,
+    kind: type[ReplicatedCluster] = LaggingCluster,
+    loses: bool = False,
+) -> ReplicatedCluster:
+    grads, apply = MODES[mode]
+    cluster = kind(job(workers=2, shards=2, grads=grads, apply=apply), seed, kill)
+    cluster.transport.loses = loses
+    return cluster.play(partial(script, mode=mode))
+
+
+@cache
+def undisturbed(mode: str) -> list[Tensor]:
+    """The values of a job in which no memory is shared."""
+    return run(mode, 1, kind=ReplicatedCluster).values()
+
+
+@cache
+def moments(mode: str) -> dict[int, int]:
+    return run(mode, 1).ticks
+
+
+def is_right(cluster: ReplicatedCluster, mode: str) -> bool:
+    expected = undisturbed(mode)
+    copies = [flats_of(server) for index in range(2) for server in cluster.copies(index)]
+    ends = [list(map(torch.equal, seen, next(iter(cluster.ends.values())))) for seen in cluster.ends.values()]
+    pairs = zip(copies[::2], copies[1::2], strict=True)
+    return (
+        all(map(torch.equal, cluster.values(), expected))
+        and all(all(map(torch.equal, first, second)) for first, second in pairs)
+        and all(map(all, ends))
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_that_is_behind_reads_what_was_sent(mode: str) -> None:
+    for seed in range(1, 6):
+        assert is_right(run(mode, seed), mode), seed
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("process", [0, 1])
+def test_either_process_may_die_at_each_moment_of_a_step(mode: str, process: int) -> None:
+    """Of the first copy of one server and of the second one of the other, whose memory outlives the process."""
+    for moment in range(2 + process, moments(mode)[process] + 1, 17):
+        cluster = run(mode, 1, (process, moment))
+        assert cluster.deaths == 1
+        assert is_right(cluster, mode), moment
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_may_die_while_replies_leave(process: int) -> None:
+    """In the middle of an update, when the workers have some of the new values."""
+    early = 0
+    for moment in range(3 + process, run("hidden", 1, kind=PromptCluster).ticks[process] + 1, 13):
+        cluster = run("hidden", 1, (process, moment), PromptCluster, loses=moment % 2 == 0)
+        assert cluster.deaths == 1
+        assert is_right(cluster, "hidden"), moment
+        early += sum(cluster.early.values())
+    assert early > 100
+
+
+def test_workers_and_servers_die_while_copies_are_behind() -> None:
+    for seed in range(8):
+        falls = ((0.02 + 0.01 * seed, seed % 2, 0.003),)
+        cluster = LaggingMortals(job(2, 2, 2), seed, kill=(seed % 2, 150 + 60 * seed), falls=falls)
+        cluster.run()
+        assert cluster.deaths == 1 and cluster.worker_deaths
+        assert not cluster.wrong(), seed
+
+
+# --- rules left out ----------------------------------------------------------------------------------------------
+
+
+def one_buffer(patch: pytest.MonkeyPatch) -> None:
+    """The next gradient goes where the former one is."""
+    patch.setattr(LandingBuffers, "choose", lambda self, worker, bucket, buffer, flats: buffer)
+
+
+def early_is_read(patch: pytest.MonkeyPatch) -> None:
+    """What has reached the second copy counts as read."""
+    confirmed = Primary._handle_standby
+
+    def handle(self: Primary, message: object) -> object:
+        self.landing.handled(getattr(message, "index", 0))
+        return confirmed(self, message)  # type: ignore[arg-type]
+
+    patch.setattr(Primary, "_handle_standby", handle)
+
+
+def no_ack(patch: pytest.MonkeyPatch) -> None:
+    """Replies leave while an event is handled, also before the second copy has it."""
+    outgoing = EarlyReplies.on_outgoing
+
+    def at_once(self: EarlyReplies) -> None:
+        self._arrived = self._primary.copy.events if self._primary.joined else self._arrived
+        outgoing(self)
+
+    patch.setattr(EarlyReplies, "on_outgoing", at_once)
+
+
+def test_no_reply_leaves_before_the_second_copy_has_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed("hidden")
+    kills = [(process, moment) for moment in range(20, 200, 10) for process in (0, 1)]
+    assert not any(map(goes_wrong, kills))
+    no_ack(monkeypatch)
+    assert any(map(goes_wrong, kills)), "the rule makes no difference"
+
+
+def goes_wrong(kill: tuple[int, int]) -> bool:
+    try:
+        return not is_right(run("hidden", 1, kill, PromptCluster, loses=True), "hidden")
+    except Exception:
+        return True
+
+
+@pytest.mark.parametrize("omit", [one_buffer, early_is_read])
+def test_each_rule_is_needed(omit: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed("hidden")
+    omit(monkeypatch)
+    assert not all(is_right(run("hidden", seed), "hidden") for seed in range(1, 12)), "the rule makes no difference"
+
+
+# --- the choice --------------------------------------------------------------------------------------------------
+
+WORKER = Address(Role.WORKER, 0, 0)
+
+
+@pytest.fixture
+def flats() -> FlatBuffers:
+    from simulation import SMALL
+
+    return FlatBuffers(cut(SMALL, 1, 1), 0, PrivateMemory())
+
+
+def test_a_gradient_goes_to_the_buffer_that_is_read_no_more(flats: FlatBuffers) -> None:
+    landing, bucket = LandingBuffers(), flats._map.buckets[0]
+    usual, spare = flats.view("push 0/0", bucket), flats.view("spare 0/0", bucket)
+
+    def chosen() -> Tensor:
+        return landing.choose(WORKER, bucket, usual, flats)
+
+    assert chosen() is usual
+    assert chosen() is usual  # no message to the group in between: it is the same gradient, sent again
+    landing.answered(0, 5)
+    assert chosen() is spare
+    landing.handled(4)
+    landing.answered(0, 9)
+    assert chosen().data_ptr() not in (usual.data_ptr(), spare.data_ptr())
+    landing.handled(5)
+    assert chosen() is usual
+    landing.handled(9)
+    assert chosen() is usual
+
+
+def test_two_buffers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy is never so far behind that memory has to be allocated."""
+    found: set[str] = set()
+    choose = LandingBuffers.choose
+
+    def watched(self: LandingBuffers, worker: Address, bucket: object, buffer: Tensor, flats: FlatBuffers) -> Tensor:
+        chosen = choose(self, worker, bucket, buffer, flats)  # type: ignore[arg-type]
+        spare = flats.view(f"spare {worker.group}/{worker.index}", bucket)  # type: ignore[arg-type]
+        found.add("usual" if chosen is buffer else "spare" if chosen is spare else "new")
+        return chosen
+
+    monkeypatch.setattr(LandingBuffers, "choose", watched)
+    for seed in range(1, 5):
+        run("hidden", seed)
+        run("visible", seed)
+    assert found == {"usual", "spare"}

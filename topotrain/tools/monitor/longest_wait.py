@@ -1,0 +1,200 @@
+"""The longest wait of a job in the user's words, from its events and the time.
+
+A wait has a reason before it: a worker makes no step while its server is not there. So the phases of a job are looked
+at in their order, and in the first one that is not over the process counts that it has waited for longest. This module
+is pure.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from topotrain.config.topology import Topology
+from topotrain.core.events import (
+    Connects,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Left,
+    Serving,
+    Started,
+    StepDone,
+    Waits,
+)
+
+QUIET_S = 2.0
+"""Seconds without a step after which a training job waits for something. Workers report steps four times a second."""
+FIRST_S, REPEAT_S = 10.0, 60.0
+"""Seconds of a wait before the first plain line about it, and between later ones."""
+_NAMED = 2
+
+
+class ProcessPhase(Enum):
+    """The phases of a worker or a server."""
+
+    ABSENT = 0
+    STARTED = 1
+    CONNECTED = 2
+    TRAINING = 3
+    OVER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """The phase of a process, and the time of its last progress."""
+
+    who: str
+    unit: int
+    is_server: bool
+    phase: ProcessPhase = ProcessPhase.ABSENT
+    since: float = 0.0
+    step: int = 0
+    waits: bool = False
+    """The worker has reported that it waits itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongestWait:
+    """A wait of the job.
+
+    what: its subject, the same for the same wait. more: numbers that change.
+    """
+
+    what: str
+    seconds: float
+    more: str = ""
+
+    def words(self) -> str:
+        """Return the wait as a text."""
+        return f"waiting for {self.what}{self.more}, {self.seconds:.0f} s"
+
+
+class JobWaits:
+    """Follows the processes of a layout. All times are of one clock.
+
+    Args:
+        topology: the layout, with the units that run here.
+        now: the time.
+    """
+
+    def __init__(self, topology: Topology, now: float) -> None:
+        self._states: dict[str, ProcessState] = {}
+        self.lay_out(topology, now)
+
+    def lay_out(self, topology: Topology, now: float) -> None:
+        """Use this layout from now on. The states of processes that stay are kept."""
+        states = {}
+        for unit in topology.units:
+            # A server in a worker's process, or none at all, is no process of its own.
+            servers = () if topology.inline or topology.collective else unit.servers
+            for who, is_server in [*((str(s), True) for s in servers), *((str(w), False) for w in unit.workers)]:
+                known = self._states.get(who, ProcessState(who, unit.rank, is_server, since=now))
+                states[who] = replace(known, unit=unit.rank)
+        # Replaced as a whole, and so is each state: the thread that draws reads them without a lock.
+        self._states = states
+
+    def on_event(self, event: Event, now: float) -> None:
+        """Record an event."""
+        match event:
+            case Started(who=who):
+                self._start(who, now)
+            case Serving(who=who):
+                self._enter(who, ProcessPhase.TRAINING, now)
+            case Connects(who=who):
+                self._enter(who, ProcessPhase.CONNECTED, now)
+            case StepDone(who=who, step=step) if who in self._states:
+                self._states[who] = replace(
+                    self._states[who], phase=ProcessPhase.TRAINING, since=now, step=step, waits=False
+                )
+            case Waits(who=who) if who in self._states:
+                self._states[who] = replace(self._states[who], waits=True)
+            case Finished(who=who) | Exited(who=who) | Failed(who=who):
+                self._enter(who, ProcessPhase.OVER, now)
+            case Left(group=group):
+                for who in [who for who in self._states if who.startswith(f"worker {group}/")]:
+                    self._enter(who, ProcessPhase.OVER, now)
+            case _:
+                pass
+
+    def longest(self, now: float) -> LongestWait | None:
+        """Return what the job waits for; None while it trains, and at its end."""
+        states = list(self._states.values())
+        workers = [state for state in states if not state.is_server]
+        # A unit of servers alone does not know when the workers have ended.
+        if workers and all(state.phase is ProcessPhase.OVER for state in workers):
+            left = [state for state in states if state.phase is not ProcessPhase.OVER]
+            return _wait(left, now, "{} to end")
+        absent = [state for state in states if state.phase is ProcessPhase.ABSENT]
+        if absent:
+            first = min(absent, key=lambda state: state.since)
+            units = [replace(first, who=f"unit {number}") for number in sorted({state.unit for state in absent})]
+            return _wait(units, now, "{} to load torch and start its processes")
+        for is_server, phase, what in (
+            (True, ProcessPhase.STARTED, "{} to open its addresses"),
+            (False, ProcessPhase.STARTED, "{} to import the script, up to tt.prepare"),
+            (False, ProcessPhase.CONNECTED, "the first step of {}"),
+        ):
+            found = [state for state in states if (state.is_server, state.phase) == (is_server, phase)]
+            if found:
+                return _wait(found, now, what)
+        return _step(workers, now) if workers else None
+
+    def _start(self, who: str, now: float) -> None:
+        state = self._states.get(who)
+        if who.startswith("unit "):
+            for absent in [s for s in self._states.values() if f"unit {s.unit}" == who]:
+                if absent.phase is ProcessPhase.ABSENT:
+                    self._states[absent.who] = replace(absent, since=now)
+        elif state is not None:
+            # One process has all servers of its unit, and the name of the first.
+            also = [s.who for s in self._states.values() if s.unit == state.unit and s.is_server and state.is_server]
+            for each in {who, *also}:
+                self._states[each] = replace(self._states[each], step=0, waits=False)
+                self._enter(each, ProcessPhase.STARTED, now)
+
+    def _enter(self, who: str, phase: ProcessPhase, now: float) -> None:
+        if who in self._states:
+            self._states[who] = replace(self._states[who], phase=phase, since=now)
+
+
+class WaitLines:
+    """Chooses the waits with a plain line: after FIRST_S, and every REPEAT_S."""
+
+    def __init__(self) -> None:
+        self._what, self._next = "", 0.0
+
+    def due(self, wait: LongestWait | None, now: float) -> str:
+        """Return the line that is due; "" for none."""
+        # A job with steps of half a minute waits in each of them, which is worth a line a minute.
+        if wait is None or wait.seconds < FIRST_S or (wait.what == self._what and now < self._next):
+            return ""
+        self._what, self._next = wait.what, now + REPEAT_S
+        return wait.words()
+
+
+def _step(workers: Sequence[ProcessState], now: float) -> LongestWait | None:
+    """Return the worker that has not made a step for longest, if that is long."""
+    active = [state for state in workers if state.phase is ProcessPhase.TRAINING]
+    quiet = [state for state in active if now - state.since >= QUIET_S]
+    ahead = max(state.step for state in workers)
+    behind = [state for state in quiet if state.step < ahead]
+    # Others have reported that they wait themselves.
+    causes = [state for state in quiet if not state.waits] if any(state.waits for state in quiet) else []
+    if behind:
+        slowest = min(behind, key=lambda state: (state.waits, state.since))
+        return _wait([slowest], now, "{}, which is behind", f": step {slowest.step}, others {ahead}")
+    if causes and len(quiet) == len(active):
+        return _wait(causes, now, "the next step of {}", ", for which the others wait")
+    if active and len(quiet) == len(active):
+        return _wait(quiet, now, "the next step of {}", f", after step {ahead}")
+    return None
+
+
+def _wait(states: Collection[ProcessState], now: float, what: str, more: str = "") -> LongestWait | None:
+    if not states:
+        return None
+    names = ", ".join(state.who for state in list(states)[:_NAMED])
+    if len(states) > _NAMED:
+        names += f" and {len(states) - _NAMED} more"
+    return LongestWait(what.format(names), max(0.0, now - min(state.since for state in states)), more)
