@@ -53,12 +53,17 @@ _contribute(
     "topotrain.extensions.collectives.collective_rules",
     "topotrain.extensions.compression.compression_rules",
     "topotrain.extensions.backup_workers.backup_rules",
+    "topotrain.extensions.outer_optimizer.outer_rules",
     "topotrain.parallel.split_rules",
 )
 # Fields of a job that must have their defaults where a package is deleted.
 _need("topotrain.extensions.backup_workers", "cluster.backup")
 _need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
 _need("topotrain.extensions.compression", "cluster.compression")
+_need(
+    "topotrain.extensions.outer_optimizer",
+    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
+)
 _need("topotrain.extensions.replication", "cluster.replicas")
 _need("topotrain.extensions.elastic", "start_groups")
 _need("topotrain.parallel", "partition", "microbatches", "schedule")

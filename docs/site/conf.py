@@ -51,7 +51,10 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
     "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/security"],
-    "Speed": ["docs/performance", "docs/profiling", "docs/slow-links", "benchmarks/RESULTS", "benchmarks/RESULTS-GPU"],
+    "Speed": [
+        *("docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
+        *("benchmarks/RESULTS", "benchmarks/RESULTS-GPU"),
+    ],
     "Other interfaces": [
         *("docs/integrations", "docs/pserver", "docs/clusterspec", "docs/session", "docs/data-parallel"),
         "docs/torch-store",

@@ -95,6 +95,17 @@ SPARE = {"nworkers_per_group": 3, "backup": 1}
 BACKUP = {"grads": "kHidden", "per_worker_batch": True, "cluster": Cluster(**SPARE)}  # type: ignore[arg-type]
 AT_1 = {"partition": (Partition(partition_dim=-1, location=1),)}
 
+
+def outer(**changes: Any) -> dict[str, Any]:
+    """The fields of a cluster with an outer optimizer."""
+    fields = {"type": "kSGD", "learning_rate": LRGen(type="kFixed", base_lr=0.7)} | changes  # type: ignore[arg-type]
+    return {"outer": Updater(**fields)}
+
+
+OUTER = {"cluster": Cluster(**outer())}
+FRAGMENTS = {"cluster": Cluster(fragments=2, sync_freq=2, **outer())}
+PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
+
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
@@ -152,6 +163,51 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, BACKUP | SPLIT, BACKUP),
     (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
     (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
+    (Cluster, outer(type="kUserUpdater"), outer()),
+    (Cluster, outer(user_type="mine"), outer()),
+    (Cluster, outer(learning_rate=None), outer()),
+    (Cluster, outer(learning_rate=LRGen(type="kLinear")), outer()),  # type: ignore[arg-type]
+    (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
+    (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
+    (Cluster, outer(type="kRMSProp"), outer(type="kRMSProp", rmsprop_conf=RMSProp(rho=0.9))),
+    (Cluster, outer(clip_norm=1.0), outer()),
+    (Cluster, outer(clip_low=-1.0, clip_high=1.0), outer()),
+    (Cluster, {"weigh": "kEqual"}, outer() | {"weigh": "kEqual"}),
+    (Cluster, {"fragments": 2, "sync_freq": 2}, outer() | {"fragments": 2, "sync_freq": 2}),
+    (Cluster, outer() | {"fragments": 2, "sync_freq": 3}, outer() | {"fragments": 2, "sync_freq": 4}),
+    (Cluster, {"overlap": 1}, outer() | {"overlap": 1, "sync_freq": 2}),
+    (
+        Cluster,
+        outer() | {"overlap": 2, "sync_freq": 4, "fragments": 2},
+        outer() | {"overlap": 1, "sync_freq": 4, "fragments": 2},
+    ),
+    (Cluster, outer() | {"keep": "kDrop", "sync_freq": 9}, outer() | {"keep": "kDrop", "overlap": 1, "sync_freq": 9}),
+    (Cluster, {"quorum": 1}, outer() | {"quorum": 1}),
+    (Cluster, outer() | {"quorum": 2}, outer() | {"quorum": 2, "nworker_groups": 2}),
+    (Cluster, outer() | {"overlap": 1, "sync_freq": 2, "quorum": 1}, outer() | {"sync_freq": 2, "quorum": 1}),
+    (
+        Cluster,
+        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2},
+        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2, "keep": "kBlend"},
+    ),
+    (Job, FRAGMENTS | {"shard": "kLease"}, FRAGMENTS | {"shard": "kStatic"}),
+    (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
+    (Cluster, outer() | {"nworkers_per_group": 2}, outer() | {"nworkers_per_procs": 1}),
+    (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),
+    (Cluster, outer() | {"n_fetch": 2}, outer() | {"sync_freq": 2}),
+    (Cluster, outer() | {"max_staleness": 0}, outer()),
+    (Cluster, outer() | {"agreement": "kRingAverage"}, outer() | {"agreement": "kMaster"}),
+    (Cluster, outer() | {"engine": "kGloo"}, outer() | {"engine": "kOwn"}),
+    (Cluster, outer() | {"algorithm": "kRing"}, outer() | {"algorithm": "kAuto"}),
+    (Job, OUTER | {"apply": "kOnArrival", "grads": "kHidden"}, OUTER),
+    (Job, OUTER | {"grads": "kHidden"}, OUTER),
+    (Job, OUTER | {"pull": "kLazy"}, OUTER),
+    (Job, PAIR_OF_OUTER | {"correction": "kRate"}, PAIR_OF_OUTER),
+    (Job, OUTER | {"warmup_steps": 1}, OUTER),
+    (Job, OUTER | SPLIT, OUTER),
+    (Job, OUTER | {"placement": "kAuto"}, OUTER),
+    (Job, OUTER | {"updater": Updater(clip_norm=1)}, OUTER | {"updater": Updater()}),
+    (Job, OUTER | {"updater": Updater(clip_low=-1, clip_high=1)}, OUTER | {"updater": Updater()}),
     (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
     (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
     (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),

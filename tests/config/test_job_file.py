@@ -503,3 +503,28 @@ def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", guard)
     assert loads("seed: 3").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("inside", "error"),
+    [
+        ("momentum: -1", "job.conf:1:19: cluster.outer.momentum = -1.0: must be a number >= 0"),
+        (
+            "learning_rate { base_lr: -1 }",
+            "job.conf:1:35: cluster.outer.learning_rate.base_lr = -1.0: must be a number",
+        ),
+        ("type: kSGD", "job.conf:1:11: cluster.outer.learning_rate: is required"),
+        ("", "job.conf:1:11: cluster.outer.type = kUserUpdater: must be one of kSGD, kAdaGrad"),
+    ],
+)
+def test_an_error_in_a_block_names_the_place_where_the_block_is(inside: str, error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loads(f"cluster {{ outer {{ {inside} }} }}", "job.conf")
+    assert str(caught.value).startswith(error), caught.value
+
+
+def test_an_outer_optimizer_survives_a_round_trip() -> None:
+    text = "cluster { outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } } }"
+    job = loads(text)
+    assert loads(dumps(job)) == job and job.cluster.outer is not None
+    assert job.digest() != loads("").digest() == loads("cluster { weigh: kSamples }").digest()

@@ -470,14 +470,21 @@ def _enlist(
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
+    local = None
+    if job.cluster.outer is not None:
+        # Here: servers are tested without this extension, too.
+        from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+
+        local = InnerOptimizer(optimizer, job.cluster, model.named_parameters())
     worker = Worker(
         me,
         job,
         topology,
-        describing(me, model, optimizer),
+        describing(me, model, optimizer if local is None else local.optimizers),
         tuple(_optimizers(optimizer)),
         exchange,
         WorkerMemory(memory),
+        local,
     )
     return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
 

@@ -206,9 +206,10 @@ def books(cluster: ScriptedCluster, group: int = 0) -> list[Book]:
     def watch(server: Server) -> Book:
         book, carry_out, send = Book(server), server.steps.carry_out, server.queue.send
 
-        def noted(decision: m.StepDecision) -> None:
-            book.update(decision)
-            carry_out(decision)
+        def noted(decisions: Sequence[m.StepDecision]) -> None:
+            for decision in decisions:
+                book.update(decision)
+            carry_out(decisions)
 
         def sent(to: Address, message: Message) -> None:
             book.send(message, to)

@@ -191,7 +191,7 @@ class JobRun:
     def _process(self, who: Address) -> Iterator[Step]:
         client, script, shape = RestartableClient(self, who), self.script, self.shape
         self.clients[who] = client
-        cluster = SimpleNamespace(backup=shape.backup, n_push=1)
+        cluster = SimpleNamespace(backup=shape.backup, n_push=1, local_steps=1)
         conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
         place = SimpleNamespace(
             job=conf,

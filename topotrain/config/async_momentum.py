@@ -29,7 +29,8 @@ _BOUNDED = ("Muon",)  # its momentum is turned into a step of a fixed length
 
 def groups_apart(topology: Topology) -> int:
     """Return how many worker groups change the same values without waiting."""
-    return 1 if topology.implicit else topology.worker_groups
+    # An outer optimizer makes one update of what all groups have learned.
+    return 1 if topology.implicit or topology.cluster.outer is not None else topology.worker_groups
 
 
 def implicit_momentum(groups: int) -> float:

@@ -35,6 +35,10 @@ class ConfigError(ValueError):
         name = self.field if self.value is None else f"{self.field} = {_shown(self.value)}"
         return f"{place}{name}: {self.accepted}" if name else f"{place}{self.accepted}"
 
+    def renamed(self, field: str) -> "ConfigError":
+        """Return the same error with another path of the field."""
+        return ConfigError(field, self.value, self.accepted, self.where)
+
     def at(self, where: str) -> "ConfigError":
         """Return the same error with a place such as "job.conf:3:5"."""
         return ConfigError(self.field, self.value, self.accepted, where)

@@ -100,6 +100,17 @@ class Agreement(str, Enum):
     kRingAverage = "kRingAverage"
 
 
+class Weigh(str, Enum):
+    kSamples = "kSamples"
+    kEqual = "kEqual"
+
+
+class Keep(str, Enum):
+    kAdd = "kAdd"
+    kBlend = "kBlend"
+    kDrop = "kDrop"
+
+
 class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
@@ -126,6 +137,7 @@ class Compression(str, Enum):
     kBf16 = "kBf16"
     kInt8 = "kInt8"
     kTopK = "kTopK"
+    kE3M0 = "kE3M0"
 
 
 Count = Annotated[int, whole(1)]
@@ -138,6 +150,7 @@ NotNegative = Annotated[float, number("a number >= 0", least=0)]
 Positive = Annotated[float, number("a number > 0", above=0)]
 Lease = Annotated[float, number("seconds, 1 to 3600", least=1, most=3600)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", least=0, below=1)]
+Share = Annotated[float, number("a number >= 0 and <= 1", least=0, most=1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
@@ -151,8 +164,14 @@ SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 def shares_values(c: "Cluster") -> bool:
     """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
-    # With more worker groups than server groups, some groups of a unit use the same values.
-    return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
+    # With more worker groups than server groups, some groups of a unit use the same values. With an outer optimizer
+    # each group trains values of its own.
+    return (
+        c.outer is None
+        and c.share_memory
+        and c.nworkers_per_procs > c.nworkers_per_group
+        and 0 < c.nserver_groups < c.nworker_groups
+    )
 
 
 def all_reduces(c: "Cluster") -> bool:
@@ -450,6 +469,18 @@ class Cluster(Checked):
     lease_s: Lease = 2.0
     replicas: Replicas = 1
     backup: Steps = 0
+    outer: Updater | None = None
+    weigh: Weigh = Weigh.kSamples
+    fragments: Count = 1
+    overlap: Steps = 0
+    keep: Keep = Keep.kAdd
+    blend: Share = 0.5
+    quorum: Steps = 0
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps of a worker are one commit."""
+        return self.n_push if self.outer is None else self.sync_freq // self.fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +543,13 @@ class Job(Checked):
         return bool(self.partition) or self.placement is Placement.kAuto
 
     @property
+    def fixed_shares(self) -> bool:
+        """Whether each worker group reads a part of the data that is fixed beforehand."""
+        # Groups in step need no leases, and with fixed parts every run has the same bits.
+        in_step = self.cluster.outer is not None and not self.cluster.quorum
+        return self.shard is Shard.kStatic or (self.shard is Shard.kAuto and in_step)
+
+    @property
     def workspace(self) -> str:
         """The folder of the job's files, `cluster.workspace` or one with the job's name."""
         return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"
@@ -551,7 +589,10 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
-_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "cluster.backup", "correction"])
+_NEWER = frozenset(
+    ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
+    + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
+)
 
 
 # Fields that have another name in the digest: the one that they had when the digests of jobs were first recorded.

@@ -150,7 +150,12 @@ def _from_message(message: Any, path: str, unused: list[str]) -> Any:
         # Here and not in the parser, which would not name the path of the block.
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(_join(path, name), None, "is required")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        # A block may occur in several places, such as an optimizer, and its class has the path of one.
+        inside = error.field.startswith(f"{cls.PATH}.")
+        raise (error.renamed(path + error.field[len(cls.PATH) :]) if cls.PATH and inside else error) from None
 
 
 def _value(field: Any, value: Any, path: str, unused: list[str]) -> Any:

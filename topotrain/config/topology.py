@@ -103,8 +103,9 @@ class Topology:
         # Compressed values, and means that workers exchange, exist only in messages.
         if cluster.transport is TransportChoice.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
-        # A late worker still reads the values that the others have finished with.
-        if cluster.backup:
+        # A late worker still reads the values that the others have finished with. With an outer optimizer each worker
+        # changes values of its own.
+        if cluster.backup or cluster.outer is not None:
             return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)
@@ -214,7 +215,7 @@ class Topology:
         group.
         """
         _check("unit", unit, len(self.units))
-        if not self.cluster.share_memory:
+        if not self.cluster.share_memory or self.cluster.outer is not None:
             return ()
         by_home = groupby(self.units[unit].workers, key=lambda worker: self.server_group_of(worker.group))
         sets = (tuple(members) for _, members in by_home)
@@ -226,6 +227,8 @@ class Topology:
         """The name in the literature for this layout; other layouts are hybrids."""
         if self.implicit:
             return _without_servers(self)
+        if self.cluster.outer is not None:
+            return _with_outer_optimizer(self)
         if self.synced:
             return _several_server_groups(self)
         return _synchronous(self) if self.worker_groups == 1 else _asynchronous(self)
@@ -400,6 +403,14 @@ def _synchronous(t: Topology) -> str:
     if all(len(unit.workers) == len(unit.servers) for unit in t.units):
         return "AllReduce (synchronous)"
     return "Sandblaster with co-located servers (synchronous)"
+
+
+def _with_outer_optimizer(t: Topology) -> str:
+    """Name a layout in which worker groups train alone between two exchanges."""
+    steps, parts = t.cluster.sync_freq, t.cluster.fragments
+    return f"local SGD with an outer optimizer, rounds of {_count(steps, 'step')}" + (
+        f" in {parts} fragments" if parts > 1 else ""
+    )
 
 
 def _asynchronous(t: Topology) -> str:

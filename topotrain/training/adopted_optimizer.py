@@ -26,7 +26,7 @@ def adopt(optimizer: Optimizer, worker: Worker, number: int = 0) -> None:
     cls = type(optimizer)
     # The names stay those of the user's class: error messages and pickled states show them.
     names = {"__module__": cls.__module__, "_topotrain": worker, "_topotrain_number": number}
-    optimizer.__class__ = type(cls.__name__, (_Adopted, cls), names)
+    optimizer.__class__ = type(cls.__name__, (_AdoptedLocal if worker.runs_optimizers else _Adopted, cls), names)
     if hasattr(had_step, "_wrapped_by_lr_sched"):
         optimizer.step = _tracked(optimizer)  # type: ignore[method-assign]
 
@@ -96,6 +96,21 @@ class _Adopted(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the servers own what the optimizer had at `tt.prepare`."""
         raise RuntimeError(NEW_GROUP)
+
+
+class _AdoptedLocal(_Adopted):
+    """An optimizer that runs in this process, and has its state here."""
+
+    # A GradScaler unscales and skips as in torch. The object of a fused optimizer has an attribute of its own.
+    _step_supports_amp_scaling = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch."""
+        return Optimizer.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch."""
+        Optimizer.load_state_dict(self, state_dict)
 
 
 # torch looks for this mark, and else wraps `step` again when a state is loaded: the hooks would run twice.

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -198,7 +199,9 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
         raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     aside = [weight for extension in here.extensions for weight in extension.set_aside(here, request)]
-    parts = describe_model(model, aside, request.optimizers) if cut is None else cut.parts
+    local = next(filter(None, (extension.local_optimizer(here, request) for extension in here.extensions)), None)
+    optimizers = request.optimizers if local is None else local.optimizers
+    parts = replace(describe_model(model, aside, optimizers) if cut is None else cut.parts, aside=tuple(aside))
     connections = here.connect()
     for extension in here.extensions:
         extension.connected(here, request)
@@ -215,7 +218,7 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
         request.optimizers,
         connections.exchange,
         _UnitMemory(here, connections),
-        aside,
+        local,
     )
     if loader is not None:
         replay = _batch_replay(here, worker)
@@ -302,7 +305,8 @@ def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
     # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one. A lease that is
     # given up is read by another group, which would not know how many steps were made with its last batch.
     counted = here.counted or several
-    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not counted)
+    leased = job.shard is Shard.kAuto and groups > 1 and not counted and not job.fixed_shares
+    lease = job.shard is Shard.kLease or leased
     return DataPlan(
         group=here.me.group,
         groups=groups,

@@ -24,6 +24,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
 from topotrain.training.worker import Worker
 
@@ -113,6 +114,14 @@ class PrepareExtension:
     def set_aside(self, here: "Context", request: PrepareRequest) -> Sequence[nn.Parameter]:
         """Parameters that this feature transfers, and the flat buffers leave out."""
         return ()
+
+    def local_optimizer(self, here: "Context", request: PrepareRequest) -> LocalOptimizer | None:
+        """Let the script's optimizer run in this process. None: the servers run it.
+
+        Raises:
+            ConfigError: the optimizer cannot run this way.
+        """
+        return None
 
     def connected(self, here: "Context", request: PrepareRequest) -> None:
         """The connections to the servers are open, and the worker is not made yet."""

@@ -7,6 +7,7 @@ every server and returns when the new values are in the model's parameters.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelPar
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
+from topotrain.training.parameters.local_steps import LocalOptimizer, LocalSteps
 from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats
@@ -66,7 +68,7 @@ class Worker(BatchAccounting):
         parts: the model, taken apart.
         optimizers: by number. A parameter belongs to the steps of its own optimizer (`sharding.Parameter.optimizer`).
         memory: allocates the worker's flat buffers.
-        aside: parameters of the optimizers that an extension transfers by rows, and not the worker.
+        local: the optimizers run in this process, and the servers run those of `local`. None: the servers run them.
 
     Raises:
         ConfigError: the job's settings do not allow these optimizers.
@@ -81,7 +83,7 @@ class Worker(BatchAccounting):
         optimizers: Sequence[torch.optim.Optimizer],
         client: Client,
         memory: WorkerMemory,
-        aside: Sequence[torch.nn.Parameter] = (),
+        local: LocalOptimizer | None = None,
     ) -> None:
         self.me, self.parts, self.optimizers, self.client = me, parts, tuple(optimizers), client
         self.job = job = effective(job, parts.parameters)
@@ -91,29 +93,42 @@ class Worker(BatchAccounting):
         self._hooks = WorkerHooks()
         if len(self.optimizers) > 1:
             refuse_several(job)
-        self._spec = spec = describe_all(self.optimizers, parts.tensors, job.cluster.slicing, job.import_, aside)
+        self._served = served = self.optimizers if local is None else local.optimizers
+        spec = describe_all(served, parts.tensors, job.cluster.slicing, job.import_, parts.aside)
+        self._spec = spec = replace(spec, outer=local is not None)
         self._groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if job.correction is Correction.kMomentum and not self.momentum:
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
-        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map))
+        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map), local is not None)
         self.mirror = self.buffers.mirror
-        self.device = next((t.device for t in (*parts.tensors, *aside) if not t.is_meta), torch.device("cpu"))
+        tensors = (*parts.tensors, *parts.aside)
+        self.device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        partial = len(served) > 1 and local is not None
         # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(ProcessClock())
-        client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy)
+        client.open(schema, self.map, self.buffers.flats, job.apply is Apply.kOnArrival, sees_means, self.lazy, partial)
         # The groups of a server group would load the same state, so the first one does it for all.
         speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         state = client.optimizer_state
-        self.server_state = ServerState(parts, self.map, self.optimizers, state, me.index if speaks else None)
-        self.hyper = HyperEncoder(*self.optimizers)
+        self.server_state = ServerState(parts, self.map, served, state, me.index if speaks else None)
+        self.hyper = HyperEncoder(*served)
         self._sent_hyper = b""
-        self.path: GradientPath = _path_of(self, topology.workers_per_group)
-        self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
+        self._local: LocalSteps
+        self.path: GradientPath
+        self.runs_optimizers = local is not None
+        """Whether the script's optimizers run in this process, and not on the servers."""
+        if local is None:
+            self._local = LocalSgd(parts, self.mirror, self.optimizers[0], job.cluster)
+            self.path = _path_of(self, topology.workers_per_group)
+        else:
+            self._local = local
+            self.path = local.open(parts, self.buffers, client.gradients, self.map, self.batches)
+            self._hooks.add(local)
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)
         self.snapshot = 0
@@ -149,7 +164,7 @@ class Worker(BatchAccounting):
         self.client.gradients.start(self.device)
         self.buffers.move_model()
         # Not before: `move_model` itself takes the first values, into memory that it may have to allocate.
-        self.client.values.observe(self.mirror)
+        self.client.values.observe(self._local.observer(self.mirror))
 
     def rejoin(self, taken: int) -> None:
         """This process replaces one that is gone: continue at its group's present step.
@@ -166,13 +181,13 @@ class Worker(BatchAccounting):
 
     @property
     def optimizer_names(self) -> list[str]:
-        """The class names of the optimizers."""
+        """The class names of the optimizers that the servers run."""
         return [name for name, _ in self._spec.optimizers]
 
     @property
     def momentum(self) -> float:
-        """The largest momentum of the optimizers' groups; 0 where they have none."""
-        return self._spec.momentum([group for each in self.optimizers for group in each.param_groups])
+        """The largest momentum of the groups of the servers' optimizers; 0 without any."""
+        return self._spec.momentum([group for each in self._served for group in each.param_groups])
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
         """Implement `BatchAccounting.drawn`."""
@@ -317,10 +332,11 @@ class Worker(BatchAccounting):
         end, hyper = self._end_of(number, inv_scale, check_finite, fetch)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
-        if self.lazy and not self._local.is_used:
-            self._check()
-            # The servers may read these gradients after step() has returned.
-            self._held.hold(number)
+        if self._local.defers if self._local.is_used else self.lazy:
+            if not self._local.is_used:
+                self._check()
+                # The servers may read these gradients after step() has returned.
+                self._held.hold(number)
             steps.begin(step, end)
             made, outcome = self._own_steps, None
 
@@ -407,12 +423,14 @@ class Worker(BatchAccounting):
         outcome = self._push_sum(fetches) if pushes else None
         if fetches and not pushes:
             self.client.values.fetch()
+        if self._local.defers and self._local.settles(step, self.client.steps.is_over()):
+            self.client.values.settle()
         return outcome
 
     def _push_sum(self, fetch: bool) -> StepOutcome | None:
         with self._local.sum_as_gradient():
             # 1.0: each local step has unscaled its gradients.
-            return self._commit(1.0, False, fetch)
+            return self._commit(1.0, False, fetch, self._local.optimizer_of_push)
 
     def _overflows(self, scaled: bool) -> bool:
         """Whether this step's gradients are left out of the sum.
@@ -438,7 +456,9 @@ class Worker(BatchAccounting):
 
     def finish(self) -> None:
         """The script has ended: push what is left, and send the model's buffers."""
-        if self._local.has_sum:
+        # A push that is under way belongs to steps before these.
+        self.client.values.settle()
+        while self._local.has_sum:
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.config.job import Compression
-from topotrain.extensions.compression.codecs import BLOCK, CastCodec, Int8Codec, ScratchMemory, TopKCodec, largest
+from topotrain.extensions.compression.codecs import (
+    BLOCK,
+    CastCodec,
+    E3M0Codec,
+    Int8Codec,
+    ScratchMemory,
+    TopKCodec,
+    largest,
+)
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
 TINY = torch.finfo(torch.float32).tiny
@@ -18,6 +26,7 @@ KINDS = {
     "fp16": lambda: CastCodec(torch.float16),
     "bf16": lambda: CastCodec(torch.bfloat16),
     "int8": Int8Codec,
+    "e3m0": E3M0Codec,
     "top1%": lambda: TopKCodec(0.01),
     "top30%": lambda: TopKCodec(0.3),
     "top100%": lambda: TopKCodec(1.0),
@@ -68,6 +77,10 @@ def bound(codec, values):
     if isinstance(codec, Int8Codec):
         blocks = torch.cat([block.abs().max().expand(block.numel()) for block in x.split(BLOCK)])
         return blocks / 254 * (1 + 1e-5) + 127 * TINY
+    if isinstance(codec, E3M0Codec):
+        blocks = torch.cat([block.abs().max().expand(block.numel()) for block in x.split(256)])
+        factor = torch.where(x.abs() < blocks / 64 / 2**0.5 * (1 + 1e-6), 1.0, 2**0.5 - 1)
+        return x.abs() * factor * (1 + 1e-6) + 128 * TINY
     k = codec.kept(x.numel())
     kept = torch.zeros_like(x, dtype=torch.bool)
     kept[x.abs().argsort(descending=True, stable=True)[:k]] = True
@@ -108,6 +121,14 @@ def test_sizes_are_what_the_formats_say():
     assert [Int8Codec().size(n) for n in (0, 1, 512, 513, 262_144)] == [0, 5, 516, 521, 264_192]
     assert [TopKCodec(0.01).size(n) for n in (0, 1, 100, 101, 262_144)] == [0, 8, 8, 16, 8 * ceil(2621.44)]
     assert TopKCodec(1.0).size(7) == 56
+    assert [E3M0Codec().size(n) for n in (0, 1, 256, 257, 262_144)] == [0, 5, 132, 137, 135_168]
+
+
+def test_e3m0_rounds_to_the_nearest_power_of_two() -> None:
+    """The limit between two powers is their geometric mean. The least power is a 64th of the largest element."""
+    given = [4.0, -4.0, 2.9, 2.8, -1.0, 0.0625, 0.0443, 0.0441, -0.0441, 0.0, -0.0]
+    wanted = [4.0, -4.0, 4.0, 2.0, -1.0, 0.0625, 0.0625, 0.0, 0.0, 0.0, 0.0]
+    assert there_and_back(E3M0Codec(), torch.tensor(given)).tolist() == wanted
 
 
 def test_too_many_elements_for_an_index_are_refused():
@@ -165,7 +186,7 @@ def test_any_doubles_leave_nothing_that_is_not_finite_behind(kind, values):
     feedback.encode(x, data)
     assert bool(torch.isfinite(feedback.residual).all())
     finite = torch.isfinite(x) & (x.abs() <= codec.largest)
-    if isinstance(codec, CastCodec | Int8Codec):
+    if isinstance(codec, CastCodec | Int8Codec | E3M0Codec):
         assert torch.equal(torch.isfinite(decoded(codec, data, x)), torch.isfinite(x))
     assert not feedback.residual[~torch.isfinite(x)].any()
     assert bool((feedback.residual[~finite].abs() < 1e-6 * codec.largest).all())
@@ -243,7 +264,7 @@ def test_what_is_not_finite_arrives_as_such_and_alone(codec, at, dtype):
         data, whole = encoded(codec, values)
         out = decoded(codec, data, values)
         assert not whole and not torch.isfinite(out[at])
-        if not isinstance(codec, Int8Codec):
+        if not isinstance(codec, Int8Codec | E3M0Codec):
             assert torch.equal(out[at], values[at]) or bad != bad
         others = torch.arange(values.numel()) != at
         assert bool(torch.isfinite(out[others]).all())
@@ -488,7 +509,7 @@ def test_values_that_were_not_finite_are_replaced(codec):
 
 def test_which_codec_for_which_body():
     kinds = {Compression.kFp16: CastCodec, Compression.kBf16: CastCodec}
-    kinds |= {Compression.kInt8: Int8Codec, Compression.kTopK: TopKCodec}
+    kinds |= {Compression.kInt8: Int8Codec, Compression.kTopK: TopKCodec, Compression.kE3M0: E3M0Codec}
     for kind in Compression:
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn):
             assert codec_for(kind, dtype, 0.01) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.config.job import Cluster, ConfigError, Grads, Job, OnFailure
+from topotrain.config.job import Cluster, ConfigError, Grads, Job, LRGen, OnFailure, Updater
 from topotrain.config.sharding import Parameter
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 
@@ -143,3 +143,18 @@ def test_a_store_that_is_lost_with_unit_0_is_named_with_the_better_ones(url: str
     with pytest.raises(ConfigError, match="rendezvous 'foo'"):
         plan(replace(job, rendezvous="foo"))
     assert "note:" not in plan(replace(job, on_failure=OnFailure.kStop)).explain()
+
+
+def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scripts_on_the_workers() -> None:
+    outer = Updater(type="kNesterov", momentum=0.9, learning_rate=LRGen(type="kFixed", base_lr=0.7))  # type: ignore[arg-type]
+    cluster = Cluster(nworker_groups=3, server_worker_separate=True, sync_freq=10, outer=outer)
+    schema = PlannedSchema((Parameter("w", (1000,), (1,), "float32", True),), state_factor=2.0)
+    found = plan(Job(cluster=cluster), schema)
+    worker, server = found.memory[0], found.memory[-1]
+    assert (worker.values, worker.gradients, worker.staging, worker.state) == (4000, 4000, 8000, 8000)
+    assert (server.values, server.state) == (4000, 4000)
+    assert "in 10 steps each worker sends 0.00 MB and receives as much" in found.explain()
+    assert found.as_data()["round"] == {"steps": 10, "worker_bytes": 4000, "server_bytes": 12000}
+    overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
+    assert overlapped.memory[0].staging == 12000
+    assert found.topology.framework == "local SGD with an outer optimizer, rounds of 10 steps"

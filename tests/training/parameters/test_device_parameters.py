@@ -32,10 +32,10 @@ from in_process_job import (
 from torch import nn
 from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
 
-from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, TransportChoice
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, LRGen, Pull, TransportChoice, Updater
 from topotrain.training.parameters import flat_parameters
 from topotrain.training.parameters.device_copy import WORTH_PINNING, ImmediateCopier, ImmediateEvent, PinnedStorages
-from topotrain.training.parameters.device_parameters import DeviceParameters, HostParameters
+from topotrain.training.parameters.device_parameters import CopiedParameters, DeviceParameters, HostParameters
 from topotrain.training.parameters.devices import chosen, device_of
 
 
@@ -118,7 +118,7 @@ def made(request, monkeypatch):
     """All parameters from here on are beside the buffers; the copiers that were made for them."""
     found = []
 
-    def mirror(tensors, views):
+    def mirror(tensors, views, apart=False):
         made = {device: COPIERS[request.param]() for device in {t.device for t in tensors if not t.is_meta}}
         found.extend(made.values())
         return DeviceParameters(tensors, views, made)
@@ -207,8 +207,31 @@ def test_local_steps(push, fetch, made, monkeypatch):
     script = usual_loop(vectors(8))
     job = Job(cluster=Cluster(n_push=push, n_fetch=fetch))
     beside = run_local(job, building(), script)
-    monkeypatch.setattr(flat_parameters, "mirror_for", HostParameters)
+    monkeypatch.setattr(flat_parameters, "mirror_for", lambda tensors, views, apart: HostParameters(tensors, views))
     assert beside.same_bits(run_local(job, building(), script))
+
+
+@late_copiers
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"fragments": 2}, {"overlap": 1}, {"fragments": 2, "overlap": 1}, {"overlap": 2, "keep": "kBlend"}],
+    ids=str,
+)
+def test_an_outer_optimizer_with_the_values_of_workers_on_devices(more, made, monkeypatch):
+    schedule = LRGen(type="kFixed", base_lr=0.7)
+    outer = Updater(type="kNesterov", momentum=0.9, learning_rate=schedule)
+    cluster = {"nworker_groups": 2, "sync_freq": 4, "server_worker_separate": True, "outer": outer}
+    job, batches = Job(cluster=Cluster(**cluster, **more)), vectors(22)
+
+    def script(t):
+        usual_loop(batches[t.me.group :: 2])(t)
+
+    beside = run_local(job, building(mlp, adam), script)
+    assert any(copier.late for copier in made)
+    monkeypatch.setattr(
+        flat_parameters, "mirror_for", lambda tensors, views, apart: CopiedParameters(tensors, views) if apart else None
+    )
+    assert beside.same_bits(run_local(job, building(mlp, adam), script))
 
 
 @late_copiers

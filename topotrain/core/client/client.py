@@ -126,16 +126,18 @@ class Client:
         streams: bool = False,
         adds: bool = False,
         lazy: bool = False,
+        partial: bool = False,
     ) -> None:
         """Describe the model to the servers. `flats` are the worker's buffers.
 
         streams: gradients are applied on arrival, and values may come back before the step is committed.
         adds: every backward is reduced by itself, so that all pushes of a step count.
         lazy: `pull: kLazy`, the servers announce each bucket when it is new.
+        partial: as for `ValuePull.open`.
         """
         # All parts know the model before the servers do, because replies may come at once.
         self.model.open(slice_map, flats, self._body_codec(slice_map, flats, adds))
-        self.values.open(streams, lazy)
+        self.values.open(streams, lazy, partial)
         self.buffers.open(schema.buffers)
         for server in self.channel.servers:
             for part in schema.parts():

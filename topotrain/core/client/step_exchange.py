@@ -213,6 +213,7 @@ class StepCommit:
         self._channel, self._model, self._values = channel, model, values
         self._gradients, self._hooks = gradients, hooks
         self._applied: dict[Address, m.Applied] = {}
+        self._begun: tuple[int, bool] | None = None  # step, and whether its values are awaited
 
     def commit(self, step: int, end: StepEnd) -> StepOutcome:
         """Commit a step and wait until it is applied, and with `fetch` for its values."""
@@ -241,8 +242,9 @@ class StepCommit:
             extension.before_commit(step, end)
         # Replies to earlier steps may arrive twice, and must not count for this one.
         self._applied.clear()
+        self._begun = step, end.fetch
         # Before the commit is sent, because values may come back at once.
-        self._values.begin_step(step, end.fetch)
+        self._values.begin_step(step, end.fetch, end.optimizer)
         for server in self._channel.servers:
             self._channel.send(server, self._commit_for(server, step, end))
 
@@ -266,6 +268,17 @@ class StepCommit:
         for extension in self._hooks.after_commit:
             extension.after_commit(end, outcome)
         return outcome
+
+    def is_over(self) -> bool:
+        """Whether `finish` of the step that was begun last would return at once."""
+        channel = self._channel
+        channel.waiter.look()
+        if self._begun is None or channel.failure is not None:
+            return True
+        step, fetch = self._begun
+        with channel.waiter.update():
+            overtaken = self._hooks.overtaken(step) is not None
+            return overtaken or (self._is_applied(step) and (not fetch or self._values.is_here()))
 
     def on_applied(self, sender: Address, message: m.Applied) -> None:
         """A server has applied, or skipped, a step."""

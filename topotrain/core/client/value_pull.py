@@ -34,20 +34,23 @@ class ValuePull:
         self._round: int | None = None
         self._here: set[int] = set()  # buckets of the awaited round
         self._awaited = 0
+        self._in_part: int | None = None  # the optimizer of the step whose values are awaited. None: those of all
+        self._partial = False
         self._fetches = 0  # equal on all workers of the group, so that they are shown the same moment
         self._lazy = False
         self._early = False
         self._deferred: Callable[[], None] | None = None
 
-    def open(self, streams: bool, lazy: bool) -> None:
+    def open(self, streams: bool, lazy: bool, partial: bool = False) -> None:
         """The model is known.
 
         streams: gradients are applied on arrival, and values may come back before the step is committed.
         lazy: `pull: kLazy`, the servers announce each bucket when it is new.
+        partial: the reply to a step has only the values that its optimizer changes.
         """
         # In a split model the servers send a worker only the buckets that it holds.
         self._awaited = len(self._model.held)
-        self._lazy = lazy
+        self._lazy, self._partial = lazy, partial
         # In shared memory the reply to the commit announces the values, unless the pull is lazy.
         self._early = streams and (lazy or not self._model.windowed)
 
@@ -92,6 +95,7 @@ class ValuePull:
         Raises JobError, PeerLost.
         """
         self._observer.before_values()
+        self._in_part = None
         self._expect(number)
         yield
         self._wait(dropped)
@@ -102,8 +106,9 @@ class ValuePull:
         if self._early:
             self._expect(step)
 
-    def begin_step(self, step: int, fetch: bool) -> None:
+    def begin_step(self, step: int, fetch: bool, optimizer: int = 0) -> None:
         """A step is about to be committed, with or without a pull of its values."""
+        self._in_part = optimizer if self._partial else None
         if fetch:
             self._observer.before_values()
         if self._arrives(fetch):
@@ -128,9 +133,20 @@ class ValuePull:
                 self._here.clear()
                 self._round = number
 
+    def is_here(self) -> bool:
+        """Whether all values of the awaited round are here."""
+        return len(self._here) == self._count_awaited()
+
+    def _count_awaited(self) -> int:
+        if self._in_part is None:
+            return self._awaited
+        spaces = self._model.map.spaces
+        return sum(spaces[bucket.space].optimizer == self._in_part for bucket in self._model.held)
+
     def _wait(self, dropped: Callable[[], bool] = lambda: False) -> None:
+        awaited = self._count_awaited()
         with self._channel.spans.span("wait for values"):
-            self._channel.wait_until(lambda: len(self._here) == self._awaited or dropped())
+            self._channel.wait_until(lambda: len(self._here) == awaited or dropped())
         # From here on a value that is delivered twice cannot overwrite the parameters.
         self._round = None
 

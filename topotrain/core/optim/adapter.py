@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -66,12 +66,14 @@ class OptimizerSpec:
         groups: the hyper-parameters of each parameter group, of one optimizer after the other.
         assignment: the group of each parameter, -1 if it is not optimized.
         several: of several optimizers, the name and the number of groups of each. Empty: there is one.
+        outer: it is no optimizer of the script: it steps with what the workers have learned by their own.
     """
 
     name: str
     groups: tuple[dict[str, Any], ...]
     assignment: tuple[int, ...]
     several: tuple[tuple[str, int], ...] = ()
+    outer: bool = False
 
     @staticmethod
     def of(
@@ -101,7 +103,8 @@ class OptimizerSpec:
         """Return JSON; equal specs give equal texts."""
         # Digests of jobs have this text in them, so that of one optimizer stays as it is.
         named = {"optimizers": self.several} if self.several else {"name": self.name}
-        return _ENCODER.encode({**named, "groups": self.groups, "assignment": self.assignment})
+        outer = {"outer": True} if self.outer else {}
+        return _ENCODER.encode({**named, **outer, "groups": self.groups, "assignment": self.assignment})
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
@@ -110,18 +113,25 @@ class OptimizerSpec:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError("optimizer", text[:80], f"must be JSON: {error}") from None
-        if not isinstance(data, dict) or data.keys() - {"name", "optimizers"} != {"groups", "assignment"}:
+        if not isinstance(data, dict) or data.keys() - {"name", "optimizers", "outer"} != {"groups", "assignment"}:
             raise ConfigError("optimizer", text[:80], "must have name, groups and assignment")
         groups, assignment = _groups(data["groups"]), data["assignment"]
         several = data.get("optimizers", [[data.get("name"), len(groups)]])
-        if len(data) != 3 or not _are_optimizers(several) or sum(count for _, count in several) != len(groups):
+        if not isinstance(data.get("outer", True), bool):
+            raise ConfigError("optimizer.outer", data["outer"], "must be true or false")
+        if (
+            len(data.keys() - {"outer"}) != 3
+            or not _are_optimizers(several)
+            or sum(count for _, count in several) != len(groups)
+        ):
             raise ConfigError("optimizer.optimizers", several, "must have the name and number of groups of each")
         for name, _ in several:
             if not isinstance(name, str) or not re.fullmatch(r"torch\.optim\.\w+|[\w.]+:[\w.]+", name):
                 raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
         if not isinstance(assignment, list) or not all(type(g) is int and -1 <= g < len(groups) for g in assignment):
             raise ConfigError("optimizer.assignment", assignment, "must be a list of group indices, or -1 for no group")
-        return OptimizerSpec.of([(name, count) for name, count in several], groups, tuple(assignment))
+        found = OptimizerSpec.of([(name, count) for name, count in several], groups, tuple(assignment))
+        return replace(found, outer=data.get("outer", False))
 
 
 def _are_optimizers(several: Any) -> bool:

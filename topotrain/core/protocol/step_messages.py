@@ -409,6 +409,7 @@ class StepDecision(Message):
               request. The group's step is dropped, and repeated with this worker.
         refused: as in StepVote, of all shards. The gradients of these workers do not count.
         members: with backup workers, the workers with gradients that the step is made of.
+        joined: this step and that of the next decision are one update of the values.
     """
 
     index: int
@@ -419,9 +420,11 @@ class StepDecision(Message):
     change: int = 0
     refused: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
+    joined: bool = False
 
     def is_valid(self) -> bool:
-        return 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 8
+        in_bounds = 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 8
+        return in_bounds and not (self.joined and self.change)
 
 
 @message(22, Route(Sender.GROUP_SERVERS, Receiver.COORDINATOR))

@@ -186,13 +186,19 @@ class DecisionLog:
         staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
         return sorted(key for key, vote in staged.items() if not vote.members or policy.enough(vote.common))
 
-    def decide(self, group: int, step: int) -> StepDecision:
-        """Record the decision to apply a ready step. It is final."""
+    def decide(self, group: int, step: int, joined: bool = False) -> StepDecision:
+        """Record the decision to apply a ready step. It is final.
+
+        joined: as in `StepDecision`.
+        """
         vote = self._votes.pop((group, step))
         members = tuple(sorted(vote.common))
         counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
         refused = tuple(number for pair in sorted(counts.items()) for number in pair)
-        apply = StepDecision(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
+        finite, power = vote.finite, vote.power
+        apply = StepDecision(
+            self._next, group, step, not finite, power, refused=refused, members=members, joined=joined
+        )
         # Kept until every shard has applied it: a shard that missed it asks for it by its number.
         self._log[self._next] = apply
         self._next += 1

@@ -22,7 +22,13 @@ from topotrain.core.optim.updater_block import clip_bounds
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
-from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import (
+    GradientSource,
+    GroupBuffers,
+    ReducedBucket,
+    SourceSettings,
+    StagedGradient,
+)
 from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NO_WORKER, all_finite
 from topotrain.core.server.server_extension import ExtensionHooks
@@ -280,29 +286,38 @@ class ParameterShard:
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
         """Update the values with the group's step. Yields each bucket once it is new."""
-        factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
             return
+        yield from self.apply_gradient(self.staging[group], group, hyper, step_factor(commit, norm), staleness)
+
+    def apply_gradient(
+        self, gradient: StagedGradient, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0
+    ) -> Iterator[Bucket]:
+        """Update the values with a gradient times `factor`. Yields each new bucket.
+
+        group: the worker group, or a number that is none for a gradient of several.
+        """
         # One bucket at a time: it stays in the processor's cache between the sum, the update and the transport.
         for unit in self.units:
             if unit.whole:
-                self.staging[group].sum_all()
-            self.update(unit, group, hyper, factor, staleness)
+                gradient.sum_all()
+            self._update(unit, gradient, group, hyper, factor, staleness)
             yield from unit.buckets
 
-    def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
-        """Update one unit with the group's gradient times `factor`."""
-        staging = self.staging[group]
+    def _update(
+        self, unit: UpdateUnit, gradient: StagedGradient, group: int, hyper: bytes, factor: float, staleness: int
+    ) -> None:
+        """Update one unit with a gradient times `factor`."""
         grads: Mapping[int, torch.Tensor | None] = {}
         if unit.views is None:
-            whole = self._whole_gradients(unit, staging)
+            whole = self._whole_gradients(unit, gradient)
             grads = {key: g if g is None or factor == 1.0 else g * factor for key, g in whole.items()}
         else:
             (bucket,) = unit.buckets
-            present = staging.present(bucket)
+            present = gradient.present(bucket)
             if present:
-                grads = unit.views.of(group, self._scaled(staging.gradient(bucket), factor), present)
-        if any(gradient is not None for gradient in grads.values()):
+                grads = unit.views.of(group, self._scaled(gradient.gradient(bucket), factor), present)
+        if any(grad is not None for grad in grads.values()):
             unit.update.apply(hyper, grads, staleness)
 
     def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
@@ -317,16 +332,16 @@ class ParameterShard:
             held = self._products[gradient.dtype] = torch.empty(largest, dtype=gradient.dtype)
         return torch.mul(gradient, factor, out=held[: gradient.numel()])
 
-    def _whole_gradients(self, unit: UpdateUnit, staging: GradientSource) -> dict[int, torch.Tensor | None]:
+    def _whole_gradients(self, unit: UpdateUnit, gradient: StagedGradient) -> dict[int, torch.Tensor | None]:
         """The gradients of a unit of whole tensors, by segment."""
         present = {
             piece.segment
             for bucket in unit.buckets
             for i, piece in enumerate(bucket.pieces)
-            if staging.present(bucket) >> i & 1
+            if gradient.present(bucket) >> i & 1
         }
         segments = dict.fromkeys(piece.segment for bucket in unit.buckets for piece in bucket.pieces)
-        return {key: staging.segment(self.map.segments[key]) if key in present else None for key in segments}
+        return {key: gradient.segment(self.map.segments[key]) if key in present else None for key in segments}
 
     def update_now(self, group: int, reduced: ReducedBucket, hyper: bytes) -> None:
         """Update one bucket's values with a gradient of this group that has just arrived."""

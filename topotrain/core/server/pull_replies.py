@@ -33,6 +33,35 @@ class _Held:
     fetch: bool
 
 
+class ReplyParts:
+    """The buckets that the reply to a group's last step has.
+
+    These are all, or those that the optimizer of the step changes (`StepPolicy.replies_in_part`).
+    """
+
+    def __init__(self, context: ServerContext) -> None:
+        self._state, self._hooks = context.state, context.hooks
+        self._optimizer: dict[int, int] = {}  # by group, of its last step. Missing: the reply has all buckets
+
+    def begin(self, group: int, optimizer: int) -> None:
+        """A group's step with this optimizer is decided."""
+        if self._hooks.policy.replies_in_part:
+            self._optimizer[group] = optimizer
+
+    def have(self, group: int, bucket: Bucket) -> bool:
+        """Whether the reply has this bucket."""
+        optimizer = self._optimizer.get(group)
+        return optimizer is None or self._state.known.map.spaces[bucket.space].optimizer == optimizer
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"optimizer": self._optimizer}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self._optimizer = dict(state["optimizer"])
+
+
 class PullReplies:
     """Sends the replies of one server once their groups may read.
 
@@ -66,6 +95,7 @@ class PullReplies:
         self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
         self._held: list[_Held] = []
         self._applied: dict[int, Applied] = {}  # group -> the reply to its last step
+        self.parts = ReplyParts(context)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -150,7 +180,7 @@ class PullReplies:
 
     def show_early(self, group: int, bucket: Bucket, version: int) -> None:
         """Send a new bucket before the next one is computed, if its group never waits."""
-        if self._shows_early and self._state.common:
+        if self._shows_early and self._state.common and self.parts.have(group, bucket):
             model = self._state.known
             self._stream(model, group, bucket, model.staging[group].step, version)
 
@@ -205,6 +235,8 @@ class PullReplies:
         step, early = self._streamed.get(group, (-1, set()))
         for bucket in model.buckets:
             if step == held.round and bucket.id in early:
+                continue
+            if held.applied is not None and not self.parts.have(group, bucket):
                 continue
             # After a fetch the worker may hold no earlier values, so an encoding starts from whole ones.
             if new:
@@ -282,6 +314,7 @@ class PullReplies:
             "streamed": self._streamed,
             "fixed": self._fixed,
             "applied": self._applied,
+            "parts": self.parts.state_dict(),
             "held": [field_values(held) for held in self._held],
         }
 
@@ -291,4 +324,5 @@ class PullReplies:
         self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
         self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}
         self._applied = dict(state["applied"])
+        self.parts.load_state_dict(state["parts"])
         self._held = [_Held(*values) for values in state["held"]]

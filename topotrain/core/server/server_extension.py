@@ -21,7 +21,7 @@ from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
 from topotrain.core.server.component_state import State
-from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings, StagedGradient
 
 
 def makes_partial_steps(job: Job) -> bool:
@@ -32,6 +32,9 @@ def makes_partial_steps(job: Job) -> bool:
 class StepPolicy:
     """The rule that a step needs all workers. An extension may be another StepPolicy."""
 
+    replies_in_part = False
+    """Whether the reply to a step has only the values that its optimizer changes."""
+
     def accepts_commit(self, sender: Address, message: Commit, step: int) -> bool:
         """Whether the server handles this commit while the group is in `step`."""
         return True
@@ -39,6 +42,17 @@ class StepPolicy:
     def enough(self, members: Collection[int]) -> bool:
         """Whether the contributions of these workers, which all shards have, make a step."""
         return True
+
+    def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
+        """The updates of the values to decide now, each of one or more of these steps.
+
+        steps: the (group, step) that all shards have, in group order. Those that are left out are asked for again.
+        """
+        return [(step,) for step in steps]
+
+    def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
+        """The gradient of an update that these worker groups' staged steps make together."""
+        raise NotImplementedError
 
     def on_replace(self, group: int, worker: int) -> None:
         """The coordinator has just decreed that one worker of a group has a new process."""

@@ -1,12 +1,15 @@
 """The decisions of a server group, and the steps that are decided.
 
-`Decisions` calls `StepExecution.carry_out` once per decided step, on every shard in the same order.
+`Decisions` calls `StepExecution.carry_out` once per update, on every shard in the same order. An update is a decided
+step of one worker group. A `StepPolicy` may make one update of the steps of several groups.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from topotrain.config.async_momentum import explanation
 from topotrain.config.job import ConfigError
+from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import OptimizerSpec, momentum_in
@@ -15,7 +18,7 @@ from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedB
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
 from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.nonfinite import NO_WORKER, NonfiniteLimit, nonfinite_message
-from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
+from topotrain.core.server.parameter_shard import global_norm, step_factor
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import ServerContext
 from topotrain.core.server.server_extension import StepResult, makes_partial_steps
@@ -56,6 +59,27 @@ class SampleCounts:
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self.counts = dict(state["counts"])
+
+
+SEVERAL_GROUPS = -1
+"""In the place of a worker group, for an update of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DecidedStep:
+    """A decided step of a worker group.
+
+    first: the first worker's commit. counts: the step changes the values. norm: of the whole gradient, -1: not clipped.
+    """
+
+    decision: m.StepDecision
+    staging: GradientSource
+    first: m.Commit
+    refused: dict[int, int]
+    skipped: bool
+    counts: bool
+    norm: float
+    staleness: int
 
 
 class StepExecution:
@@ -102,11 +126,41 @@ class StepExecution:
 
     # --- the decided step ----------------------------------------------------------------------------------------
 
-    def carry_out(self, decision: m.StepDecision) -> None:
-        """Update the values, or skip the step, and make the replies to its workers."""
-        group, step, model = decision.group, decision.step, self._state.model
+    def carry_out(self, decisions: Sequence[m.StepDecision]) -> None:
+        """Update the values, or skip the step, and make the replies to its workers.
+
+        decisions: one step of a worker group, or those of several groups that are one update.
+        """
+        steps = []
+        for decision in decisions:
+            try:
+                steps.append(self._examine(decision))
+            except (StepError, ConfigError) as error:
+                # The other decisions belong to other groups, and must be carried out.
+                self.fail(decision.group, str(error))
+        counted = [step for step in steps if step.counts]
+        if counted:
+            try:
+                self._update(counted)
+            except (StepError, ConfigError) as error:
+                for step in steps:
+                    self.fail(step.decision.group, str(error))
+                return
+        results = [self._end_step(step) for step in steps]
+        # The replies above are held until `release`, so these messages arrive before them. All steps of an update are
+        # over by now, so that a snapshot has all of them or none.
+        for result in results:
+            for each in self._hooks.step_over:
+                self._queue.send_all(each.step_over(result))
+        for step, result in zip(steps, results, strict=True):
+            if result.counts:
+                self._count_nonfinite(step.decision.group, step.first, step.refused)
+
+    def _examine(self, decision: m.StepDecision) -> "_DecidedStep":
+        """Record the batches of a decided step; find out whether it changes the values."""
+        group, model = decision.group, self._state.model
         if model is None:
-            raise m.ProtocolError(f"a decision about step {step} of group {group} before there is a model")
+            raise m.ProtocolError(f"a decision about step {decision.step} of group {group} before there is a model")
         staging = model.staging[group]
         self._hooks.policy.choose(staging, decision)
         for extension in self._hooks.before_apply:
@@ -116,19 +170,14 @@ class StepExecution:
             self._hyper.use(group, staging.first.hyper)
         refused = dict(check_refused(decision, self._topology.workers_per_group, len(model.schema.parameters)))
         skipped = decision.found_inf or (bool(refused) and not model.refuse(group, refused.keys()))
-        commit, staleness = staging.first, self._state.version - self._replies.pulled[group]
-        norm = global_norm(decision.power, commit)
         # Recorded also for a step that is skipped: its batches are used up, and no other worker must repeat them.
         new = self._record_batches(group, staging.marks)
         if new and not skipped:
             self._samples.applied(group, staging.commits, refused.keys())
-            self._update(model, group, commit, norm, staleness)
-        model.codec.step_done(group, new and not skipped, commit.inv_scale)
-        version = self._state.version
-        applied = m.Applied(staging.step, version, staleness, skipped, norm, refused=decision.refused)
-        self._end_step(group, staging, applied)
-        if commit.counts:
-            self._count_nonfinite(group, commit, refused)
+        self._replies.parts.begin(group, staging.first.optimizer)
+        staleness = self._state.version - self._replies.pulled[group]
+        norm = global_norm(decision.power, staging.first)
+        return _DecidedStep(decision, staging, staging.first, refused, skipped, new and not skipped, norm, staleness)
 
     def _record_batches(self, group: int, marks: tuple[int, ...]) -> bool:
         """Whether the batches of the step count now; False: they have counted before."""
@@ -143,21 +192,41 @@ class StepExecution:
             self._last[group] = (marks, 1) if marks else (before, made + 1)
         return new
 
-    def _update(self, model: ParameterShard, group: int, commit: m.Commit, norm: float, staleness: int) -> None:
-        state, staging = self._state, model.staging[group]
-        for bucket in model.apply(group, self._hyper.of_group[group], commit, norm, staleness):
+    def _update(self, steps: Sequence["_DecidedStep"]) -> None:
+        """Change the values once, with the gradients of these steps."""
+        state, model = self._state, self._state.known
+        for bucket in self._applied(steps):
             # The workers receive this bucket while the next one is computed.
-            if commit.fetch:
-                self._replies.show_early(group, bucket, state.version + 1)
-        for extension in self._hooks.apply_step:
-            factor = step_factor(commit, norm)
-            self._queue.send_all(extension.apply_step(group, staging.step, staging.commits, factor))
+            for step in steps:
+                if step.first.fetch:
+                    self._replies.show_early(step.decision.group, bucket, state.version + 1)
+        for step in steps:
+            group, staging, factor = step.decision.group, step.staging, step_factor(step.first, step.norm)
+            for extension in self._hooks.apply_step:
+                self._queue.send_all(extension.apply_step(group, staging.step, staging.commits, factor))
         state.count_update()
         # Updates of the warm-up are no difference: the other groups start from these values.
         if state.common and self._topology.synced:
-            self._exchange.send(model.group_sync.updated(model.touched(group)))
+            for step in steps:
+                self._exchange.send(model.group_sync.updated(model.touched(step.decision.group)))
 
-    def _end_step(self, group: int, staging: GradientSource, applied: m.Applied) -> None:
+    def _applied(self, steps: Sequence["_DecidedStep"]) -> Iterator[Bucket]:
+        """Update the values. Yields each bucket once it is new."""
+        model, first = self._state.known, steps[0]
+        group = first.decision.group
+        hyper = self._hyper.of_group[group]
+        if len(steps) == 1:
+            return model.apply(group, hyper, first.first, first.norm, first.staleness)
+        sources = {step.decision.group: step.staging for step in steps}
+        return model.apply_gradient(self._hooks.policy.joint_gradient(sources), SEVERAL_GROUPS, hyper)
+
+    def _end_step(self, step: "_DecidedStep") -> StepResult:
+        """Reply to the workers of a step, and begin the group's next one."""
+        group, staging = step.decision.group, step.staging
+        self._state.known.codec.step_done(group, step.counts, step.first.inv_scale)
+        applied = m.Applied(
+            staging.step, self._state.version, step.staleness, step.skipped, step.norm, refused=step.decision.refused
+        )
         for extension in self._hooks.amend_reply:
             applied = extension.amend_reply(group, applied, staging.first)
         for worker in self._groups.workers[group]:
@@ -169,9 +238,7 @@ class StepExecution:
         if result.counts:
             self._groups.clocks.tick(group)
             self._steps_of[group] += 1
-        # The replies above are held until `release`, so these messages arrive before them.
-        for each in self._hooks.step_over:
-            self._queue.send_all(each.step_over(result))
+        return result
 
     def _count_nonfinite(self, group: int, commit: m.Commit, refused: dict[int, int]) -> None:
         """End the group if a worker of it has sent too many non-finite gradients."""
@@ -238,6 +305,7 @@ class Decisions:
         self.log = DecisionLog(topology.shards) if me.index == 0 else None
         """On the coordinator, which is shard 0."""
         self._rested: dict[int, tuple[int, int]] = {}  # group -> its last wait at an epoch's end that is over
+        self._joined: list[m.StepDecision] = []  # decided steps of an update of which the last is not here yet
 
     # --- on the coordinator --------------------------------------------------------------------------------------
 
@@ -253,12 +321,14 @@ class Decisions:
         if self.log is None:
             return
         # A step that may not be decided yet stays in the log, and is tried again when a clock moves.
-        for group, step in self.log.ready(self._hooks.policy):
-            if self._groups.clocks.may_decide(group):
-                # Before the decision gets its number: extensions may send changes that all shards make first.
+        policy, clocks = self._hooks.policy, self._groups.clocks
+        for update in policy.updates([each for each in self.log.ready(policy) if clocks.may_decide(each[0])]):
+            # Before the decisions get their numbers: extensions may send changes that all shards make first.
+            for group, _ in update:
                 for extension in self._hooks.before_decision:
                     extension.before_decision(group)
-                self.send(self.log.decide(group, step))
+            for group, step in update:
+                self.send(self.log.decide(group, step, joined=(group, step) != update[-1]))
 
     def decree(self, group: int, clock: int, change: int, members: tuple[int, ...] = ()) -> None:
         """Have all shards make a change between the same two steps."""
@@ -316,11 +386,14 @@ class Decisions:
     def receive(self, message: m.StepDecision) -> None:
         """Carry out a decision, and those after it that have come before."""
         for decision in self._state.order.arrive(message):
+            if not decision.change:
+                self._joined.append(decision)
+                if not decision.joined:
+                    together, self._joined = self._joined, []
+                    self._steps.carry_out(together)
+                continue
             try:
-                if decision.change:
-                    self._change(decision)
-                else:
-                    self._steps.carry_out(decision)
+                self._change(decision)
             except (StepError, ConfigError) as error:
                 # The decisions after this one belong to other groups, too, and must be carried out.
                 self._steps.fail(decision.group, str(error))
@@ -344,13 +417,14 @@ class Decisions:
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
-        return {"log": None if self.log is None else self.log.state_dict(), "rested": self._rested}
+        log = None if self.log is None else self.log.state_dict()
+        return {"log": log, "rested": self._rested, "joined": self._joined}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         if self.log is not None:
             self.log.load_state_dict(state["log"])
-        self._rested = dict(state["rested"])
+        self._rested, self._joined = dict(state["rested"]), list(state["joined"])
 
 
 def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters: int) -> list[tuple[int, int]]:

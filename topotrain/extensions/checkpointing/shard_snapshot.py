@@ -268,6 +268,9 @@ def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
         lo, _ = model.flats.range(segment.space)
         flat = model.flats.flat("values", segment.space)[segment.lo - lo : segment.hi - lo]
         source.values(model.map.parameters[segment.parameter].name, segment.start, flat)
+    if OptimizerSpec.from_text(model.schema.optimizer).outer != OptimizerSpec.from_text(source.optimizer).outer:
+        # One of both steps with gradients, and the other with what workers have learned: its state means another thing.
+        return
     for unit in model.units:
         for key, places in unit.places.items():
             segment = model.map.segments[key]
@@ -317,6 +320,8 @@ def check_same(parameters: Sequence[Parameter], optimizer: str, source: Snapshot
     if [p.name for p in parameters] != [p.name for p in source.parameters]:
         raise ConfigError("resume", parameters[0].name, f"stands elsewhere in snapshot {source.number}: another order")
     new, old = OptimizerSpec.from_text(optimizer), OptimizerSpec.from_text(source.optimizer)
+    if new.outer != old.outer:
+        return
     if new.name != old.name:
         raise ConfigError("resume", new.name, f"must be {old.name}, the optimizer of snapshot {source.number}")
     if new.assignment != old.assignment:

@@ -12,6 +12,7 @@ import torch
 
 from topotrain.core.server.nonfinite import all_finite
 
+_SMALL_BLOCK = 256  # elements that share a scale in kE3M0: the scales add 0.4 % of the bytes of float32
 BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
 
 _SINGLE = torch.finfo(torch.float32)
@@ -193,6 +194,94 @@ class Int8Codec(Codec):
             # The mask costs a pass over all elements, so it is made only if some block is marked.
             if bool((scales < 0).any()):
                 x.masked_fill_((codes == -128) & (scales < 0), float("nan"))
+
+
+class E3M0Codec(Codec):
+    """kE3M0: a sign and three bits of exponent, in blocks of 256 with a scale.
+
+    An eighth of the bytes of float32. The scale is a float32, the largest magnitude of the block. An element becomes 0,
+    or the scale times the nearest of 1, 1/2, ... 1/64: it is off by a factor of at most the square root of 2, and 0
+    below 1/90 of the scale. Blocks smaller than about 1e-36 become 0. An element that is not finite is decoded as NaN:
+    it has the code of -0 in a block with a negative scale. Streaming DiLoCo (Douillard et al., 2025) sends outer
+    gradients so.
+    """
+
+    _EXPONENT, _ONE, _ROUND = 23, 127, (1 << 23) - 0x3504F3  # a mantissa above that of sqrt(2) is rounded up
+    _LEAST = _SINGLE.tiny * 128  # a 64th of a smaller scale would be a denormal
+
+    def __init__(self, scratch: ScratchMemory | None = None) -> None:
+        super().__init__(_SINGLE.max, scratch)
+        levels = [0.0, *(2.0**-k for k in range(6, -1, -1))]
+        levels += [-level for level in levels]
+        # Of each byte the two elements in it.
+        self._pairs = torch.tensor([[levels[byte & 15], levels[byte >> 4]] for byte in range(256)])
+
+    def size(self, numel: int) -> int:
+        return 4 * -(-numel // _SMALL_BLOCK) + (numel + 1) // 2
+
+    def _by_block(self, flat: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (scales, elements) of the full blocks and of the rest, by block."""
+        rows = flat.numel() // _SMALL_BLOCK
+        full = rows * _SMALL_BLOCK
+        found = [(scales[:rows].unsqueeze(1), flat[:full].view(-1, _SMALL_BLOCK))] if rows else []
+        return [*found, (scales[rows:].unsqueeze(1), flat[full:].view(1, -1))] if flat.numel() > full else found
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+        _checked(self, out, values)
+        single, whole = _single(values, self.scratch)
+        numel, split = values.numel(), out.numel() - (values.numel() + 1) // 2
+        # An even number of codes: the last byte may be half empty.
+        codes = self.scratch.buffer("codes", 2 * (out.numel() - split), torch.int32)
+        work = codes[:numel].view(torch.float32)
+        torch.abs(single, out=work)
+        scales = out[:split].view(torch.float32)
+        for row, x in self._by_block(work, scales):
+            torch.amax(x, 1, keepdim=True, out=row)
+        bad = None if all_finite(scales) else ~torch.isfinite(single)
+        if bad is not None:
+            whole = False
+            work.masked_fill_(bad, 0)
+            for row, x in self._by_block(work, scales):
+                torch.amax(x, 1, keepdim=True, out=row)
+        scales.masked_fill_(scales < self._LEAST, 0)
+        for row, x in self._by_block(work, scales):
+            inverse = row.reciprocal()
+            inverse.masked_fill_(row == 0, 0)
+            x.mul_(inverse)
+        # From here on as whole numbers: the exponent of the nearest power of two, 7 for 1 and 0 for less than 1/90.
+        magnitudes = codes[:numel]
+        magnitudes.add_(self._ROUND).bitwise_right_shift_(self._EXPONENT).sub_(self._ONE - 7).clamp_(0, 7)
+        signs, some = (self.scratch.buffer(name, numel, torch.int32) for name in ("signs", "some"))
+        # 8 for a negative element that is not rounded to 0. Whole numbers of one dtype, or torch would copy them.
+        torch.bitwise_right_shift(single.view(torch.int32), 31, out=signs).bitwise_and_(8)
+        magnitudes.add_(signs.mul_(torch.clamp(magnitudes, max=1, out=some)))
+        if bad is not None:
+            magnitudes.masked_fill_(bad, 8)
+            marks = torch.zeros(numel, dtype=torch.float32).masked_fill_(bad, 1)
+            for (row, _), (_, mark) in zip(self._by_block(work, scales), self._by_block(marks, scales), strict=True):
+                marked = mark.amax(1, keepdim=True) > 0
+                # A negative scale marks a block with elements that are not finite. -0.0 would not be less than 0.
+                row.copy_(torch.where(marked, -row.clamp(min=_SINGLE.tiny), row))
+        codes[numel:] = 0
+        low, high = codes.view(-1, 2).unbind(1)
+        out[split:].copy_(low.add_(high, alpha=16))
+        return whole
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        _checked(self, data, out)
+        split = data.numel() - (out.numel() + 1) // 2
+        scales, codes = data[:split].view(torch.float32), data[split:]
+        single = self.scratch.buffer("work", 2 * codes.numel(), torch.float32)
+        index = self.scratch.buffer("codes", codes.numel(), torch.int32)
+        torch.index_select(self._pairs, 0, index.copy_(codes), out=single.view(-1, 2))
+        elements = single[: out.numel()]
+        for row, x in self._by_block(elements, scales):
+            if bool((row < 0).any()):
+                # The code of -0 has no other use.
+                x.masked_fill_((x.view(torch.int32) == -(1 << 31)) & (row < 0), float("nan"))
+            # Powers of two, so that nothing is rounded.
+            x.mul_(row.abs())
+        out.copy_(elements)
 
 
 class TopKCodec(Codec):

@@ -12,6 +12,7 @@ from topotrain.core.server.nonfinite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
     Codec,
+    E3M0Codec,
     Int8Codec,
     ScratchMemory,
     TopKCodec,
@@ -36,6 +37,8 @@ def codec_for(
         return None
     if kind is Compression.kInt8:
         return Int8Codec(scratch)
+    if kind is Compression.kE3M0:
+        return E3M0Codec(scratch)
     if kind is Compression.kTopK:
         return TopKCodec(ratio, scratch)
     short = torch.float16 if kind is Compression.kFp16 else torch.bfloat16

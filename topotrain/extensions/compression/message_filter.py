@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from topotrain.config.job import Cluster
+from topotrain.config.job import Cluster, Compression
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.model.body_codec import BodyCodec, ServerBodyCodec, not_coded, present_body
@@ -25,11 +25,19 @@ _ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one 
 
 
 class _Codecs:
-    """The codec of each bucket, and memory for its encodings."""
+    """The codec of each bucket, and memory for its encodings.
 
-    def __init__(self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers) -> None:
+    replies: of means and values, and not of pushes.
+    """
+
+    def __init__(
+        self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers, replies: bool
+    ) -> None:
         scratch = ScratchMemory()
         kind, ratio = cluster.compression, cluster.compression_ratio
+        if replies and kind is Compression.kE3M0:
+            # Means and values are read by all workers, and an error of a half would be that of all.
+            kind = Compression.kBf16
         self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
         self._flats = flats
         self._places: dict[int, tuple[int, int]] = {}
@@ -111,8 +119,8 @@ class WorkerEncoding(BodyCodec):
         held: Sequence[Bucket] | None = None,
     ) -> None:
         buckets = slice_map.buckets if held is None else held
-        self._out = _Codecs(cluster, slice_map, buckets, flats)
-        self._in = _Codecs(cluster, slice_map, buckets, flats)  # its scratch is another thread's
+        self._out = _Codecs(cluster, slice_map, buckets, flats, False)
+        self._in = _Codecs(cluster, slice_map, buckets, flats, True)  # its scratch is another thread's
         self._flats = flats
         self._adds = adds
         self._differences = _differences(cluster)
@@ -187,7 +195,9 @@ class ServerEncoding(ServerBodyCodec):
     """
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> None:
-        self._codecs = _Codecs(cluster, slice_map, slice_map.buckets_of(shard), flats)
+        buckets = slice_map.buckets_of(shard)
+        self._pushes = _Codecs(cluster, slice_map, buckets, flats, False)
+        self._codecs = _Codecs(cluster, slice_map, buckets, flats, True)
         self._flats = flats
         self._differences = _differences(cluster)
         self._taken: dict[tuple[Address, int], tuple[int, int]] = {}  # (step, ordinal) of the last push
@@ -200,12 +210,12 @@ class ServerEncoding(ServerBodyCodec):
     def landing(self, worker: Address, bucket: Bucket) -> torch.Tensor | None:
         """Memory for a worker's push; None: it is not encoded."""
         name = f"coded push {worker.group}/{worker.index}"
-        return None if self._codecs.of(bucket) is None else self._codecs.buffer(name, bucket)
+        return None if self._pushes.of(bucket) is None else self._pushes.buffer(name, bucket)
 
     def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
         """A worker's gradient, typed like `like`. Raises ProtocolError for another body."""
         body = present_body(message)
-        codec = self._codecs.of(bucket)
+        codec = self._pushes.of(bucket)
         if codec is None:
             return typed(body, like)
         gradient = self._flats.view(f"push {worker.group}/{worker.index}", bucket)

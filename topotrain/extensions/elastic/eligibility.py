@@ -21,6 +21,8 @@ def refusal(job: Job, topology: Topology, group: int) -> str:
             "its workers add up their gradients among themselves, or share a process with a server, "
             "so they cannot be started again without the others"
         )
+    if job.cluster.fragments > 1 and not job.cluster.quorum:
+        return "with cluster.fragments its next round would be of another fragment than those of the others"
     if job.apply is Apply.kOnArrival:
         return "with apply: kOnArrival parts of its last step are applied, which cannot be taken back"
     return ""
@@ -94,8 +96,9 @@ def leave_refusal(job: Job, topology: Topology, group: int) -> str:
         return why
     if topology.server_groups != 1:
         return "it has servers of its own, which agree with those of the others up to the end"
-    if job.shard is Shard.kStatic:
-        return "with shard: kStatic each group has its part of an epoch, which no other group reads"
+    if job.fixed_shares:
+        default = "" if job.shard is Shard.kStatic else ", the default with cluster.outer,"
+        return f"with shard: kStatic{default} each group has its part of an epoch, which no other group reads"
     if group == 0:
         return "its first worker gives the model and writes the result, so it stays to the end"
     return ""

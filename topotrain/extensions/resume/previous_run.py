@@ -106,8 +106,8 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     later, alive, taken, unfinished = None, False, 0, False
     if returned:
         taken = worker.client.extension(DataClient).applied(-1)
-        # The servers count commits, and each is `n_push` calls of `optimizer.step()`.
-        steps += taken * here.place.job.cluster.n_push
+        # The servers count commits, and each is so many calls of `optimizer.step()`.
+        steps += taken * here.place.job.cluster.local_steps
         left, since = worker.client.extension(WorkerStateClient).load(here.me.index)
         # A state of this run is newer than the snapshot's.
         if left is not None:

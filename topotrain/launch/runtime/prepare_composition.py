@@ -4,6 +4,7 @@
 from topotrain.extensions.assignment.parameter_assignment import AssignmentExtension
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
 from topotrain.extensions.in_place_recovery.repeated_steps import InPlaceExtension
+from topotrain.extensions.outer_optimizer.outer_training import OuterOptimizerExtension
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
 from topotrain.parallel.api.prepare_split import SplitExtension
@@ -15,6 +16,7 @@ def prepare_extensions() -> tuple[PrepareExtension, ...]:
     return (
         SplitExtension(),
         TableExtension(),
+        OuterOptimizerExtension(),
         BackupExtension(),
         InPlaceExtension(),
         AssignmentExtension(),

@@ -73,6 +73,10 @@ def _extensions(
         from topotrain.extensions.backup_workers.quorum import BackupWorkers
 
         yield BackupWorkers(server, job, topology)
+    if job.cluster.outer is not None:
+        from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+
+        yield OuterRounds(server, job)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

@@ -14,7 +14,9 @@ from topotrain.training.data.data_client import DataClient
 def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     """Return the extensions of one worker's client in a job of this layout."""
     cluster = topology.cluster
-    found: list[ClientExtension] = [DataClient(cluster.max_staleness is not None), WorkerStateClient()]
+    # Other groups wait for the steps of this one.
+    waited_for = cluster.max_staleness is not None or cluster.outer is not None
+    found: list[ClientExtension] = [DataClient(waited_for), WorkerStateClient()]
     if cluster.backup:
         from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 

@@ -6,11 +6,11 @@ from the user's script, adds slices and memory. Sizes are bytes; a printed MB is
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from topotrain.config import async_momentum
-from topotrain.config.job import Algorithm, Grads, Job
+from topotrain.config.job import Algorithm, Grads, Job, Keep, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
@@ -74,11 +74,33 @@ class ProcessEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTraffic:
+    """The uncompressed bytes of a round, in which all fragments are exchanged once.
+
+    Attributes:
+        steps: local steps in a round.
+        worker_bytes: that each worker sends, and receives.
+        server_bytes: that the busiest unit with servers receives, and sends.
+    """
+
+    steps: int
+    worker_bytes: int
+    server_bytes: int
+
+    def explain(self) -> str:
+        """Return a sentence."""
+        return (
+            f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much (uncompressed); "
+            f"the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
     Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
-    link: how the workers of a host use its link.
+    link: how the workers of a host use its link. traffic: of a round of an outer optimizer.
     """
 
     topology: Topology
@@ -88,6 +110,7 @@ class LayoutPlan:
     warning: str = ""
     note: str = ""
     link: str = ""
+    traffic: "RoundTraffic | None" = None
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
@@ -102,6 +125,7 @@ class LayoutPlan:
             "imbalance": self.slices.imbalance,
             "slices": [_share_data(share) for share in self.shares],
             "memory": [_memory_data(memory) for memory in self.memory],
+            **({} if self.traffic is None else {"round": asdict(self.traffic)}),
         }
 
     def explain(self) -> str:
@@ -114,6 +138,7 @@ class LayoutPlan:
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
+        memory += [] if self.traffic is None else ["", self.traffic.explain()]
         return "\n".join([text, "", *self._slices(self.slices), *memory])
 
     def _slices(self, slices: SliceMap) -> list[str]:
@@ -151,8 +176,19 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    advice = store_advice(job, topology), link_advice(job)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, *advice)
+    note, link, traffic = store_advice(job, topology), link_advice(job), _round_traffic(job, topology, shares)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic)
+
+
+def _round_traffic(job: Job, topology: Topology, shares: Sequence[ServerShare]) -> RoundTraffic | None:
+    if job.cluster.outer is None:
+        return None
+    by_unit: dict[int, int] = {}
+    for share in shares:
+        by_unit[share.unit] = by_unit.get(share.unit, 0) + share.value_bytes * topology.worker_groups
+    return RoundTraffic(
+        job.cluster.sync_freq, sum(share.value_bytes for share in shares), max(by_unit.values(), default=0)
+    )
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
@@ -165,6 +201,11 @@ def _worker(job: Job, schema: PlannedSchema, topology: Topology, worker: Address
     held = [parameter for parameter in schema.parameters if not parameter.owners or worker.index in parameter.owners]
     values = sum(parameter.nbytes for parameter in held)
     trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
+    if job.cluster.outer is not None:
+        # Received values, what it pushes, and its own values at the time of a push. The optimizer is here.
+        copies = 3 if job.cluster.overlap and job.cluster.keep is Keep.kAdd else 2
+        state = round(schema.state_factor * trained)
+        return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * values, state)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
     # The local gradient, and the group's mean that the script sees.
     copies = 2 if job.grads is Grads.kVisible and not split else 1
@@ -180,7 +221,8 @@ def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerSh
     # The workers add up among themselves, so a server gets one sum.
     if topology.collective:
         copies = 1 + _passing_on(topology, share.server.index)
-    state = round(schema.state_factor * share.value_bytes)
+    outer = job.cluster.outer
+    state = round((schema.state_factor if outer is None else state_entries(outer)) * share.value_bytes)
     return ProcessEstimate(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
 
 
@@ -203,6 +245,16 @@ def _passing_on(topology: Topology, rank: int) -> int:
     if topology.cluster.algorithm is Algorithm.kNaive:
         return n * (n + 1) if rank == 0 else 2 * n
     return 2 * n + 2 * (n - 1)
+
+
+def state_entries(updater: Updater) -> int:
+    """Return the number of values that an updater keeps for each element."""
+    match updater.type:
+        case UpdaterType.kSGD | UpdaterType.kNesterov:
+            return 1 if updater.momentum else 0
+        case UpdaterType.kAdaGrad | UpdaterType.kRMSProp:
+            return 1
+    return 2
 
 
 def _share_data(share: ServerShare) -> dict[str, Any]:

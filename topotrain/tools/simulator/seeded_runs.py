@@ -18,7 +18,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from topotrain.config.job import Apply, Cluster, Compression, ConfigError, Grads, Job, Pull, Reduce
+from topotrain.config.job import (
+    Apply,
+    ChangeMethod,
+    Cluster,
+    Compression,
+    ConfigError,
+    Grads,
+    Job,
+    LRGen,
+    Pull,
+    Reduce,
+    Updater,
+    UpdaterType,
+)
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
@@ -39,6 +52,8 @@ def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any
     return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup, grads=grads, per_worker_batch=own)
 
 
+_OUTER = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
+
 LAYOUTS: Mapping[str, Job] = {
     "downpour": _job(3, 1, 1),
     "downpour of pairs": _job(2, 2, 2),
@@ -53,6 +68,8 @@ LAYOUTS: Mapping[str, Job] = {
     "encoded": _job(2, 2, 2, compression=Compression.kFp16),
     "backup workers": _job(1, 3, 2, backup=1),
     "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
+    "outer optimizer": _job(3, 1, 2, outer=_OUTER),
+    "quorum": _job(4, 1, 2, outer=_OUTER, quorum=2),
 }
 """Small layouts of every framework that has servers, by name."""
 

@@ -29,7 +29,7 @@ class DataClient(ClientExtension):
     """Requests of a loader to the servers.
 
     Args:
-        bounded: the job has a `max_staleness`.
+        bounded: other groups may wait for the steps of this one.
     """
 
     messages = (Lease, m.GroupIdle, m.AppliedBatchesReply, DrawnBatches)

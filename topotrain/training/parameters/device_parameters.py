@@ -196,6 +196,37 @@ class HostParameters(ParameterHolder):
         """Do nothing."""
 
 
+LOCAL = "model"
+"""The flat buffer of parameters that are copies in the memory of the host."""
+
+
+class CopiedParameters(HostParameters):
+    """Parameters in host memory of their own, which a worker changes by itself.
+
+    They are copied from "params" when there are new values.
+    """
+
+    def move(self) -> None:
+        """Give each parameter memory of its own, and the values in "params"."""
+        for index, tensor in enumerate(self._tensors):
+            memory = self._own(LOCAL, index)
+            memory.copy_(self._view("params", index))
+            move_to(tensor, memory)
+
+    def address(self, index: int) -> int:
+        """Return the address in the flat buffer of the copies."""
+        return self._view(LOCAL, index).data_ptr()
+
+    def after_values(self) -> None:
+        """Copy all values. This raises no version of a parameter."""
+        for index in range(len(self._tensors)):
+            self._view(LOCAL, index).copy_(self._view("params", index))
+
+    def value(self, index: int) -> torch.Tensor:
+        """Return the view in the flat buffer of the copies."""
+        return self._view(LOCAL, index)
+
+
 @dataclass(slots=True)
 class _Arrival:
     """Copies in flight: events, bounce buffers to copy from, and a push afterwards."""
@@ -362,8 +393,8 @@ class DeviceParameters(ParameterHolder):
             copier.copy_to_device(rows)
 
 
-def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews) -> ParameterHolder:
-    """Return the holder of these parameters: copies if any of them is on a device."""
+def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews, apart: bool = False) -> ParameterHolder:
+    """Return the holder of these parameters: copies if one is on a device, or `apart`."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         return DeviceParameters(tensors, views)
-    return HostParameters(tensors, views)
+    return CopiedParameters(tensors, views) if apart else HostParameters(tensors, views)

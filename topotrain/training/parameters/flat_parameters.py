@@ -39,6 +39,7 @@ class ModelParts:
     - A tensor on the meta device belongs to another worker.
     - `owners` are the positions of the parameters in the modules: a module's table, the name there, and the index of
       the parameter.
+    - `aside` are parameters of the optimizers that an extension transfers by rows, and not the worker.
     """
 
     tensors: tuple[nn.Parameter, ...]
@@ -46,6 +47,7 @@ class ModelParts:
     buffer_tensors: tuple[torch.Tensor, ...]
     buffers: tuple[ModelBuffer, ...]
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
+    aside: tuple[nn.Parameter, ...] = ()
 
 
 def describe_model(
@@ -129,15 +131,16 @@ class ModelBuffers(ParameterViews):
 
     Args:
         flats: the worker's flat buffers. "params" becomes the memory of the parameters, or the source of their copies.
+        apart: the parameters are copies in any case.
     """
 
-    def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers) -> None:
+    def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers, apart: bool = False) -> None:
         self._parts = parts
         self._map = slice_map
         self.flats = flats
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._own: dict[tuple[str, int], torch.Tensor] = {}
-        self.mirror = mirror_for(parts.tensors, self)
+        self.mirror = mirror_for(parts.tensors, self, apart)
         self._versions: list[int] = []
         self._tables = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]

@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from topotrain.config.job import Cluster
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import ModelParts
+from topotrain.training.parameters.local_steps import LocalSteps
 
 
-class LocalSgd:
+class LocalSgd(LocalSteps):
     """The local steps of one worker; of the optimizer they use the rates only."""
 
     def __init__(self, parts: ModelParts, holder: ParameterHolder, optimizer: Optimizer, cluster: Cluster) -> None:
         self._parts, self._holder, self._optimizer = parts, holder, optimizer
         self._n_push, self._n_fetch = cluster.n_push, cluster.n_fetch
         self.is_used = cluster.n_push > 1 or cluster.n_fetch > 1
-        """Whether the job lets a worker make steps alone."""
         self._summed: set[int] = set()
 
     @property

@@ -109,7 +109,30 @@ class ReducedBucket:
     mean: torch.Tensor | None
 
 
-class GradientSource(ABC):
+class StagedGradient(ABC):
+    """The gradient of an update on one shard, which is complete."""
+
+    @abstractmethod
+    def sum_all(self) -> None:
+        """Put the gradient into one buffer, each segment in one piece."""
+
+    @abstractmethod
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """The gradient of a bucket, 1-D, until the next call.
+
+        Only the pieces in `present` are valid.
+        """
+
+    @abstractmethod
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """The gradient of a segment, after `sum_all`."""
+
+    @abstractmethod
+    def present(self, bucket: Bucket) -> int:
+        """Bitmap of the bucket's pieces that have a gradient in this update."""
+
+
+class GradientSource(StagedGradient):
     """The gradient of one worker group's current step on one shard."""
 
     words: Mapping[str, str] = {}
@@ -255,22 +278,18 @@ class GradientSource(ABC):
     # --- the gradient --------------------------------------------------------------------------------------------
 
     def sum_all(self) -> None:
-        """Put the staged step's gradient into one buffer, each segment in one piece."""
-        return
+        """As `StagedGradient.sum_all`. Nothing to do where the gradient is in one buffer."""
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """The staged step's gradient of a bucket, 1-D, until the next call.
-
-        Only the pieces in `present` are valid.
-        """
+        """As `StagedGradient.gradient`."""
         return self._buffers.view(self._buffer, bucket)
 
     def segment(self, segment: Segment) -> torch.Tensor:
-        """The staged step's gradient of a segment, after `sum_all`."""
+        """As `StagedGradient.segment`."""
         return self._buffers.segment(self._buffer, segment)
 
     def present(self, bucket: Bucket) -> int:
-        """Bitmap of the bucket's pieces that have a gradient in this step."""
+        """As `StagedGradient.present`."""
         return self._present[bucket.id - self._first]
 
     # --- a second copy -------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""Rounds of a quorum: each step counts once in each fragment, and no worker waits for another."""
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import run_local
+from test_same_bits import job
+from torch import nn
+
+from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.topology import layout
+from topotrain.extensions.elastic.eligibility import leave_refusal, refusal
+from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+
+GROUPS, STEPS = 3, 17
+
+
+class Cells(nn.Module):
+    """Each step has a cell of its own in each parameter, to which it adds 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ParameterList([nn.Parameter(torch.zeros(GROUPS * STEPS)) for _ in range(4)])
+
+    def forward(self, cell: int) -> torch.Tensor:
+        return -torch.stack([each[cell] for each in self.cells]).sum()
+
+
+def build() -> tuple[Any, ...]:
+    model = Cells()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def exact(**cluster: Any) -> Job:
+    return replace(job(GROUPS, outer="mean", **cluster), reduce=Reduce.kSum)
+
+
+class Script:
+    """Steps of each worker. Those in `late` begin when all others have ended."""
+
+    def __init__(self, late: tuple[int, ...] = ()) -> None:
+        self.late, self.ended = late, threading.Event()
+        self.running = GROUPS - len(late)
+        self.lock = threading.Lock()
+
+    def __call__(self, t: Any) -> None:
+        if t.me.group in self.late:
+            assert self.ended.wait(20), "the others wait for a worker that makes no step"
+        for step in range(STEPS):
+            t.optimizer.zero_grad()
+            cell = t.me.group * STEPS + step
+            t.backward(t.losses(lambda model, _, cell=cell: model(cell), torch.zeros(1)))
+            t.optimizer.step()
+            seen = torch.stack(list(t.model.cells.parameters()))
+            assert bool((seen <= 1).all()), "counted twice"
+            assert bool((seen[:, cell] == 1).all()), "a step of this worker is lost here"
+        if t.me.group not in self.late:
+            # The round of the last push is over without those who are late.
+            t.worker.client.values.settle()
+        with self.lock:
+            self.running -= 1
+            if not self.running:
+                self.ended.set()
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+def test_each_step_counts_once_in_each_fragment(quorum: int, fragments: int) -> None:
+    found = run_local(exact(sync_freq=4, fragments=fragments, quorum=quorum), build, Script())
+    assert all(bool((value == 1).all()) for value in found.values.values()), found.values
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+@pytest.mark.parametrize(("quorum", "late"), [(1, (1, 2)), (2, (2,)), (2, (0,))])
+def test_no_worker_waits_for_one_that_makes_no_step(quorum: int, late: tuple[int, ...], fragments: int) -> None:
+    found = run_local(exact(sync_freq=4, fragments=fragments, quorum=quorum), build, Script(late))
+    assert all(bool((value == 1).all()) for value in found.values.values()), found.values
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 3), (2, 1)])
+def test_each_step_counts_once_in_step(fragments: int, overlap: int) -> None:
+    found = run_local(exact(sync_freq=4, fragments=fragments, overlap=overlap), build, Script())
+    assert all(bool((value == 1).all()) for value in found.values.values()), found.values
+
+
+def rounds(quorum: int, live: tuple[int, ...], fragments: dict[int, int]) -> list[list[int]]:
+    """The groups of the rounds that are over, of those that have pushed these fragments."""
+    staging = {group: SimpleNamespace(first=SimpleNamespace(optimizer=its)) for group, its in fragments.items()}
+    clocks = SimpleNamespace(live=lambda: list(live))
+    server = SimpleNamespace(
+        groups=live,
+        worker_groups=SimpleNamespace(clocks=clocks),
+        state=SimpleNamespace(known=SimpleNamespace(staging=staging)),
+    )
+    policy = OuterRounds(server, exact(sync_freq=4, fragments=4, quorum=quorum))  # type: ignore[arg-type]
+    return [[group for group, _ in update] for update in policy.updates([(group, 7) for group in sorted(fragments)])]
+
+
+def test_which_rounds_are_over() -> None:
+    live = (0, 1, 2, 3)
+    assert rounds(0, live, {0: 1, 1: 1, 2: 1}) == []
+    assert rounds(0, live, {0: 1, 1: 1, 2: 1, 3: 1}) == [[0, 1, 2, 3]]
+    assert rounds(0, (0, 2), {0: 1, 2: 1}) == [[0, 2]], "the others have ended, or are gone"
+    assert rounds(2, live, {0: 1}) == []
+    assert rounds(2, live, {0: 1, 3: 1}) == [[0, 3]]
+    assert rounds(2, live, {0: 2, 1: 1, 3: 1}) == [[1, 3]], "another fragment is no part of the round"
+    assert rounds(3, live, {0: 2, 1: 1, 2: 2, 3: 1}) == [[1, 3], [0, 2]], "no group could push any more"
+    assert rounds(1, live, {2: 0}) == [[2]]
+    assert rounds(2, live, {}) == []
+
+
+def test_which_groups_can_restart_leave_and_join() -> None:
+    def refusals(**cluster: Any) -> tuple[str, str]:
+        made: Cluster = exact(sync_freq=4, **cluster).cluster
+        topology = layout(made)
+        return refusal(Job(cluster=made), topology, 1), leave_refusal(Job(cluster=made), topology, 1)
+
+    assert refusals(quorum=1, fragments=2) == ("", "")
+    restarts, leaves = refusals()
+    assert not restarts and leaves.startswith("with shard: kStatic, the default with cluster.outer, each group")
+    restarts, leaves = refusals(fragments=2)
+    assert (
+        restarts
+        == leaves
+        == "with cluster.fragments its next round would be of another fragment than those of the others"
+    )

@@ -1,0 +1,126 @@
+"""Jobs with an outer optimizer: exact counts, deaths, snapshots, and other layouts before and after."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, JobRunner
+from killed_jobs import killed, resumed, terminated
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
+
+pytestmark = pytest.mark.journey
+
+MEAN = "outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }"
+NESTEROV = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
+APART = "nworker_groups: 3 nservers_per_group: 2 server_worker_separate: true"
+ROUNDS = f"{APART} sync_freq: 7 {MEAN}"
+
+
+@pytest.mark.parametrize("shard", ["kAuto", "kLease"])
+def test_every_sample_counts_once(runner: JobRunner, shard: str) -> None:
+    """Of 60 batches each group has made 20 steps, so its last round has fewer."""
+    runner.run(ROUNDS, "ledger.py", extra=f"reduce: kSum shard: {shard}").check_ledger(2)
+
+
+PAIR = f"nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true sync_freq: 5 {NESTEROV}"
+
+
+def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner) -> None:
+    """Its snapshot is one of a round, and has the state of both workers' Adam."""
+    program = ("resuming.py", "net", "--epochs", "5")
+    undisturbed = runner.run(PAIR, *program, name="undisturbed").final
+    code, said, workspace = terminated(runner, PAIR, *program, extra="snapshot_s: 0 checkpoint_freq: 4")
+    found = latest(workspace)
+    assert code == 143 and found is not None and 5 <= found.steps(0) < 12, said
+    final = resumed(runner, workspace).final
+    different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, final[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(("before", "after"), [(ROUNDS, ALLREDUCE), (ALLREDUCE, ROUNDS)], ids=["from", "to"])
+def test_a_snapshot_moves_between_an_outer_optimizer_and_allreduce(runner: JobRunner, before: str, after: str) -> None:
+    """Every sample counts once, also those of which no round had told."""
+    workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 14)
+    assert latest(workspace) is not None
+    conf = runner.folder / "other.conf"
+    conf.write_text(f'name: "job"\nreduce: kSum\ncluster {{ {after} workspace: "{workspace}" }}\n')
+    program = str(Path(__file__).parents[1] / "programs" / "resuming.py")
+    cells = resumed(runner, workspace, str(conf), program, "ledger").final["cells"]
+    assert torch.equal(cells, torch.full_like(cells, 3)), cells
+
+
+STARTS_AGAIN = "group 1 starts again (incarnation 1)"
+
+
+@pytest.mark.parametrize(
+    ("victim", "wishes", "cluster", "shard", "action"),
+    [
+        ("worker 1/0", [], "", "kAuto", STARTS_AGAIN),
+        ("worker 1/0", [], "", "kLease", STARTS_AGAIN),
+        ("worker 1/0", ["freeze"], "", "kAuto", STARTS_AGAIN),
+        ("server 0/1", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
+    ],
+    ids=["killed", "killed with leases", "stopped", "server"],
+)
+def test_a_death_in_the_middle_of_a_round_costs_no_sample(
+    runner: JobRunner, victim: str, wishes: list[str], cluster: str, shard: str, action: str
+) -> None:
+    """Behind its 4th step the worker has told of none. The others wait for the round, and train on."""
+    words = (str(runner.folder / "job"), victim, "1", "4", *wishes)
+    ended = runner.run(f"{ROUNDS} {cluster}", "mortal.py", *words, extra=f"reduce: kSum shard: {shard}")
+    ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == victim and action in incident["action"], incident
+
+
+DECOUPLED = f"{APART} sync_freq: 5 quorum: 2 transport: kTcp {MEAN}"
+
+
+def test_every_sample_counts_once_where_no_worker_waits(runner: JobRunner) -> None:
+    ended = runner.run(DECOUPLED, "ledger.py", "--slow", "1", "--step-s", "0.01", extra="reduce: kSum")
+    ended.check_ledger(2)
+    assert ended.report["samples"] == 240 * 2
+
+
+@pytest.mark.parametrize("wishes", [[], ["freeze"]], ids=["killed", "stopped"])
+def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes: list[str]) -> None:
+    # The main worker holds its batches until the other one is back, or it could read all before the other has begun.
+    words = (str(runner.folder / "job"), "worker 1/0", "1", "3", "back", *wishes)
+    cluster = DECOUPLED.replace("nworker_groups: 3", "nworker_groups: 2").replace("quorum: 2", "quorum: 1")
+    ended = runner.run(cluster, "mortal.py", *words, extra="reduce: kSum")
+    ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "worker 1/0" and STARTS_AGAIN in incident["action"]
+
+
+STREAMING = f"{APART} sync_freq: 6 fragments: 1 overlap: 3 transport: kTcp {MEAN}"
+
+
+def test_steps_during_an_exchange_count_once(runner: JobRunner) -> None:
+    runner.run(STREAMING, "ledger.py", extra="reduce: kSum").check_ledger(2)
+
+
+def test_a_job_in_fragments_goes_on_from_its_snapshot(runner: JobRunner) -> None:
+    cluster = PAIR.replace("sync_freq: 5", "sync_freq: 8 fragments: 4 overlap: 1 compression: kE3M0 transport: kTcp")
+    workspace = killed(runner, cluster, "net", "snapshot_s: 0.1")
+    found = latest(workspace)
+    assert found is not None and found.version > 0
+    final = resumed(runner, workspace).final
+    assert all(torch.isfinite(value).all() for value in final.values())
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("../../examples/gan.py", "tt.prepare = 'Adam and Adam': must be one optimizer"),
+        ("../../examples/embedding.py", "cluster.outer: must not be given where the model has tables"),
+        ("assigning.py after", "tt.assign: cannot be used with cluster.outer"),
+    ],
+    ids=["several optimizers", "tables", "tt.assign"],
+)
+def test_what_a_script_cannot_have_is_named(runner: JobRunner, program: str, words: str) -> None:
+    ended = runner.run(ROUNDS, *program.split(), code=2)
+    assert words in ended.out + ended.err

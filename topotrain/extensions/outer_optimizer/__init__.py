@@ -1,0 +1,1 @@
+"""Local SGD with an outer optimizer: workers train alone between exchanges."""

@@ -1,0 +1,219 @@
+"""The script's optimizer as the inner one, between two rounds of a worker."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.config.job import Cluster, ConfigError, Updater
+from topotrain.config.sharding import SliceMap
+from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.client.value_pull import ValueObserver
+from topotrain.core.optim.updater_block import build
+from topotrain.core.protocol import NO_REVISION
+from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
+from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.gradient_hooks import GradientPath
+from topotrain.training.parameters.local_steps import LocalOptimizer
+from topotrain.training.worker_stats import StepBatches
+
+NO_TABLES = "must not be given where the model has tables or sparse weights: their rows are no local values"
+_REVISION = 1
+
+
+class DifferencePath(GradientPath):
+    """Pushes the received values minus the worker's own, at a commit.
+
+    Args:
+        parts, buffers, gradients, slice_map, batches: as for `GradientPath`.
+        values: the worker's own values.
+        trained: the numbers of the parameters that the optimizer changes.
+        inner: has the weight of a push.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        gradients: GradientExchange,
+        slice_map: SliceMap,
+        batches: StepBatches,
+        values: LocalValues,
+        trained: Iterable[int],
+        inner: "InnerOptimizer",
+    ) -> None:
+        super().__init__(parts, buffers, gradients, slice_map, batches)
+        self._values, self._inner = values, inner
+        self._present = [0] * len(slice_map.buckets)
+        for index in trained:
+            for bucket, piece in self._pieces[index]:
+                self._present[bucket.id] |= 1 << piece
+
+    def _hook(self, index: int, tensor: nn.Parameter) -> None:
+        """Register nothing: the gradient of a backward stays with the script's optimizer."""
+
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        """No hook is registered."""
+
+    def _end(self) -> None:
+        """No hook is registered."""
+
+    def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
+        weight = self._inner.weight()
+        self._values.push(optimizer)
+        self.backwards = 1
+        revisions = [NO_REVISION] * len(self._present)
+        for bucket in self._map.buckets:
+            present = self._present[bucket.id]
+            if present and self._takes[bucket.id] == optimizer:
+                revisions[bucket.id] = _REVISION
+                body = self._flats.view("local", bucket)
+                push = QueuedPush(self._gradients, self._step, _REVISION, bucket, weight, present, body, False)
+                self._mirror.then(push)
+        self._mirror.drain()
+        return tuple(revisions), 0, 0
+
+
+class InnerOptimizer(LocalOptimizer):
+    """The steps of one worker between two rounds.
+
+    Args:
+        optimizer: the script's.
+        cluster: the settings of the rounds.
+        named: the model's parameters.
+
+    Raises:
+        ConfigError: the optimizer cannot make its steps this way.
+    """
+
+    def __init__(self, optimizer: Optimizer, cluster: Cluster, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._optimizer, self._weigh = optimizer, cluster.weigh
+        self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
+        self._decoupled = cluster.quorum > 0
+        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap or cluster.quorum else None
+        self._make_step = plain_step(type(optimizer))
+        self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert cluster.outer is not None
+        trained = [(name, p) for name, p in named if id(p) in self._trained]
+        self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
+        self._untold = UntoldSteps(cluster.fragments)
+        self._pushes = 0
+        self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
+
+    def open(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        gradients: GradientExchange,
+        slice_map: SliceMap,
+        batches: StepBatches,
+    ) -> GradientPath:
+        if parts.aside:
+            raise ConfigError("cluster.outer", None, NO_TABLES)
+        self._buffers, self._batches = buffers, batches
+        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
+        trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
+        return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
+
+    def observer(self, holder: ParameterHolder) -> ValueObserver:
+        return self._values
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_of_push(self) -> int:
+        return self._schedule.fragment(self._pushes)
+
+    @property
+    def has_sum(self) -> bool:
+        return self._untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
+
+    def pushes(self, step: int) -> bool:
+        if not self._decoupled:
+            return self._schedule.pushes(step)
+        # Behind the last round, which may have taken longer than the steps between two.
+        return not self._values.is_pushing and self._made - self._pushed_at >= self._schedule.interval
+
+    def fetches(self, step: int) -> bool:
+        return self.pushes(step)
+
+    @property
+    def defers(self) -> bool:
+        return self._schedule.overlap > 0 or self._decoupled
+
+    def settles(self, step: int, over: bool) -> bool:
+        if self._decoupled:
+            return over and self._values.is_pushing
+        return self._schedule.takes(step)
+
+    def step(self, inv_scale: float) -> None:
+        # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
+        self._make_step(self._optimizer)
+        self._untold.step()
+        self._values.learn()
+        self._buffers.remember()
+
+    @contextmanager
+    def sum_as_gradient(self) -> Iterator[None]:
+        self._untold.read(self._batches.samples)
+        yield
+        self._values.end_push()
+        self._untold.push(self.optimizer_of_push)
+        self._pushes += 1
+        self._pushed_at = self._made
+
+    # --- hooks of the worker -------------------------------------------------------------------------------------
+
+    def weight(self) -> float:
+        return self._untold[self.optimizer_of_push].weight(self._weigh)
+
+    def before_step(self) -> None:
+        self._made += 1
+        # The values are the worker's own: what the script changes between two steps is learned like a step.
+        self._buffers.remember()
+
+    def before_change(self) -> None:
+        raise ConfigError("tt.assign", None, "cannot be used with cluster.outer: each worker has values of its own")
+
+
+def outer_optimizers(outer: Updater, named: list[tuple[str, nn.Parameter]], fragments: int) -> tuple[Optimizer, ...]:
+    """Return the servers' optimizer of each fragment of these parameters.
+
+    Raises:
+        ConfigError: there are fewer parameters.
+    """
+    unique = list({id(p): (name, p) for name, p in named}.values())
+    if fragments > len(unique):
+        accepted = f"must be at most {len(unique)}, the number of parameters that the optimizer has"
+        raise ConfigError("cluster.fragments", fragments, accepted)
+    fragment = fragments_of([p.nbytes for _, p in unique], fragments)
+    found = []
+    for number in range(fragments):
+        made = build(outer, [each for each, its in zip(unique, fragment, strict=True) if its == number])
+        for group in made.param_groups:
+            # The kernel that torch takes by default. The step is too rare for a faster one to matter.
+            group.update({"fused": False} if "fused" in group else {})
+        found.append(made)
+    return tuple(found)
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the `step` of an optimizer's class without the hooks of the script.
+
+    Raises:
+        ConfigError: it needs a closure.
+    """
+    step: Any = kind.step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        accepted = "must be an optimizer with a step() that needs no closure, with cluster.outer"
+        raise ConfigError("optimizer", kind.__name__, accepted)
+    # torch wraps the method of each class in one that runs hooks. The adopted optimizer runs them.
+    found: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found

@@ -1,0 +1,100 @@
+"""Rounds of an outer optimizer: the steps of several groups are one update.
+
+A worker group pushes what it has learned since the last round: the values that it received minus its own values now.
+The servers take the weighted mean of all groups for a gradient, and their optimizer makes one step with it. This is
+local SGD with an outer optimizer (FedOpt: Reddi et al., 2021; DiLoCo: Douillard et al., 2023).
+
+Rule: a round is decided when every live group has pushed, or (with `quorum`) so many groups have. The coordinator
+decides all its steps in one run of decisions, so all shards make the update of the same groups. A group that dies
+before has no part in the round, and with a quorum one that is late has a part in a later one (Decoupled DiLoCo).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from topotrain.config.job import Job, Reduce
+from topotrain.config.sharding import Bucket, Segment
+from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, StagedGradient
+from topotrain.core.server.ordered_sum import OrderedMean, Part
+from topotrain.core.server.server import Server
+from topotrain.core.server.server_extension import ServerExtension, StepPolicy
+from topotrain.core.server.step_execution import SEVERAL_GROUPS
+
+
+class RoundGradient(StagedGradient):
+    """The mean of what several worker groups have pushed.
+
+    Args:
+        sources: the staged steps, by worker group.
+        mean: sums in the order of the groups.
+        buffers: for optimizers of whole tensors.
+        buckets: of the shard.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[int, GradientSource],
+        mean: OrderedMean,
+        buffers: GroupBuffers,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self._sources, self._mean, self._buffers, self._buckets = sources, mean, buffers, buckets
+        self._weights = {
+            group: sum(commit.weight for commit in source.commits.values()) for group, source in sources.items()
+        }
+
+    def sum_all(self) -> None:
+        """As `StagedGradient.sum_all`."""
+        for bucket in self._buckets:
+            if self.present(bucket):
+                self._mean.write(self._parts(bucket), self._buffers.view("mean", bucket))
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """As `StagedGradient.gradient`."""
+        return self._mean.passing(self._parts(bucket))
+
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """As `StagedGradient.segment`."""
+        return self._buffers.segment("mean", segment)
+
+    def present(self, bucket: Bucket) -> int:
+        """As `StagedGradient.present`."""
+        found = 0
+        for source in self._sources.values():
+            found |= source.present(bucket)
+        return found
+
+    def _parts(self, bucket: Bucket) -> dict[int, Part]:
+        # A group without a part in the bucket has learned nothing there, and its weight counts in the divisor.
+        return {
+            group: (self._weights[group], source.gradient(bucket) if source.present(bucket) else None)
+            for group, source in self._sources.items()
+        }
+
+
+class OuterRounds(ServerExtension, StepPolicy):
+    """Makes one update of the steps of all live worker groups."""
+
+    def __init__(self, server: Server, job: Job) -> None:
+        self._server = server
+        self.replies_in_part = job.cluster.fragments > 1
+        self._quorum = job.cluster.quorum
+        self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
+
+    def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
+        """As `StepPolicy.updates`: one for each fragment of which the round is over."""
+        here = {group for group, _ in steps}
+        # Without another group that could push, no round waits for more.
+        last = here.issuperset(self._server.worker_groups.clocks.live())
+        by_fragment: dict[int, list[tuple[int, int]]] = {}
+        for group, step in steps:
+            fragment = self._server.state.known.staging[group].first.optimizer
+            by_fragment.setdefault(fragment, []).append((group, step))
+        found = [by_fragment[fragment] for fragment in sorted(by_fragment)]
+        return [update for update in found if last or 0 < self._quorum <= len(update)]
+
+    def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
+        """As `StepPolicy.joint_gradient`."""
+        model = self._server.state.known
+        return RoundGradient(sources, self._mean, GroupBuffers(model.flats, SEVERAL_GROUPS), model.buckets)

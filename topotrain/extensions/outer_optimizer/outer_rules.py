@@ -1,0 +1,132 @@
+"""Combinations of job fields that an outer optimizer excludes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from topotrain.config.combinations import Combination
+from topotrain.config.job import (
+    FOREIGN,
+    Agreement,
+    Algorithm,
+    Apply,
+    ChangeMethod,
+    Correction,
+    Grads,
+    Keep,
+    Placement,
+    Pull,
+    Shard,
+    Updater,
+    UpdaterType,
+    Weigh,
+)
+
+_TYPES = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kUserUpdater)
+
+
+def _of_outer(field: str, refused: Callable[[Updater], object], accepted: str) -> Combination:
+    """Refuse values of a field of the outer optimizer."""
+    return Combination(f"cluster.outer.{field}", lambda c: c.outer and refused(c.outer), accepted, "cluster")
+
+
+def _with_outer(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
+    """Refuse values of a field of the job or the cluster with an outer optimizer."""
+    inside = "cluster" if field.startswith("cluster.") else ""
+    outer: Callable[[Any], object] = (lambda c: c.outer) if inside else (lambda j: j.cluster.outer)
+    return Combination(field, lambda b: outer(b) and refused(b), f"{accepted} with cluster.outer", inside)
+
+
+_CONSTANT = "a schedule such as learning_rate { type: kFixed base_lr: 0.7 }"
+
+COMBINATIONS = (
+    _of_outer("type", lambda u: u.type is UpdaterType.kUserUpdater, f"must be one of {_TYPES}"),
+    _of_outer("user_type", lambda u: u.user_type, "must not be given: the servers run one of SINGA's updaters"),
+    _of_outer("learning_rate", lambda u: u.learning_rate is None, f"is required: {_CONSTANT}"),
+    _of_outer(
+        "learning_rate.type",
+        lambda u: u.learning_rate is not None and u.learning_rate.type is not ChangeMethod.kFixed,
+        f"must be kFixed: {_CONSTANT}",
+    ),
+    _of_outer("momentum", lambda u: u.type is UpdaterType.kNesterov and not u.momentum, "must be > 0 for kNesterov"),
+    _of_outer(
+        "momentum",
+        lambda u: u.type not in (UpdaterType.kSGD, UpdaterType.kNesterov) and u.momentum,
+        "must be 0 for types other than kSGD and kNesterov, which do not use it",
+    ),
+    _of_outer(
+        "rmsprop_conf",
+        lambda u: u.type is UpdaterType.kRMSProp and u.rmsprop_conf is None,
+        "is required by kRMSProp, such as { rho: 0.9 }",
+    ),
+    _of_outer("clip_norm", lambda u: u.clip_norm is not None, "must not be given: clip gradients in the script"),
+    _of_outer("clip_low", lambda u: u.clip_low < u.clip_high, "must not be below clip_high: clip in the script"),
+    Combination(
+        "cluster.weigh",
+        lambda c: c.weigh is not Weigh.kSamples and not c.outer,
+        "must be kSamples without cluster.outer: there is nothing to weigh",
+    ),
+    Combination("cluster.fragments", lambda c: c.fragments > 1 and not c.outer, "must be 1 without cluster.outer"),
+    Combination(
+        "cluster.sync_freq",
+        lambda c: c.outer and c.sync_freq % c.fragments,
+        "must be a multiple of fragments: one fragment is exchanged after every sync_freq / fragments steps",
+    ),
+    Combination("cluster.overlap", lambda c: c.overlap and not c.outer, "must be 0 without cluster.outer"),
+    Combination(
+        "cluster.overlap",
+        lambda c: c.outer and c.overlap > c.sync_freq // c.fragments - 1,
+        "must be at most sync_freq / fragments - 1: one exchange at a time",
+    ),
+    Combination(
+        "cluster.keep",
+        lambda c: c.keep is not Keep.kAdd and not (c.overlap or c.quorum),
+        "must be kAdd with overlap: 0 and quorum: 0, where no step is made during an exchange",
+    ),
+    Combination("cluster.quorum", lambda c: c.quorum and not c.outer, "must be 0 without cluster.outer"),
+    Combination(
+        "cluster.quorum", lambda c: c.quorum > c.nworker_groups, "must be at most nworker_groups; 0: all that are there"
+    ),
+    Combination(
+        "cluster.overlap",
+        lambda c: c.overlap and c.quorum,
+        "must be 0 with cluster.quorum, where new values are taken as soon as they are there",
+    ),
+    Combination(
+        "cluster.blend", lambda c: c.blend != 0.5 and c.keep is not Keep.kBlend, "must be 0.5 without keep: kBlend"
+    ),
+    Combination(
+        "shard",
+        lambda j: j.cluster.fragments > 1 and not j.cluster.quorum and j.shard is Shard.kLease,
+        "must be kAuto or kStatic with cluster.fragments above 1 and quorum: 0: all exchange the same fragment",
+        "",
+    ),
+    _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),
+    _with_outer(
+        "cluster.nworkers_per_group",
+        lambda c: c.nworkers_per_group != 1,
+        "must be 1, since each worker trains values of its own,",
+    ),
+    _with_outer("cluster.n_push", lambda c: c.n_push != 1, "must be 1, and sync_freq counts the local steps,"),
+    _with_outer("cluster.n_fetch", lambda c: c.n_fetch != 1, "must be 1, and sync_freq counts the local steps,"),
+    _with_outer("cluster.max_staleness", lambda c: c.max_staleness is not None, "must not be given"),
+    _with_outer("cluster.agreement", lambda c: c.agreement is not Agreement.kMaster, "must not be given"),
+    _with_outer("cluster.engine", lambda c: c.engine in FOREIGN, "must be kAuto or kOwn"),
+    _with_outer("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
+    _with_outer("apply", lambda j: j.apply is not Apply.kAtStep, "must be kAtStep"),
+    _with_outer("grads", lambda j: j.grads is not Grads.kVisible, "must be kVisible"),
+    _with_outer("pull", lambda j: j.pull is not Pull.kStep, "must be kStep"),
+    _with_outer("correction", lambda j: j.correction is not Correction.kNone, "must be kNone"),
+    _with_outer("warmup_steps", lambda j: j.warmup_steps, "must be 0"),
+    _with_outer("partition", lambda j: j.partition, "must not be given"),
+    _with_outer("placement", lambda j: j.placement is not Placement.kManual, "must be kManual"),
+    _with_outer(
+        "updater.clip_norm",
+        lambda j: j.updater is not None and j.updater.clip_norm is not None,
+        "must not be given, and the script clips by torch.nn.utils.clip_grad_norm_,",
+    ),
+    _with_outer(
+        "updater.clip_low",
+        lambda j: j.updater is not None and j.updater.clip_low < j.updater.clip_high,
+        "must not be below clip_high, and the script clips by torch.nn.utils.clip_grad_value_,",
+    ),
+)
