@@ -12,7 +12,7 @@ from topotrain.core.protocol import Receiver
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import json, topotrain.launch.runtime.prepare_composition
+import json, topotrain.launch.runtime.prepare_composition, topotrain.launch.runtime.worker_connections
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.protocol import KINDS
