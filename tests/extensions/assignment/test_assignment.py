@@ -218,7 +218,7 @@ def test_buffers_and_tied_weights_are_loaded_too():
 def test_parameters_on_a_device_keep_their_memory(script, monkeypatch):
     """The CPU in the role of a device: its parameters are copies of what the servers see."""
 
-    def mirror(tensors, views):
+    def mirror(tensors, views, apart):
         return DeviceParameters(tensors, views, {tensor.device: ImmediateCopier() for tensor in tensors})
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)

@@ -143,7 +143,7 @@ def test_workers_of_a_host_that_split_a_model_send_no_sums(tmp_path):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
-    def mirror(tensors, views):
+    def mirror(tensors, views, apart):
         return DeviceParameters(tensors, views, {tensor.device: ImmediateCopier() for tensor in tensors})
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
