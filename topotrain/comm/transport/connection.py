@@ -339,7 +339,10 @@ class Connection:
 
 
 def landing(target: "torch.Tensor | None", message: Message, size: int) -> "tuple[torch.Tensor, memoryview]":
-    """Return the buffer of a payload of `size` bytes and its bytes, or raise ProtocolError."""
+    """Return the buffer of a payload, and its bytes. Raises ProtocolError.
+
+    size: of the payload, in bytes.
+    """
     if target is None:
         name = type(message).__name__
         raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")
@@ -359,7 +362,7 @@ def _broke(error: Exception) -> str:
 
 
 def copied(target: "torch.Tensor | None", message: Message, view: "torch.Tensor") -> "torch.Tensor":
-    """Return the buffer of a payload, with these bytes copied into it, or raise ProtocolError."""
+    """Copy these bytes into the buffer of a payload. Raises ProtocolError."""
     found, _ = landing(target, message, view.nbytes)
     found.detach().view(view.dtype).copy_(view)
     return found
@@ -369,7 +372,10 @@ _NOTHING = memoryview(b"")
 
 
 def byte_view(tensor: "torch.Tensor") -> memoryview:
-    """Return the tensor's own memory. Raises ValueError unless it is 1-D, contiguous and on the CPU."""
+    """Return the tensor's own memory.
+
+    Raises ValueError unless it is 1-D, contiguous and on the CPU.
+    """
     try:
         view: memoryview = tensor.numpy().data
         if view.ndim == 1 and view.c_contiguous:

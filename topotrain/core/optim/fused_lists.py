@@ -144,7 +144,10 @@ class FusedLists:
 
 
 def _lists_of(optimizer: Optimizer) -> list[GroupLists | None]:
-    """Return the lists of each group, None where nothing has a gradient; [] if `step()` must be used."""
+    """Return the lists of each group; [] if `step()` must be used.
+
+    None stands for a group without a gradient.
+    """
     if not all(map(_is_plain, optimizer.param_groups)):
         return []
     try:

@@ -107,7 +107,7 @@ def _options(cls: Any) -> frozenset[str]:
 
 
 def tried_settings(cls: Any, group: Mapping[str, Any], values: Mapping[str, float]) -> tuple[tuple[str, Any], ...]:
-    """Return the settings of a group with which a kernel is tried, without its kernel options.
+    """Return the settings of a group, without its kernel options, for a trial.
 
     values: of settings that are not 0, in place of the group's. A schedule may change these at every step.
     """

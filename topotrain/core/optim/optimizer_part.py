@@ -75,7 +75,7 @@ def _joined(first: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor, each: int) -> bool:
-    """Whether a kernel with rounds of `each` elements computes two tensors as one alike."""
+    """Whether a kernel with rounds of `each` elements can take two tensors as one."""
     if before.dtype != after.dtype or before.dim() != 1 or after.dim() != 1:
         return False
     if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
@@ -179,7 +179,9 @@ class OptimizerPart:
         return not self._loose
 
     def assign(self, gradients: Gradients, clip: tuple[float, float] | None = None) -> None:
-        """Give the spans these gradients of segments. A segment that is not named has none.
+        """Give the spans these gradients of segments.
+
+        A segment that is not named has none.
 
         clip: the bounds of every element.
         """
@@ -318,7 +320,7 @@ class OptimizerPart:
 
 
 def _ends(span: Span, gradients: Gradients) -> list[int]:
-    """Return where a span must be divided, because gradients do not lie as its segments do."""
+    """Return where gradients do not lie as the segments of a span do."""
     if len(span.keys) == 1:
         return []
     found = [gradients.get(key) for key in span.keys]

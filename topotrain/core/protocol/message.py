@@ -127,7 +127,7 @@ class Message:
         return True
 
     def receive(self, body: "torch.Tensor") -> None:
-        """Set the body of a message that has just been decoded; a transport calls this before anything handles it."""
+        """Set the body; only a transport calls this, with a message that it has decoded."""
         # In place: a second message object costs as much as all the rest of the transport's work on a frame.
         object.__setattr__(self, "body", body)
 

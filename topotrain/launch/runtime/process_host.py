@@ -401,7 +401,9 @@ class _LongWaits:
 
 
 class _ExclusiveChange:
-    """Exclusive access for a change, after which a waiting thread wakes if its condition is met.
+    """Exclusive access for a change.
+
+    After it a waiting thread wakes if its condition is met.
 
     Every message of a worker passes through it, so that it has no state of one use and is made once.
     """
