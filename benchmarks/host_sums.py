@@ -11,8 +11,8 @@ from functools import partial
 
 from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
 from benchmarks.models import build, parameters
-from benchmarks.record import run_table, say
-from benchmarks.sides import Side, Sides, attempt, cluster
+from benchmarks.record import run_table
+from benchmarks.sides import Side, Sides, cluster, gather
 
 NAME, TITLE, GOALS = "host_sums", "Workers of a host, summed before the link", ("P14",)
 
@@ -28,27 +28,18 @@ def conf(workers: int, top: str) -> str:
     return cluster(HOSTS * workers, HOSTS, inside=inside, top=top)
 
 
-def gather(sides: Sides, model: str, top: str) -> tuple[dict[str, Side], dict[str, str]]:
+def begin(sides: Sides, model: str, top: str) -> tuple[dict[str, Side], dict[str, str]]:
     """The sides that could be started, and why the others could not."""
 
-    def begin(name: str, workers: int, transport: str) -> Side:
+    def started(name: str, workers: int, transport: str) -> Side:
         return sides.job(f"{name} {top}", conf(workers, top), HOSTS * workers, model, transport)
 
     starts = {
-        SUMMED: partial(begin, SUMMED, WORKERS, "kAuto"),
-        EACH: partial(begin, EACH, WORKERS, "kTcp"),
-        ONE: partial(begin, ONE, 1, "kAuto"),
+        SUMMED: partial(started, SUMMED, WORKERS, "kAuto"),
+        EACH: partial(started, EACH, WORKERS, "kTcp"),
+        ONE: partial(started, ONE, 1, "kAuto"),
     }
-    living: dict[str, Side] = {}
-    missing: dict[str, str] = {}
-    for name, start in starts.items():
-        found = attempt(start)
-        if isinstance(found, Side):
-            living[name] = found
-        else:
-            missing[name] = found
-            say(f"  {name}: {found}")
-    return living, missing
+    return gather(starts)
 
 
 def bytes_per_step(side: Side, steps: int) -> float:
@@ -63,7 +54,7 @@ def compare(model: str, way: str, rounds: int, steps: int) -> list[Row]:
     """Bytes and seconds of a step in all sides, and their ratios."""
     size = parameters(build(model, 0).model) * 4 / 2**20
     with Sides() as sides:
-        living, missing = gather(sides, model, WAYS[way])
+        living, missing = begin(sides, model, WAYS[way])
         # The first round does not count: the workers of a host are connected after a step or two.
         turns = {name: partial(side.turn, steps) for name, side in living.items()}
         found: dict[str, Samples] = interleave(turns, rounds) if turns else {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from benchmarks.processor import Turn, processor_seconds
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, say
 
 STEPPER = Path(__file__).parent / "programs" / "stepper.py"
 START_S = 120.0
@@ -389,3 +389,17 @@ def attempt(start: Callable[..., Side], *args: Any) -> Side | str:
         return start(*args)
     except Refused as reason:
         return str(reason)
+
+
+def gather(starts: Mapping[str, Callable[[], Side]]) -> tuple[dict[str, Side], dict[str, str]]:
+    """The sides that could be started, and why the others could not."""
+    living: dict[str, Side] = {}
+    missing: dict[str, str] = {}
+    for name, begin in starts.items():
+        found = attempt(begin)
+        if isinstance(found, Side):
+            living[name] = found
+        else:
+            missing[name] = found
+            say(f"  {name}: {found}")
+    return living, missing

@@ -14,7 +14,7 @@ from benchmarks.learning import ddp, first, job
 from benchmarks.link import Namespaces
 from benchmarks.models import build, parameters
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, attempt, cluster
+from benchmarks.sides import Refused, Side, Sides, cluster, gather
 
 NAME, TITLE, GOALS = "slow_link", "Slow links", ("P8", "P9")
 
@@ -41,20 +41,6 @@ def shaped_ddp(sides: Sides, size: int, model: str) -> Side:
     sides.also_close(hosts)
     more = {"GLOO_SOCKET_IFNAME": hosts.interface, "MASTER_ADDR": hosts.addresses[0]}
     return sides.peer(f"DDP {size} {model}", "ddp", size, model, wrap=hosts.commands, **more)
-
-
-def gather(starts: Mapping[str, object]) -> tuple[dict[str, Side], dict[str, str]]:
-    """What could be started, and why the rest could not."""
-    living: dict[str, Side] = {}
-    missing: dict[str, str] = {}
-    for name, begin in starts.items():
-        found = attempt(begin)  # type: ignore[arg-type]
-        if isinstance(found, Side):
-            living[name] = found
-        else:
-            missing[name] = found
-            say(f"  {name}: {found}")
-    return living, missing
 
 
 def two_hosts(rounds: int, accuracy_rounds: int) -> list[Row]:

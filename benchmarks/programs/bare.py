@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.programs.pusher import ELEMENTS, TENSORS
+from benchmarks.programs.pusher import ELEMENTS, TENSORS, take_orders
 from benchmarks.programs.stepper import Line
-from topotrain.comm.transport.tcp import prepare
+from topotrain.comm.transport.tcp_socket import prepare
 from topotrain.core.server.gradients.backward_means import IN_CACHE
 
 COUNT = TENSORS * ELEMENTS
@@ -30,7 +30,7 @@ class Sockets:
     """One of two processes that send each other twice 40 MB."""
 
     def __init__(self, rank: int, port: int) -> None:
-        self._socket = _listening(port) if rank == 0 else _connected(port)
+        self._socket = _listening(port) if rank == 0 else connected(port)
         prepare(self._socket)
         self._own, self._into = torch.ones(COUNT), torch.zeros(COUNT)
 
@@ -40,12 +40,8 @@ class Sockets:
         sender.start()
         data = self._into.view(torch.uint8).numpy().data
         for _ in range(TWICE):
-            at = 0
-            while at < len(data):
-                count = self._socket.recv_into(data[at : at + SLICE], 0, socket.MSG_WAITALL)
-                if not count:
-                    raise EOFError("the other process has ended")
-                at += count
+            for at in range(0, len(data), SLICE):
+                receive(self._socket, data[at : at + SLICE])
         sender.join()
 
     def _send(self) -> None:
@@ -59,6 +55,15 @@ class Sockets:
         return float(self._into.double().mean())
 
 
+def receive(sock: socket.socket, target: memoryview) -> None:
+    """Receive exactly `target`."""
+    while target:
+        count = sock.recv_into(target, 0, socket.MSG_WAITALL)
+        if not count:
+            raise EOFError("the other process has ended")
+        target = target[count:]
+
+
 def _listening(port: int) -> socket.socket:
     with socket.create_server(("127.0.0.1", port)) as listener:
         listener.settimeout(WAIT_S)
@@ -67,12 +72,13 @@ def _listening(port: int) -> socket.socket:
     return found
 
 
-def _connected(port: int) -> socket.socket:
+def connected(port: int) -> socket.socket:
+    """Return a connection to another process of the side, which may listen a moment later."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
             return socket.create_connection(("127.0.0.1", port), WAIT_S)
-        except ConnectionRefusedError:  # the other process listens a moment later
+        except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
@@ -126,15 +132,7 @@ def main() -> None:
     work = Sockets(rank, int(os.environ["MASTER_PORT"])) if way == "sockets" else Reduction(rank, size, Path(folder))
     line = Line(options.socket)
     line.say(pid=os.getpid())
-    for order in line.orders():
-        if "steps" in order:
-            for _ in range(order["steps"]):
-                work.step()
-            line.say(done=order["steps"])
-        elif "check" in order:
-            line.say(value=work.value())
-        else:
-            break
+    take_orders(line, work.step, work.value, done=0)
 
 
 if __name__ == "__main__":

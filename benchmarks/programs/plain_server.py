@@ -11,40 +11,20 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.programs.pusher import ELEMENTS, MOMENTUM, RATE, SLOPE, TENSORS
+from benchmarks.programs.bare import connected, receive
+from benchmarks.programs.pusher import ELEMENTS, MOMENTUM, RATE, SLOPE, TENSORS, take_orders
 from benchmarks.programs.stepper import Line
+from topotrain.comm.transport.connection import byte_view
+from topotrain.comm.transport.tcp_socket import prepare
 
 COUNT = TENSORS * ELEMENTS
 SLICE = 1 << 20  # elements
-ADDRESS = ("127.0.0.1", int(os.environ.get("MASTER_PORT", "0")))
+PORT = int(os.environ.get("MASTER_PORT", "0"))
 SLICES = [(at, min(at + SLICE, COUNT)) for at in range(0, COUNT, SLICE)]
-
-
-def prepare(sock: socket.socket) -> socket.socket:
-    """As topotrain has its sockets on loopback."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    return sock
-
-
-def receive(sock: socket.socket, target: memoryview) -> None:
-    """Receive exactly `target`."""
-    while target:
-        count = sock.recv_into(target, 0, socket.MSG_WAITALL)
-        if not count:
-            raise ConnectionError("the other side has ended")
-        target = target[count:]
-
-
-def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor."""
-    view: memoryview = tensor.numpy().data.cast("B")
-    return view
 
 
 class Worker:
@@ -52,13 +32,14 @@ class Worker:
 
     def __init__(self) -> None:
         self._gradient, self.values = torch.full((COUNT,), SLOPE), torch.zeros(COUNT)
-        self._sock = prepare(_dialed())
+        self._sock = connected(PORT)
+        prepare(self._sock)
         self._sock.sendall(struct.pack("<i", int(os.environ["RANK"])))
 
     def step(self) -> None:
-        sender = threading.Thread(target=self._sock.sendall, args=(memory(self._gradient),))
+        sender = threading.Thread(target=self._sock.sendall, args=(byte_view(self._gradient),))
         sender.start()
-        receive(self._sock, memory(self.values))
+        receive(self._sock, byte_view(self.values))
         sender.join()
 
     def value(self) -> float:
@@ -73,10 +54,11 @@ class Server:
         self.values, self._momentum, self._mean = torch.zeros(COUNT), torch.zeros(COUNT), torch.zeros(SLICE)
         self._steps = 0
         self._new = [threading.Semaphore(0) for _ in range(workers)]
-        with socket.create_server(ADDRESS) as listener:
+        with socket.create_server(("127.0.0.1", PORT)) as listener:
             self._socks: dict[int, socket.socket] = {}
             while len(self._socks) < workers:
-                sock = prepare(listener.accept()[0])
+                sock, _ = listener.accept()
+                prepare(sock)
                 (rank,) = struct.unpack("<i", sock.recv(4, socket.MSG_WAITALL))
                 self._socks[rank - 1] = sock
 
@@ -96,7 +78,7 @@ class Server:
         self._steps += 1
 
     def _read(self, number: int) -> None:
-        payload = memory(self._parts[number])
+        payload = byte_view(self._parts[number])
         for lo, hi in SLICES:
             receive(self._socks[number], payload[4 * lo : 4 * hi])
 
@@ -123,24 +105,13 @@ class Server:
         )
 
     def _write(self, number: int) -> None:
-        payload = memory(self.values)
+        payload = byte_view(self.values)
         for lo, hi in SLICES:
             self._new[number].acquire()
             self._socks[number].sendall(payload[4 * lo : 4 * hi])
 
     def value(self) -> float:
         return float(self.values.double().mean())
-
-
-def _dialed() -> socket.socket:
-    deadline = time.monotonic() + 60.0
-    while True:
-        try:
-            return socket.create_connection(ADDRESS)
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def main() -> None:
@@ -155,18 +126,7 @@ def main() -> None:
     step: Callable[[], None] = work.step
     step()
     line.say(pid=os.getpid())
-    done = 1
-    for order in line.orders():
-        if "steps" in order:
-            began = time.perf_counter()
-            for _ in range(order["steps"]):
-                step()
-            done += order["steps"]
-            line.say(seconds=time.perf_counter() - began)
-        elif "check" in order:
-            line.say(value=work.value(), steps=done)
-        else:
-            break
+    take_orders(line, step, work.value, done=1)
 
 
 if __name__ == "__main__":

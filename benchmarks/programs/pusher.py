@@ -153,20 +153,8 @@ def make(way: str) -> Any:
     return MeasuredClient(name == "reduce", int(tensors or TENSORS))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--socket", required=True)
-    ways = "copies, gloo step, gloo reduce, step, reduce, or step:N for N tensors"
-    parser.add_argument("--way", required=True, help=ways)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # as in servers; momentum of a constant gradient has none anyway
-    line = Line(options.socket)
-    work = make(options.way)
-    step: Callable[[], None] = work.step
-    step()
-    line.say(pid=os.getpid())
-    done = 1
+def take_orders(line: Line, step: Callable[[], None], value: Callable[[], float], done: int) -> None:
+    """Make steps, count what they compute, and say what they led to, as ordered; `done` steps were made before."""
     for order in line.orders():
         if "steps" in order:
             began = time.perf_counter()
@@ -181,9 +169,25 @@ def main() -> None:
             done += order["count"]
             line.say(counts=mode.counts)
         elif "check" in order:
-            line.say(value=work.value(), steps=done)
+            line.say(value=value(), steps=done)
         else:
             break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    ways = "copies, gloo step, gloo reduce, step, reduce, or step:N for N tensors"
+    parser.add_argument("--way", required=True, help=ways)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as in servers; momentum of a constant gradient has none anyway
+    line = Line(options.socket)
+    work = make(options.way)
+    step: Callable[[], None] = work.step
+    step()
+    line.say(pid=os.getpid())
+    take_orders(line, step, work.value, done=1)
     if options.way.startswith("gloo"):
         os._exit(0)  # taking Gloo's group apart hangs at times
     if options.way == "reduce":

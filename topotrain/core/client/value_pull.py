@@ -34,7 +34,7 @@ class ValuePull:
         self._round: int | None = None
         self._here: set[int] = set()  # buckets of the awaited round
         self._awaited = 0
-        self._in_part: int | None = None  # the optimizer of the step whose values are awaited. None: those of all
+        self._in_part: int | None = None  # the awaited values are those of this optimizer's parameters; None: of all
         self._partial = False
         self._fetches = 0  # equal on all workers of the group, so that they are shown the same moment
         self._lazy = False

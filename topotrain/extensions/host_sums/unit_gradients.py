@@ -234,7 +234,7 @@ class CommittedGradients(UnitGradients):
                     return []
                 wanted[bucket][worker] = gradient
         self._ended.add(shard)
-        # The servers may leave out a worker whose gradients are not finite, and then need those of the others.
+        # The servers may leave out gradients that are not finite, and then need the others one by one.
         apart = not all(commit.finite for commit in commits.values())
         found = [self._last_sum(bucket, gradients, commits, apart) for bucket, gradients in wanted.items() if gradients]
         numbers = bytes(self._sent[b].number + 1 if b in self._sent else 0 for b in buckets)
