@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,9 @@ def test_torch_is_imported_by_the_forkserver_alone(tmp_path: Path) -> None:
     assert {who for who, count in counts.items() if count} == {"forkserver"}
     assert counts["forkserver"] == 1
     assert "| torch._C\n" not in done.stderr
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest refuses the second one of a process, and only the whole suite has both in one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, times in names.items() if times > 1]
