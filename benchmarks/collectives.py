@@ -8,7 +8,7 @@ of every round with the sum it should be (kAuto and kNaive: bit for bit).
 Bytes are the most that one process sent, payloads and frames; beside it the arithmetic, for the buckets as they are
 dealt to the homes, and for even shares: 2(P-1)/P of the data, and (P-1) times the data at the naive master. On shared
 memory they are what references stand for; only what a rank passes on of another rank's memory is really sent. Gloo's
-own bytes cannot be read. Our TCP transport chooses its congestion control (cubic, else reno), Gloo takes the system's
+own bytes cannot be read. Our TCP transport chooses its congestion control (reno on loopback), Gloo takes the system's
 default (which a table's machine names): part of a difference is this alone.
 """
 
