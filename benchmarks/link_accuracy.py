@@ -20,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +36,7 @@ from topotrain.config.job import Cluster, Link
 from topotrain.config.topology import Address, Role, layout
 
 HOSTS = 4
-RING = layout(Cluster(nworkers_per_group=HOSTS, link=Link()))  # each worker on a host of its own
+PLACES = layout(Cluster(nworkers_per_group=HOSTS + 1, link=Link()))  # each worker on a host of its own
 RING_BYTES = 4_500_000
 FLOW_BYTES = INCAST_BYTES = 1_500_000
 CHUNK = 1 << 14  # elements: 64 KiB
@@ -128,7 +130,7 @@ def _live(
 ) -> None:
     """A host's process: every round begins for all at once; tells when each one ended."""
     torch.set_num_threads(1)
-    once = body(rank, listeners, EmulatedNetwork(link, Path(folder), "bench", RING))
+    once = body(rank, listeners, EmulatedNetwork(link, Path(folder), "bench", PLACES))
     while tell.recv():
         start.wait()
         began = time.monotonic()
@@ -152,7 +154,7 @@ def times(body: ProcessBody, hosts: int, link: Link, rounds: int) -> list[float]
         for _ in range(rounds + 1):
             for pipe in pipes:
                 pipe.send(True)
-            marks = [pipe.recv() for pipe in pipes]
+            marks = [_mark(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
             found.append(max(end for _, end in marks) - min(began for began, _ in marks))
         for process in processes:
             process.kill()
@@ -160,6 +162,15 @@ def times(body: ProcessBody, hosts: int, link: Link, rounds: int) -> list[float]
     for listener in listeners:
         listener.close()
     return found[1:]
+
+
+def _mark(pipe: Pipe, process: BaseProcess) -> tuple[float, float]:
+    """When a host began and ended its round. Raises RuntimeError if its process is gone."""
+    wait([pipe, process.sentinel])
+    if not pipe.poll():
+        raise RuntimeError(f"a host's process ended with exit code {process.exitcode}")
+    began, ended = pipe.recv()
+    return began, ended
 
 
 def measure(options: argparse.Namespace) -> list[Row]:

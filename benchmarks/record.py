@@ -77,19 +77,19 @@ FIGURES = ("benchmarks/results", "benchmarks/RESULTS.md", "docs/fault-tolerance.
 """Where figures stand."""
 
 
-def commit() -> str:
+def commit(checkout: Path = ROOT) -> str:
     """The commit, with "+changes" where the tree holds something else (figures themselves do not count)."""
-    head = _git("rev-parse", "--short=12", "HEAD")
+    head = _git(checkout, "rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
     figures = [f":!{path}" for path in FIGURES]
-    dirty = _git("status", "--porcelain", "--", ".", *figures)
+    dirty = _git(checkout, "status", "--porcelain", "--", ".", *figures)
     return head + ("+changes" if dirty else "")
 
 
-def _git(*words: str) -> str:
+def _git(checkout: Path, *words: str) -> str:
     try:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

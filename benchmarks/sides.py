@@ -230,6 +230,7 @@ class Sides:
         cold: bool = False,
         terminal: bool = False,
         script: Path = STEPPER,
+        checkout: Path = ROOT,
     ) -> Side:
         """A job of topotrain with `workers` workers in all.
 
@@ -238,6 +239,7 @@ class Sides:
             cold: with a forkserver of its own, as a user's job has it.
             terminal: on a pretended terminal, with the live table.
             script: what it runs; one that is no stepper gets `model` as its --way.
+            checkout: another one of topotrain, for before and after; it runs its own copy of the script.
         Raises Refused, also for a conf that topotrain does not take (yet).
         """
         why = refusal(conf)
@@ -249,11 +251,11 @@ class Sides:
         command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",))]
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
         command += ["--set", f"cluster.transport={transport}"] if transport else []
-        command += [] if cold else ["--forkserver", self.serve()]
+        command += [] if cold or checkout != ROOT else ["--forkserver", self.serve()]
         word = "--model" if script == STEPPER else "--way"
-        command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
+        command += [str(file), str(checkout / script.relative_to(ROOT)), "--socket", str(folder / "line"), word, model]
         command += self._arguments if script == STEPPER else []
-        return self._start(name, folder, [command], [{}], workers, terminal)
+        return self._start(name, folder, [command], [{"PYTHONPATH": str(checkout)}], workers, terminal)
 
     def units(self, name: str, conf: str, count: int, workers: int, model: str, host: str) -> Side:
         """The same as `job`, over TCP, by `topotrain unit`: every process listens at this address. Raises Refused."""

@@ -2,7 +2,8 @@
 
 Rule: `perf` samples all processes of a job while it makes the steps of P2, and each sample counts for what its topmost
 function belongs to. The same for a plain program that moves the same bytes with the same kernels: what is beyond it is
-the price of the protocol. Needs `perf` (Linux tools) and the right to use it; without them the rows say so.
+the price of the protocol. `--before FOLDER` profiles the job of an older checkout in the same run, too. Needs `perf`
+(Linux tools) and the right to use it; without them the rows say so.
 """
 
 import argparse
@@ -13,11 +14,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.exchange import HIDDEN, PLAIN, PROGRAM, PUSHER, difference
-from benchmarks.harness import Row, absent, row
-from benchmarks.record import run_table, say
+from benchmarks.harness import Row, Samples, absent, interleave, row
+from benchmarks.record import ROOT, commit, run_table, say
 from benchmarks.sides import Refused, Side, Sides, cluster
 
 NAME, TITLE, GOALS = "time_split", "Where the time of a TCP step goes", ()
@@ -36,6 +38,7 @@ PARTS: Mapping[str, str] = {
 }
 """What a sample counts for: the first pattern that its library and function match."""
 OTHER = "other libraries"
+ALL = "all"
 
 _LINE = re.compile(r"^\s*[\d.]+%\s+(?P<samples>\d+)\s+(?P<where>\S+)\s+\[.\]\s+(?P<symbol>.+?)\s*$")
 
@@ -46,9 +49,9 @@ class Split:
 
     parts: Mapping[str, float]
 
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
+    def of(self, part: str) -> float:
+        """The milliseconds of one part, or of ALL."""
+        return sum(self.parts.values()) if part == ALL else self.parts[part]
 
 
 def part_of(library: str, symbol: str) -> str:
@@ -86,31 +89,47 @@ def profile(side: Side, folder: Path) -> Split:
     return split(text, STEPS)
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this table."""
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="an older checkout, for before and after")
+
+
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     """All rows."""
     if shutil.which("perf") is None:
         return [absent("", JOB, "CPU ms", "perf is not installed")]
     with tempfile.TemporaryDirectory() as folder, Sides() as sides:
-        say(f"  {JOB}, then {PROGRAM}")
         try:
-            ours = sides.job(JOB, cluster(workers=2, top=HIDDEN), 2, "step", "kTcp", script=PUSHER)
-            plain = sides.plain(PROGRAM, PLAIN, "plain", 3)
-            ours.run(STEPS // 10)
-            plain.run(STEPS // 10)
-            found = [(each, profile(each, Path(folder))) for each in (ours, plain)]
+            living = {JOB: _job(sides, JOB, ROOT), PROGRAM: sides.plain(PROGRAM, PLAIN, "plain", 3)}
+            if options.before:
+                living[f"before ({commit(options.before)})"] = _job(sides, "before", options.before.resolve())
+            for side in living.values():
+                side.run(STEPS // 10)
+            found: dict[str, list[Split]] = {name: [] for name in living}
+
+            def turn(name: str) -> float:
+                found[name].append(profile(living[name], Path(folder)))
+                return found[name][-1].of(ALL)
+
+            interleave({name: partial(turn, name) for name in living}, spare=0)
         except Refused as reason:
             return [absent("", JOB, "CPU ms", str(reason))]
-        wrong = [text for side, _ in found if (text := difference(side))]
+        wrong = [text for side in living.values() if (text := difference(side))]
     if wrong:
         return [absent("", JOB, "CPU ms", wrong[0])]
-    (_, mine), (_, its) = found
-    rows = [_row(part, mine.parts[part], its.parts[part]) for part in mine.parts]
-    return [*rows, _row("all", mine.total, its.total)]
+    return [_row(part, found) for part in (*PARTS, OTHER, ALL)]
 
 
-def _row(part: str, mine: float, its: float) -> Row:
-    return row("", f"{JOB}: {part}", mine, "CPU ms", note=f"{PROGRAM}: {its:.1f} CPU ms", mode="kHidden, kAtStep")
+def _job(sides: Sides, name: str, checkout: Path) -> Side:
+    say(f"  {JOB}: {name}")
+    return sides.job(name, cluster(workers=2, top=HIDDEN), 2, "step", "kTcp", script=PUSHER, checkout=checkout)
+
+
+def _row(part: str, found: Mapping[str, Sequence[Split]]) -> Row:
+    figures = {name: Samples(tuple(each.of(part) for each in splits)).figure for name, splits in found.items()}
+    others = [f"{name}: {figure.value:.1f}" for name, figure in figures.items() if name != JOB]
+    return row("", f"{JOB}: {part}", figures[JOB], "CPU ms", note="; ".join(others), mode="kHidden, kAtStep")
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure)
+    run_table(NAME, TITLE, measure, options)

@@ -7,8 +7,8 @@ in an epoch. The time of the last epoch is compared.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from random import Random
 
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
 from benchmarks.learning import run_program
@@ -37,9 +37,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     unit = "× faster"
     with Sides() as sides:
         try:
-            found = interleave(
-                {way: lambda way=way: once(sides, way) for way in WAYS}, options.rounds, spare=0, order=Random(1)
-            )
+            found = interleave({way: partial(once, sides, way) for way in WAYS}, options.rounds, spare=0)
         except Refused as reason:
             return [absent("", "an epoch with uneven workers", unit, str(reason))]
     note = "theory 3.25: the slow worker gets 5 samples of 64 instead of 16"

@@ -158,6 +158,16 @@ def memory() -> dict[str, int]:
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
 
 
+def link() -> int:
+    """Bytes of messages of this worker over TCP so far, out and in."""
+    from topotrain.training import context
+
+    here = context.current()
+    assert here is not None
+    assert here.connections is not None
+    return sum(here.connections.link_traffic())
+
+
 class Reporting:
     """What the steps of a job report and check; the table of reporting switches it off, and times it."""
 
@@ -250,6 +260,8 @@ def main() -> None:
         elif "trace" in order:
             stepper.traced(order["count"], order["trace"] if rank == 0 else "")
             line.say(rank=rank)
+        elif "link" in order:
+            line.say(link=link())
         elif "check" in order:
             line.say(checksum=stepper.checksum(), **memory())
         else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.time_split import FREQUENCY, OTHER, part_of, split
+from benchmarks.time_split import ALL, FREQUENCY, OTHER, part_of, split
 
 REPORT = """
 # Samples: 7K of event 'cpu-clock'
@@ -17,7 +17,7 @@ def test_samples_are_milliseconds_of_a_step():
     found = split(REPORT, steps=10)
     assert found.parts["kernel: copies"] == pytest.approx(100.0)
     assert found.parts["Python"] == pytest.approx(498 / FREQUENCY * 100)
-    assert found.total == pytest.approx((997 + 498 + 250) / FREQUENCY * 100)
+    assert found.of(ALL) == pytest.approx((997 + 498 + 250) / FREQUENCY * 100)
 
 
 @pytest.mark.parametrize(
