@@ -32,6 +32,7 @@ NAME, TITLE, GOALS = "bounds", "What this machine can do at best", ()
 BARE = Path(__file__).parent / "programs" / "bare.py"
 CORES = os.cpu_count() or 1
 COPIES, GLOO, SOCKETS = "two copies + update", "Gloo all-reduce + step", "bare sockets"
+LEFT = "a copy of each worker's gradients from where backward leaves them"
 LIMITS: Mapping[str, float] = {"mlp": 0.75, "gpt": 0.85, "cnn": 0.85}
 """The goals of P4 for the fastest mode, times DDP."""
 
@@ -307,9 +308,9 @@ def training_rows(found: Mapping[str, Samples], lost: Mapping[str, str], chosen:
         least = made.value(
             f"P4 and P5, {label} over shared memory: at best",
             "× DDP",
-            (computing, TWO, ddp),
-            over,
-            share.format(TWO, "DDP"),
+            (computing, TWO, "copy", ddp),
+            lambda c, k, copy, d, over=over: over(c, k + 2 * copy, d),
+            share.format(f"{TWO}, and {LEFT}", "DDP"),
         )
         _judge(made, least, LIMITS[model])
         if SOCKETS in found:
@@ -317,17 +318,17 @@ def training_rows(found: Mapping[str, Samples], lost: Mapping[str, str], chosen:
             least = made.value(
                 f"P5, {label} over TCP: at best",
                 "× DDP",
-                (computing, TWO, ddp),
-                lambda c, k, d, over=over, b=bytes_s: over(c, k + b, d),
-                share.format(f"{TWO}, and the processor time of bare sockets", "DDP"),
+                (computing, TWO, "copy", ddp),
+                lambda c, k, copy, d, over=over, b=bytes_s: over(c, k + 2 * copy + b, d),
+                share.format(f"{TWO}, {LEFT}, and the processor time of bare sockets", "DDP"),
             )
             _judge(made, least, {"mlp": 0.90, "gpt": 0.97, "cnn": 0.95}[model])
         least = made.value(
             f"P6, {label}: at best",
             "× independent",
             (computing, ONE, "copy", alone),
-            lambda c, k, copy, a, over=over: 1 / over(c, 2 * (k + copy), a),
-            share.format(f"{ONE}, and a copy of the values, for each of 2 groups", "computing with an own update"),
+            lambda c, k, copy, a, over=over: 1 / over(c, 2 * (k + 2 * copy), a),
+            share.format(f"{ONE}, a copy of the values, and {LEFT}, for each of 2 groups", "computing with an update"),
         )
         _judge(made, least, 0.90, ">=")
     return made.rows

@@ -135,7 +135,9 @@ def run_table(
     state, began, load_of_machine = commit(), time.monotonic(), MachineLoad()
     rows = tuple(measure(options))
     shares = load_of_machine.shares()
-    command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+    # An absolute path would say whose machine it was.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = " ".join(["python -m", f"benchmarks.{name}", *words])
     seconds = round(time.monotonic() - began, 1)
     on = ", ".join(filter(None, (machine(), hardware())))
     table = Table(name, title, command, state, on, seconds, rows, round(shares.others, 3), round(shares.stolen, 3))

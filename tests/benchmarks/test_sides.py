@@ -2,14 +2,19 @@
 
 import pytest
 
+from benchmarks.link_accuracy import HOSTS, incast, ring, times
 from benchmarks.sides import Refused, Sides, cluster
+from topotrain.config.job import Link
 
 
 @pytest.mark.journey
 def test_a_job_takes_orders_and_what_it_reports_can_be_switched_off_and_timed() -> None:
     with Sides() as sides:
-        side = sides.job("job", cluster(workers=1), 1, "small")
+        side = sides.job("job", cluster(workers=1), 1, "small", "kTcp")
+        (before,) = side.ask(link=True)
         assert side.run(2) > 0
+        (after,) = side.ask(link=True)
+        assert after["link"] > before["link"] > 0
         assert side.run(2, mute=True) > 0
         side.run(1, mute=False)
         (answer,) = side.ask(timed=2)
@@ -26,3 +31,11 @@ def test_a_side_that_has_ended_says_so_and_not_that_a_pipe_is_broken() -> None:
             process.wait()
         with pytest.raises(Refused, match="alone"):
             side.ask(steps=1)
+
+
+@pytest.mark.journey
+def test_hosts_of_an_emulated_link_end_their_rounds() -> None:
+    """Every host has a place, also the one that only receives."""
+    fast = Link(bandwidth=10_000.0)
+    assert all(seconds > 0 for seconds in times(incast, HOSTS + 1, fast, rounds=1))
+    assert all(seconds > 0 for seconds in times(ring, HOSTS, fast, rounds=1))

@@ -29,9 +29,10 @@ MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fie
 @dataclass(frozen=True, slots=True)
 class _Codec:
     fixed: struct.Struct
-    fixed_names: tuple[str, ...]
     fixed_values: Callable[[Message], tuple[Any, ...]]
     variable: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
+    """Of the fixed and then of the variable fields."""
     in_order: bool
     """Whether the class has its fixed fields first, so that it can be made without names."""
 
@@ -55,13 +56,12 @@ def _layout(cls: type[Message]) -> _Codec:
             variable.append((f.name, "text" if f.type is str else "bytes"))
         else:
             variable.append((f.name, "ints"))
-    order = [f.name for f in fields(cls) if f.name != "body"]
-    in_order = order == [*names, *(name for name, _ in variable)] and not any(
-        f.kw_only for f in fields(cls) if f.name != "body"
-    )
+    whole = (*names, *(name for name, _ in variable))
+    declared = [f for f in fields(cls) if f.name != "body"]
+    in_order = tuple(f.name for f in declared) == whole and not any(f.kw_only for f in declared)
     # All fixed fields are one `struct` call. Both sides compute the layout from the class, so its order is the format.
-    codec = _CODECS[cls] = _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable), in_order)
-    return codec
+    _CODECS[cls] = _Codec(struct.Struct(fixed), _values_of(names), tuple(variable), whole, in_order)
+    return _CODECS[cls]
 
 
 def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
@@ -115,8 +115,7 @@ def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Messag
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
     if codec.in_order:
         return cls(*values, body=body)
-    names = (*codec.fixed_names, *(name for name, _ in codec.variable))
-    return cls(**dict(zip(names, values, strict=True)), body=body)
+    return cls(**dict(zip(codec.names, values, strict=True)), body=body)
 
 
 def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:
