@@ -40,6 +40,10 @@ def radial(groups: int = 3, sync_freq: int = 4, **cluster: Any) -> Any:
     return job(groups, sync_freq, merge=Merge.kRadial, **cluster)
 
 
+def broad() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 5))
+
+
 def merged(differences: list[torch.Tensor]) -> torch.Tensor:
     """The average of tensors with equal weights, in the steps of the servers."""
     flat, share = [each.reshape(-1) for each in differences], 1 / len(differences)
@@ -86,7 +90,7 @@ def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("cluster", [{}, {"weigh": Weigh.kEqual}, {"nworkers_per_procs": 3}], ids=str)
+@pytest.mark.parametrize("cluster", [{}, {"weigh": Weigh.kEqual}], ids=str)
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_job_has_the_bits_of_plain_pytorch(groups: int, cluster: dict[str, Any]) -> None:
     batches = vectors(groups * 13)
@@ -135,12 +139,15 @@ def test_servers_that_merged_their_parts_alone_would_be_noticed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("slicing", [Slicing.kElement, Slicing.kTensor])
-@pytest.mark.parametrize("slice_bytes", [0, 1024])
+@pytest.mark.parametrize("slice_bytes", [0, 4096])
 def test_neither_slices_nor_whole_tensors_matter(slicing: Slicing, slice_bytes: int) -> None:
+    """A tensor in one bucket, in several of one server, and in several of two servers."""
     batches = vectors(3 * 9)
     made = radial(nservers_per_group=2, slicing=slicing, slice_bytes=slice_bytes)
-    found = run_local(made, building(mlp, adamw), script(batches, 3)).values
-    assert_near(found, expected(batches, 3, 4))
+    found = run_local(made, building(broad, adamw), script(batches, 3))
+    assert_near(found.values, expected(batches, 3, 4, broad))
+    (buckets, *_) = [len(server.model.buckets) for server in found.servers]
+    assert (buckets > 1) == (slice_bytes > 0)
 
 
 @pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
@@ -291,8 +298,11 @@ def test_too_many_servers_and_groups_for_one_message() -> None:
 # --- which groups a round has, and what votes have -------------------------------------------------------------------
 
 
+GROUPS = 4
+
+
 def scripted(seed: int, merge: Merge, **cluster: Any) -> ScriptedCluster:
-    made = scripted_job(3, 1, 2, outer=OUTER["mean"][0], merge=merge, reduce=Reduce.kMean, **cluster)
+    made = scripted_job(GROUPS, 1, 2, outer=OUTER["mean"][0], merge=merge, reduce=Reduce.kMean, **cluster)
     found = ScriptedCluster(made, seed, STORM, MODEL)
     found.schema = described(found.map, partial(torch.optim.SGD, lr=1.0))
     return found
@@ -306,7 +316,7 @@ def train(worker: ScriptedWorker) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("quorum", [0, 1, 2])
+@pytest.mark.parametrize("quorum", [0, 2, 3])
 def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: int) -> None:
     sizes = set()
     for seed in range(12):
@@ -328,7 +338,7 @@ def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: 
         for found, value in zip(cluster.values(), wanted, strict=True):
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
         sizes |= {len(update) for update in updates}
-    assert sizes == {0: {3}, 1: {1, 2, 3}, 2: {1, 2, 3}}[quorum]
+    assert max(sizes) == (quorum or GROUPS)
 
 
 @pytest.mark.simulated
@@ -338,5 +348,5 @@ def test_votes_have_products_only_where_they_are_needed(merge: Merge) -> None:
     votes = trace(cluster, m.StepVote)
     cluster.play(train)
     # Of each group the pairs (start, step) of all, and one product with each.
-    wanted = 3 * 16 + 3 * 8 if merge is Merge.kRadial else 0
+    wanted = GROUPS * 16 + GROUPS * 8 if merge is Merge.kRadial else 0
     assert votes and {len(vote.measured) for *_, vote in votes if isinstance(vote, m.StepVote)} == {wanted}
