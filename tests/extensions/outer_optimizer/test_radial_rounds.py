@@ -27,13 +27,16 @@ from topotrain.config.job import (
     Weigh,
 )
 from topotrain.config.sharding import Parameter, SliceMap, cut
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Schema
+from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.extensions.outer_optimizer.inner_optimizer import outer_optimizers
 from topotrain.extensions.outer_optimizer.radial_marks import MERGE, embeddings_of, mark_radial
 from topotrain.extensions.outer_optimizer.radial_products import RadialTensors
+from topotrain.extensions.outer_optimizer.radial_rounds import RadialRounds
+from topotrain.launch.runtime.server_composition import make_server
 
 
 def radial(groups: int = 3, sync_freq: int = 4, **cluster: Any) -> Any:
@@ -282,6 +285,22 @@ def test_the_updates_of_scripted_workers_are_those_of_plain_pytorch() -> None:
         found = cluster.speaking(segment.shard).state.known.flats.segment("values", segment)
         part = wanted[segment.parameter][segment.start : segment.start + segment.hi - segment.lo]
         torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reset_tells_steps_of_one_number_apart() -> None:
+    made = scripted_job(3, 1, 2, outer=OUTER["mean"][0], merge=Merge.kRadial, reduce=Reduce.kMean)
+    topology = layout(made.cluster)
+    first, second = (
+        make_server(topology.servers(0)[0], made, topology, PrivateMemory()).extension(RadialRounds) for _ in range(2)
+    )
+    first.reset_group(1, False)
+    first.reset_worker(Address(Role.WORKER, 2, 0))
+    first.reset_group(7, False)  # of other servers
+    state = first.state_dict()
+    assert state is not None and state["resets"] == {0: 0, 1: 1, 2: 1}
+    second.load_state_dict(state)
+    second.reset_group(1, True)
+    assert state["resets"] == {0: 0, 1: 1, 2: 1} and second.state_dict() == {"resets": {0: 0, 1: 2, 2: 1}}
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
