@@ -1,6 +1,6 @@
 """Nesterov momentum of every N-th gradient, as an optimizer of torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class DelayedNesterov(Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Make one step. closure: computes the gradients, as in every optimizer of torch."""
         loss = None
         if closure is not None:

@@ -371,7 +371,7 @@ class StepVote(Message):
             the sum is not finite, or a table's gradient.
         members: with backup workers, the workers with complete contributions so far. The vote is sent again for each
             further worker.
-        measured: what an extension has measured of the step on this shard, for the shards that carry it out.
+        measured: an extension's measures of the step on this shard, for the shards that carry it out.
     """
 
     group: int

@@ -1,11 +1,11 @@
-"""Radial-directional average of tensors (Decoupled DiLoCo: Douillard et al., 2026).
+"""Radial-directional average of tensors.
 
-The average of tensors D with weights w has
+Decoupled DiLoCo (Douillard et al., 2026) merges with it. The average of tensors D with weights w has
 
 * the length sum(w |D|) / sum(w), where a tensor of zeros counts with length 0, and
 * the direction of sum(w D / |D|), without the tensors of zeros.
 
-What several workers have learned is nearly orthogonal, and the mean of M such tensors is shorter than each of them by
+The differences of several workers are nearly orthogonal, and the mean of M such tensors is shorter than each of them by
 the root of M. So a learning rate that suits one M is too small for a larger one. This average is as long as its parts.
 
 It is a sum of the tensors times factors. The factors need the lengths of the tensors and of the sum of their
@@ -20,13 +20,19 @@ import torch
 from topotrain.core.server.ordered_sum import ScratchBuffers
 
 CANCELLED = 1e-6
-"""Directions with a weighted mean that is shorter than this cancel each other: of less, float32 keeps only rounding."""
+"""Directions with a mean that is shorter than this cancel each other.
+
+Of a shorter one float32 keeps only rounding.
+"""
 
 Products = Mapping[tuple[int, int], float]
 """The inner products of tensors, by their numbers (a, b) with a <= b."""
 
 _CHUNK = 1 << 14
-"""Elements in one sum. It is less than what torch divides among threads, whose number must not decide a bit."""
+"""Elements in one sum: so few that torch does not divide them among threads.
+
+The number of threads must not decide a bit.
+"""
 
 
 def direction_factors(

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from topotrain.config.job import Merge
 
 MERGE = "merge"
-"""The setting of a group that says how its tensors are merged. Without it by their mean."""
+"""The setting of a group with tensors that are not merged by their mean."""
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

@@ -1,4 +1,4 @@
-"""Tensors that are merged radially, and their inner products where a tensor lies on several servers.
+"""Inner products of tensors that are merged radially and lie on several servers.
 
 The average of a tensor needs the inner products of what the groups have pushed, over all of its elements. Every shard
 adds up those of its part when it votes for a step. The coordinator puts what all shards have measured into its
@@ -73,7 +73,7 @@ class RadialTensors:
         return self._here[fragment]
 
     def places(self, tensor: int) -> Sequence[tuple[Bucket, int]]:
-        """Return the buckets of this shard that have elements of a tensor, and the numbers of their pieces."""
+        """Return the buckets with elements of a tensor, and the numbers of their pieces."""
         return self._places[tensor]
 
     def inside(self, bucket: Bucket) -> Sequence[tuple[int, int]]:
@@ -95,7 +95,7 @@ class RadialTensors:
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """What a shard has measured of one group's staged step.
+    """The measures of one shard of one group's staged step.
 
     Attributes:
         staged: of each group what was staged then: the number of its resets on this shard, and the step.

@@ -1,4 +1,4 @@
-"""Rounds of an outer optimizer that merge each tensor by its radial-directional average.
+"""Rounds that merge each tensor by a radial-directional average.
 
 `radial_average` has the rule, `radial_products` how servers learn the lengths of a tensor that they divide.
 """
@@ -40,7 +40,7 @@ from topotrain.extensions.outer_optimizer.radial_products import (
 
 
 class PushedTensors:
-    """What worker groups have pushed of the tensors of one shard.
+    """Tensors of one shard as worker groups have pushed them.
 
     Args:
         sources: the staged steps, by worker group.
@@ -51,14 +51,17 @@ class PushedTensors:
         self._sources, self._tensors = sources, tensors
 
     def part(self, group: int, bucket: Bucket, at: int) -> torch.Tensor | None:
-        """Return piece number `at` of a bucket, until the next call for the group. None: it is not pushed."""
+        """Return piece number `at` of a bucket. None: it is not pushed.
+
+        It is valid until the next call for the group.
+        """
         source, piece = self._sources[group], bucket.pieces[at]
         if not source.present(bucket) >> at & 1:
             return None
         return source.gradient(bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
 
     def product(self, tensor: int, left: int, right: int) -> float:
-        """Return the inner product of what two groups have pushed of a tensor, over this shard."""
+        """Return the inner product of two groups' tensors on this shard."""
         found = []
         for bucket, at in self._tensors.places(tensor):
             a = self.part(left, bucket, at)
@@ -69,7 +72,7 @@ class PushedTensors:
 
 
 class RadialGradient(RoundGradient):
-    """The radial-directional average of what several worker groups have pushed, and the mean of other tensors.
+    """The radial-directional average of each tensor, and the mean of those without.
 
     Args:
         sources, mean, buffers, buckets: as for `RoundGradient`.
@@ -110,7 +113,7 @@ class RadialGradient(RoundGradient):
         return average_factors(factors, lengths, self._counted, squared)
 
     def _measure(self, tensor: int, factors: Mapping[int, float]) -> float:
-        """Return the square of the length of the sum of a whole tensor times these factors."""
+        """Return the squared length of the sum of a tensor times these factors."""
         found = []
         for bucket, at in self._tensors.places(tensor):
             parts = list(self._parts_of(factors, bucket, at))
@@ -168,7 +171,7 @@ class RadialRounds(OuterRounds):
     # --- a vote --------------------------------------------------------------------------------------------------
 
     def amend_vote(self, vote: StepVote, commits: Mapping[int, Commit]) -> StepVote:
-        """As `ServerExtension.amend_vote`: with inner products of tensors that several shards divide."""
+        """As `ServerExtension.amend_vote`: adds inner products of divided tensors."""
         staging, tensors = self._server.state.known.staging, self._of_model()
         fragment = staging[vote.group].first.optimizer
         divided = tensors.divided(fragment).get(self._shard, ())
