@@ -12,15 +12,22 @@ from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import ScratchBuffers
 from topotrain.extensions.outer_optimizer.radial_average import (
     average_factors,
+    block_products,
     direction_factors,
     exact_sum,
-    inner_product,
     squared_length,
     write_sum,
+)
+from topotrain.extensions.outer_optimizer.radial_average import (
+    inner_product as sum_of_blocks,
 )
 from topotrain.extensions.outer_optimizer.radial_products import NOTHING, ProductRow, joined_products, unpack_rows
 
 Tensors = list[torch.Tensor]
+
+
+def inner_product(left: torch.Tensor, right: torch.Tensor) -> float:
+    return sum_of_blocks([block_products(left, right)])
 
 
 def average(tensors: Tensors, weights: list[float]) -> torch.Tensor | None:
@@ -147,6 +154,16 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         torch.set_num_threads(before)
     assert len(found) == 1
     assert found.pop() == pytest.approx(float(tensor.double() @ tensor.double()), rel=1e-13)
+
+
+@given(st.lists(st.integers(0, 700), max_size=6), st.sampled_from([44_800, 44_799, 64, 1, 40_000]))
+def test_the_cut_into_slices_changes_no_bit(units: list[int], size: int) -> None:
+    rng = torch.Generator().manual_seed(size)
+    left, right = torch.randn(size, generator=rng), torch.randn(size, generator=rng)
+    ends = [0, *sorted({64 * unit for unit in units if 0 < 64 * unit < size}), size]
+    blocks = [block_products(left[a:b], right[a:b]) for a, b in pairwise(ends)]
+    assert sum_of_blocks(blocks) == inner_product(left, right)
+    assert sum_of_blocks(blocks) == pytest.approx(float(left.double() @ right.double()), rel=1e-9, abs=1e-9)
 
 
 # --- inner products over several servers -----------------------------------------------------------------------------

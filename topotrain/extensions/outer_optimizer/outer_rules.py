@@ -98,7 +98,7 @@ COMBINATIONS = (
     Combination(
         "reduce",
         lambda j: j.cluster.merge is Merge.kRadial and j.reduce is not Reduce.kMean,
-        "must be kMean with cluster.merge: kRadial, whose length is a mean",
+        "must be kMean with cluster.merge: kRadial: its length is a mean",
         "",
     ),
     Combination("cluster.fragments", lambda c: c.fragments > 1 and not c.outer, "must be 1 without cluster.outer"),

@@ -13,10 +13,11 @@ directions, which are sums over elements: a tensor may lie on several servers.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from topotrain.config.sharding import ALIGN
 from topotrain.core.server.ordered_sum import ScratchBuffers
 
 CANCELLED = 1e-6
@@ -91,15 +92,28 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
-def inner_product(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the inner product of two 1-D tensors, computed in float64."""
-    sums = []
+def block_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the inner products of the blocks of `ALIGN` elements of two 1-D tensors.
+
+    Slices are cut between blocks, so the result does not depend on the cuts.
+    """
+    found = torch.empty(-(-left.numel() // ALIGN), dtype=torch.float64)
     for first in range(0, left.numel(), _CHUNK):
         # Products of two float32 are exact in float64 only.
-        product = left[first : first + _CHUNK].double()
-        other = product if right is left else right[first : first + _CHUNK].double()
-        sums.append(float((product * other).sum()))
-    return exact_sum(sums)
+        part = left[first : first + _CHUNK].double()
+        product = part * (part if right is left else right[first : first + _CHUNK].double())
+        begin, whole = first // ALIGN, product.numel() // ALIGN
+        torch.sum(product[: whole * ALIGN].view(-1, ALIGN), 1, out=found[begin : begin + whole])
+        if whole * ALIGN < product.numel():
+            found[-1] = product[whole * ALIGN :].sum()
+    return found
+
+
+def inner_product(blocks: Sequence[torch.Tensor]) -> float:
+    """Return the sum of the results of `block_products` of slices that follow one another."""
+    if not blocks:
+        return 0.0
+    return exact_sum(float(part.sum()) for part in torch.cat(list(blocks)).split(_CHUNK))
 
 
 def write_sum(parts: Iterable[tuple[float, torch.Tensor]], out: torch.Tensor, scratch: ScratchBuffers) -> None:

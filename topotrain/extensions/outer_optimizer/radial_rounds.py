@@ -23,8 +23,8 @@ from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, Round
 from topotrain.extensions.outer_optimizer.radial_average import (
     Products,
     average_factors,
+    block_products,
     direction_factors,
-    exact_sum,
     inner_product,
     squared_length,
     wide,
@@ -67,8 +67,8 @@ class PushedTensors:
             a = self.part(left, bucket, at)
             b = a if left == right else self.part(right, bucket, at)
             if a is not None and b is not None:
-                found.append(inner_product(a, b))
-        return exact_sum(found)
+                found.append(block_products(a, b))
+        return inner_product(found)
 
 
 class RadialGradient(RoundGradient):
@@ -120,8 +120,8 @@ class RadialGradient(RoundGradient):
             if parts:
                 total = self._scratch.like(3, parts[0][1].to(wide(parts[0][1].dtype)))
                 write_sum(parts, total, self._scratch)
-                found.append(inner_product(total, total))
-        return exact_sum(found)
+                found.append(block_products(total, total))
+        return inner_product(found)
 
     def _parts_of(self, factors: Mapping[int, float], bucket: Bucket, at: int) -> Iterator[tuple[float, torch.Tensor]]:
         for group in sorted(factors):
