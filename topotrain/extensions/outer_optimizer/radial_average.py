@@ -113,7 +113,8 @@ def inner_product(blocks: Sequence[torch.Tensor]) -> float:
     """Return the sum of the results of `block_products` of slices that follow one another."""
     if not blocks:
         return 0.0
-    return exact_sum(float(part.sum()) for part in torch.cat(list(blocks)).split(_CHUNK))
+    joined = torch.cat(list(blocks))
+    return exact_sum(float(joined[first : first + _CHUNK].sum()) for first in range(0, joined.numel(), _CHUNK))
 
 
 def write_sum(parts: Iterable[tuple[float, torch.Tensor]], out: torch.Tensor, scratch: ScratchBuffers) -> None:
