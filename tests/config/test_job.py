@@ -103,6 +103,8 @@ def outer(**changes: Any) -> dict[str, Any]:
 
 
 OUTER = {"cluster": Cluster(**outer())}
+RADIAL = {"cluster": Cluster(merge="kRadial", **outer())}  # type: ignore[arg-type]
+DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
 FRAGMENTS = {"cluster": Cluster(fragments=2, sync_freq=2, **outer())}
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
@@ -169,10 +171,15 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer(learning_rate=LRGen(type="kLinear")), outer()),  # type: ignore[arg-type]
     (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
     (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
+    (Cluster, outer(type="kNesterov", momentum=0.9, delay=2), outer(type="kDelayedNesterov", momentum=0.9, delay=2)),
+    (Job, {"updater": DELAYED}, {"cluster": Cluster(outer=DELAYED)}),
+    (Job, {"updater": Updater(delay=2)}, {"updater": Updater(delay=1)}),
     (Cluster, outer(type="kRMSProp"), outer(type="kRMSProp", rmsprop_conf=RMSProp(rho=0.9))),
     (Cluster, outer(clip_norm=1.0), outer()),
     (Cluster, outer(clip_low=-1.0, clip_high=1.0), outer()),
     (Cluster, {"weigh": "kEqual"}, outer() | {"weigh": "kEqual"}),
+    (Cluster, {"merge": "kRadial"}, outer() | {"merge": "kRadial"}),
+    (Job, RADIAL | {"reduce": "kSum"}, OUTER | {"reduce": "kSum"}),
     (Cluster, {"fragments": 2, "sync_freq": 2}, outer() | {"fragments": 2, "sync_freq": 2}),
     (Cluster, outer() | {"fragments": 2, "sync_freq": 3}, outer() | {"fragments": 2, "sync_freq": 4}),
     (Cluster, {"overlap": 1}, outer() | {"overlap": 1, "sync_freq": 2}),
@@ -243,6 +250,7 @@ def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, d
     [
         (Cluster, {"shares": (0.0,)}, "cluster.shares"),
         (Job, ON_ARRIVAL | {"updater": Updater(clip_low=-1, clip_high=1)}, "apply"),
+        (Cluster, outer(type="kDelayedNesterov"), "cluster.outer.momentum"),
     ],
 )
 def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str) -> None:

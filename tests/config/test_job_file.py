@@ -514,6 +514,7 @@ def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.Mo
             "job.conf:1:35: cluster.outer.learning_rate.base_lr = -1.0: must be a number",
         ),
         ("type: kSGD", "job.conf:1:11: cluster.outer.learning_rate: is required"),
+        ("delay: 0", "job.conf:1:19: cluster.outer.delay = 0: must be a whole number >= 1"),
         ("", "job.conf:1:11: cluster.outer.type = kUserUpdater: must be one of kSGD, kAdaGrad"),
     ],
 )

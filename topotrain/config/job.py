@@ -23,6 +23,7 @@ class UpdaterType(str, Enum):
     kAdaDelta = "kAdaDelta"
     kAdam = "kAdam"
     kAdamMax = "kAdamMax"
+    kDelayedNesterov = "kDelayedNesterov"
     kUserUpdater = "kUserUpdater"
 
 
@@ -103,6 +104,11 @@ class Agreement(str, Enum):
 class Weigh(str, Enum):
     kSamples = "kSamples"
     kEqual = "kEqual"
+
+
+class Merge(str, Enum):
+    kMean = "kMean"
+    kRadial = "kRadial"
 
 
 class Keep(str, Enum):
@@ -399,6 +405,7 @@ class Updater(Checked):
     clip_high: Number = 0.0
     clip_norm: Positive | None = None
     param: tuple[Param, ...] = ()
+    delay: Count = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +483,7 @@ class Cluster(Checked):
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
     quorum: Steps = 0
+    merge: Merge = Merge.kMean
 
     @property
     def local_steps(self) -> int:
@@ -590,7 +598,7 @@ _NO_RESULT = frozenset(
 
 # Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
 _NEWER = frozenset(
-    ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
+    ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction", "updater.delay", "cluster.merge"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
 )
 

@@ -63,7 +63,9 @@ def decisions(rng: Random) -> Event:
     group, step, shard = rng.randrange(2), rng.randrange(3), rng.randrange(2)
     refused = (rng.randrange(3), rng.randrange(4)) if rng.random() < 0.3 else ()
     members = tuple(sorted(rng.sample(range(3), 2))) if rng.random() < 0.4 else ()
-    vote = m.StepVote(group, step, rng.random() < 0.8, 1.5, False, rng.randrange(4), 0, refused, members)
+    vote = m.StepVote(
+        group, step, rng.random() < 0.8, 1.5, False, rng.randrange(4), 0, refused, members, rng.randbytes(2)
+    )
 
     def decide(log: DecisionLog) -> list[m.StepDecision]:
         return [log.decide(*ready) for ready in log.ready()]

@@ -104,6 +104,17 @@ def test_one_shard_that_overflows_skips_the_step_on_all():
     assert log.decide(0, 0).found_inf
 
 
+def test_a_decision_has_what_all_shards_have_measured_in_their_order():
+    log = DecisionLog(3)
+    for shard, measured in ((2, b"c"), (0, b"a"), (2, b"again"), (1, b"")):
+        log.staged(shard, replace(staged(0, 0), measured=measured))
+    assert log.decide(0, 0).measured == b"ac"
+    log.staged(0, staged(0, 1))
+    log.staged(1, staged(0, 1))
+    log.staged(2, staged(0, 1))
+    assert log.decide(0, 1).measured == b""
+
+
 def test_powers_are_added_or_the_largest_counts():
     log = DecisionLog(2)
     log.staged(0, staged(0, 0, power=9.0))

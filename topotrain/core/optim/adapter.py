@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from topotrain.config.async_momentum import Corrector, momentum_of
 from topotrain.config.job import ConfigError, Slicing
 from topotrain.core.optim import kernel_choice
+from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.core.optim.kernel_choice import OWN_ERRORS
 from topotrain.core.optim.optimizer_part import Gradients, OptimizerPart, PartGroup
 
@@ -39,6 +40,8 @@ ELEMENTWISE = (
     "Rprop",
 )
 WHOLE = ("Adafactor", "Muon")  # they use rows, columns or the whole matrix
+OWN: Mapping[str, type[Optimizer]] = {"topotrain:DelayedNesterov": DelayedNesterov}
+"""Element-wise optimizers that torch does not have, by the name that is sent."""
 REFUSED = {
     "LBFGS": (
         "it evaluates the closure several times in a step, and its line search compares losses of the whole batch: a "
@@ -207,6 +210,9 @@ def _name(cls: type, slicing: Slicing, import_module: str) -> str:
                 "optimizer", name, f"{why}must be one of {', '.join(ELEMENTWISE)}, or {' or '.join(WHOLE)} with kTensor"
             )
         return _TORCH + name
+    for own, each in OWN.items():
+        if each is cls:
+            return own
     if import_module and _find(importlib.import_module(import_module), name) is cls:
         return f"{import_module}:{name}"
     raise UnsupportedOptimizer(
@@ -226,6 +232,8 @@ def _find(module: object, name: str) -> Any:
 def _class(name: str, import_module: str) -> type[Optimizer]:
     """Return the class of a spec's name."""
     # The name comes from a peer: only a class of the lists above, or of the job's own module, is imported.
+    if name in OWN:
+        return OWN[name]
     short = name.removeprefix(_TORCH)
     if name.startswith(_TORCH):
         found = getattr(torch.optim, short, None) if short in ELEMENTWISE + WHOLE else None
@@ -237,6 +245,11 @@ def _class(name: str, import_module: str) -> type[Optimizer]:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UnsupportedOptimizer("optimizer", name, "must be an optimizer class that this process has")
     return found
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether the optimizer of this name treats all elements alike."""
+    return name in OWN or name.removeprefix(_TORCH) in ELEMENTWISE
 
 
 # ---- hyper-parameters ------------------------------------------------------------------------------------------------
@@ -393,7 +406,7 @@ class SliceUpdate:
             parts = [self._group_of(number, members[number]) for number in groups if number in members]
             made = _make(cls, [{**spec.groups[part.number], "params": list(part.values)} for part in parts])
             if made is not None:
-                self._parts.append(OptimizerPart(made, parts, joins=name.removeprefix(_TORCH) in ELEMENTWISE))
+                self._parts.append(OptimizerPart(made, parts, joins=is_elementwise(name)))
                 self._part_of |= {key: self._parts[-1] for part in parts for key in part.keys}
         self._hyper = b""
         self._given: Gradients | None = None  # the gradients that the values have

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import AdaDelta, Adam, AdamMax, ConfigError, Updater, UpdaterType
 from topotrain.core.optim import lr_schedules
+from topotrain.core.optim.delayed_nesterov import DelayedNesterov
+
+_NOT_OF_A_SCRIPT = (UpdaterType.kUserUpdater, UpdaterType.kDelayedNesterov)
 
 
 def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
@@ -87,6 +90,8 @@ def _rule(updater: Updater) -> tuple[type[Optimizer], dict[str, Any]]:
             if updater.momentum == 0:
                 raise ConfigError("updater.momentum", updater.momentum, "must be > 0 for kNesterov")
             return torch.optim.SGD, {"momentum": updater.momentum, "nesterov": True}
+        case UpdaterType.kDelayedNesterov:
+            return DelayedNesterov, {"momentum": updater.momentum, "delay": updater.delay}
         case UpdaterType.kAdaGrad:
             return torch.optim.Adagrad, {"eps": updater.delta}
         case UpdaterType.kRMSProp:
@@ -101,5 +106,5 @@ def _rule(updater: Updater) -> tuple[type[Optimizer], dict[str, Any]]:
         case UpdaterType.kAdamMax:
             adamax = updater.adammax_conf or AdamMax()
             return torch.optim.Adamax, {"betas": (adamax.beta1, adamax.beta2), "eps": updater.delta}
-    accepted = ", ".join(t.value for t in UpdaterType if t is not UpdaterType.kUserUpdater)
+    accepted = ", ".join(t.value for t in UpdaterType if t not in _NOT_OF_A_SCRIPT)
     raise ConfigError("updater.type", updater.type, f"must be one of {accepted}; or pass prepare() an optimizer")

@@ -371,6 +371,7 @@ class StepVote(Message):
             the sum is not finite, or a table's gradient.
         members: with backup workers, the workers with complete contributions so far. The vote is sent again for each
             further worker.
+        measured: an extension's measures of the step on this shard, for the shards that carry it out.
     """
 
     group: int
@@ -382,6 +383,7 @@ class StepVote(Message):
     incarnation: int = 0
     refused: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
+    measured: bytes = b""
 
     def is_valid(self) -> bool:
         return 0 <= self.step < MOST and 0 <= self.applied < MOST and 0 <= self.incarnation < MOST
@@ -410,6 +412,7 @@ class StepDecision(Message):
         refused: as in StepVote, of all shards. The gradients of these workers do not count.
         members: with backup workers, the workers with gradients that the step is made of.
         joined: this step and that of the next decision are one update of the values.
+        measured: as in StepVote, of all shards in their order.
     """
 
     index: int
@@ -421,6 +424,7 @@ class StepDecision(Message):
     refused: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
     joined: bool = False
+    measured: bytes = b""
 
     def is_valid(self) -> bool:
         in_bounds = 0 <= self.index < MOST and 0 <= self.step < MOST and 0 <= self.change <= 8

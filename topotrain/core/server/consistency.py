@@ -109,6 +109,7 @@ class _Vote:
     power: float = 0.0
     refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
     members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> workers complete there
+    measured: dict[int, bytes] = field(default_factory=dict)  # by shard
 
     def add_norm(self, message: StepVote) -> None:
         """Add a shard's part of the gradient's norm: the largest, or the sum of powers."""
@@ -163,6 +164,8 @@ class DecisionLog:
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
         # At most once per shard, because the norm is a sum. Votes with members have none.
         vote.add_norm(message)
+        if message.measured:
+            vote.measured[shard] = message.measured
         for worker, parameter in refused_pairs(message.refused):
             if self._holds(message, worker):
                 vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
@@ -195,9 +198,9 @@ class DecisionLog:
         members = tuple(sorted(vote.common))
         counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
         refused = tuple(number for pair in sorted(counts.items()) for number in pair)
-        finite, power = vote.finite, vote.power
+        found_inf, measured = not vote.finite, b"".join(vote.measured[shard] for shard in sorted(vote.measured))
         apply = StepDecision(
-            self._next, group, step, not finite, power, refused=refused, members=members, joined=joined
+            self._next, group, step, found_inf, vote.power, 0, refused, members, joined=joined, measured=measured
         )
         # Kept until every shard has applied it: a shard that missed it asks for it by its number.
         self._log[self._next] = apply
@@ -275,8 +278,8 @@ class DecisionLog:
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._votes = {
-            key: _Vote(set(shards), finite, power, dict(refused), dict(members))
-            for key, (shards, finite, power, refused, members) in state["votes"].items()
+            key: _Vote(set(shards), finite, power, dict(refused), dict(members), dict(measured))
+            for key, (shards, finite, power, refused, members, measured) in state["votes"].items()
         }
         self._log, self._decided = dict(state["log"]), dict(state["decided"])
         self._incarnations, self._replaced = dict(state["incarnations"]), dict(state["replaced"])

@@ -324,7 +324,8 @@ def check_same(parameters: Sequence[Parameter], optimizer: str, source: Snapshot
         return
     if new.name != old.name:
         raise ConfigError("resume", new.name, f"must be {old.name}, the optimizer of snapshot {source.number}")
-    if new.assignment != old.assignment:
+    # The groups of an outer optimizer have only settings of the job, which may change.
+    if new.assignment != old.assignment and not new.outer:
         raise ConfigError("resume", new.name, f"has other parameter groups than in snapshot {source.number}")
 
 

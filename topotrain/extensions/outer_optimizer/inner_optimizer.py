@@ -1,7 +1,7 @@
 """The script's optimizer as the inner one, between two rounds of a worker."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from topotrain.config.job import Cluster, ConfigError, Updater
+from topotrain.config.job import Cluster, ConfigError, Merge, Updater
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.radial_marks import mark_radial
 from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
@@ -87,12 +88,19 @@ class InnerOptimizer(LocalOptimizer):
         optimizer: the script's.
         cluster: the settings of the rounds.
         named: the model's parameters.
+        embeddings: those of them that are embeddings.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
     """
 
-    def __init__(self, optimizer: Optimizer, cluster: Cluster, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cluster: Cluster,
+        named: Iterable[tuple[str, nn.Parameter]],
+        embeddings: Collection[nn.Parameter] = (),
+    ) -> None:
         self._optimizer, self._weigh = optimizer, cluster.weigh
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
@@ -102,6 +110,9 @@ class InnerOptimizer(LocalOptimizer):
         assert cluster.outer is not None
         trained = [(name, p) for name, p in named if id(p) in self._trained]
         self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
+        if cluster.merge is Merge.kRadial:
+            for made in self.optimizers:
+                mark_radial(made, embeddings)
         self._untold = UntoldSteps(cluster.fragments)
         self._pushes = 0
         self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push

@@ -13,8 +13,10 @@ from topotrain.config.job import (
     Correction,
     Grads,
     Keep,
+    Merge,
     Placement,
     Pull,
+    Reduce,
     Shard,
     Updater,
     UpdaterType,
@@ -22,6 +24,8 @@ from topotrain.config.job import (
 )
 
 _TYPES = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kUserUpdater)
+_USUAL = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kDelayedNesterov)
+_NESTEROV = (UpdaterType.kNesterov, UpdaterType.kDelayedNesterov)
 
 
 def _of_outer(field: str, refused: Callable[[Updater], object], accepted: str) -> Combination:
@@ -47,11 +51,32 @@ COMBINATIONS = (
         lambda u: u.learning_rate is not None and u.learning_rate.type is not ChangeMethod.kFixed,
         f"must be kFixed: {_CONSTANT}",
     ),
-    _of_outer("momentum", lambda u: u.type is UpdaterType.kNesterov and not u.momentum, "must be > 0 for kNesterov"),
     _of_outer(
         "momentum",
-        lambda u: u.type not in (UpdaterType.kSGD, UpdaterType.kNesterov) and u.momentum,
-        "must be 0 for types other than kSGD and kNesterov, which do not use it",
+        lambda u: u.type in _NESTEROV and not u.momentum,
+        "must be > 0 for kNesterov and kDelayedNesterov",
+    ),
+    _of_outer(
+        "momentum",
+        lambda u: u.type not in (UpdaterType.kSGD, *_NESTEROV) and u.momentum,
+        "must be 0 for types other than kSGD, kNesterov and kDelayedNesterov, which do not use it",
+    ),
+    _of_outer(
+        "delay",
+        lambda u: u.delay != 1 and u.type is not UpdaterType.kDelayedNesterov,
+        "must be 1 without type: kDelayedNesterov",
+    ),
+    Combination(
+        "updater.type",
+        lambda j: j.updater and j.updater.type is UpdaterType.kDelayedNesterov,
+        f"must be one of {_USUAL}: kDelayedNesterov is a type of cluster.outer",
+        "",
+    ),
+    Combination(
+        "updater.delay",
+        lambda j: j.updater and j.updater.delay != 1,
+        "must be 1: it belongs to type kDelayedNesterov of cluster.outer",
+        "",
     ),
     _of_outer(
         "rmsprop_conf",
@@ -64,6 +89,17 @@ COMBINATIONS = (
         "cluster.weigh",
         lambda c: c.weigh is not Weigh.kSamples and not c.outer,
         "must be kSamples without cluster.outer: there is nothing to weigh",
+    ),
+    Combination(
+        "cluster.merge",
+        lambda c: c.merge is not Merge.kMean and not c.outer,
+        "must be kMean without cluster.outer: there is nothing to merge",
+    ),
+    Combination(
+        "reduce",
+        lambda j: j.cluster.merge is Merge.kRadial and j.reduce is not Reduce.kMean,
+        "must be kMean with cluster.merge: kRadial: its length is a mean",
+        "",
     ),
     Combination("cluster.fragments", lambda c: c.fragments > 1 and not c.outer, "must be 1 without cluster.outer"),
     Combination(

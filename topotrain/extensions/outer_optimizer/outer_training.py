@@ -3,6 +3,7 @@
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
+from topotrain.extensions.outer_optimizer.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker import Worker
@@ -33,7 +34,7 @@ class OuterOptimizerExtension(PrepareExtension):
         inner = request.only_optimizer("with cluster.outer each worker makes its steps alone")
         # No server has its state.
         here.kept[INNER] = inner
-        return InnerOptimizer(inner, cluster, request.model.named_parameters())
+        return InnerOptimizer(inner, cluster, request.model.named_parameters(), embeddings_of(request.model))
 
     def attach(self, here: Context, worker: Worker) -> None:
         if here.place.job.cluster.outer is not None:

@@ -7,7 +7,7 @@ them.
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from topotrain.config.job import Compression, Job
+from topotrain.config.job import Compression, Job, Merge
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Server
@@ -75,8 +75,9 @@ def _extensions(
         yield BackupWorkers(server, job, topology)
     if job.cluster.outer is not None:
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+        from topotrain.extensions.outer_optimizer.radial_rounds import RadialRounds
 
-        yield OuterRounds(server, job)
+        yield OuterRounds(server, job) if job.cluster.merge is Merge.kMean else RadialRounds(server, job)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

@@ -252,6 +252,8 @@ def state_entries(updater: Updater) -> int:
     match updater.type:
         case UpdaterType.kSGD | UpdaterType.kNesterov:
             return 1 if updater.momentum else 0
+        case UpdaterType.kDelayedNesterov:
+            return 2 if updater.delay > 1 else 1
         case UpdaterType.kAdaGrad | UpdaterType.kRMSProp:
             return 1
     return 2
