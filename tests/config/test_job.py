@@ -21,6 +21,7 @@ from topotrain.config.job import (
     FixedStep,
     Job,
     Link,
+    Linear,
     LRGen,
     OnFailure,
     Param,
@@ -166,7 +167,12 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer(type="kUserUpdater"), outer()),
     (Cluster, outer(user_type="mine"), outer()),
     (Cluster, outer(learning_rate=None), outer()),
-    (Cluster, outer(learning_rate=LRGen(type="kLinear")), outer()),  # type: ignore[arg-type]
+    (Cluster, outer(learning_rate=LRGen(type="kUserChange")), outer()),  # type: ignore[arg-type]
+    (
+        Cluster,
+        outer(learning_rate=LRGen(type="kLinear")),  # type: ignore[arg-type]
+        outer(learning_rate=LRGen(type="kLinear", linear_conf=Linear(change_freq=5, final_lr=0.1))),  # type: ignore[arg-type]
+    ),
     (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
     (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
     (Cluster, outer(type="kRMSProp"), outer(type="kRMSProp", rmsprop_conf=RMSProp(rho=0.9))),
@@ -184,6 +190,8 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer() | {"keep": "kDrop", "sync_freq": 9}, outer() | {"keep": "kDrop", "overlap": 1, "sync_freq": 9}),
     (Cluster, {"quorum": 1}, outer() | {"quorum": 1}),
     (Cluster, outer() | {"quorum": 2}, outer() | {"quorum": 2, "nworker_groups": 2}),
+    (Cluster, outer() | {"slack": 0.5}, outer() | {"slack": 0.5, "quorum": 1}),
+    (Cluster, {"slack": 0.0}, outer() | {"slack": 0.0, "quorum": 1}),
     (Cluster, outer() | {"overlap": 1, "sync_freq": 2, "quorum": 1}, outer() | {"sync_freq": 2, "quorum": 1}),
     (
         Cluster,

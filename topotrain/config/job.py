@@ -476,6 +476,7 @@ class Cluster(Checked):
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
     quorum: Steps = 0
+    slack: Share = 0.9
 
     @property
     def local_steps(self) -> int:
@@ -592,6 +593,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
+    + ["cluster.slack"]
 )
 
 

@@ -74,9 +74,14 @@ def _extensions(
 
         yield BackupWorkers(server, job, topology)
     if job.cluster.outer is not None:
+        from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+        from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 
-        yield OuterRounds(server, job)
+        windows = RoundWindows(server, job.cluster) if has_windows(job.cluster) else None
+        yield OuterRounds(server, job, windows, () if resumed is None else resumed.rounds)
+        if windows is not None:
+            yield windows
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

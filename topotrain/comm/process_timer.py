@@ -1,0 +1,44 @@
+"""The time of a process for its servers."""
+
+import threading
+import time
+from typing import Protocol
+
+from topotrain.core.protocol import Message
+from topotrain.core.server.server_context import TimerHost
+
+
+class OwnMessages(Protocol):
+    """An endpoint whose server handles messages of its own process."""
+
+    def handle_own(self, message: Message) -> None:
+        """Handle a message, with the server itself as its sender."""
+        ...
+
+
+class ServerClock(TimerHost):
+    """The clock of this process, which wakes no server.
+
+    A second copy of a server has one: its messages come from the first copy.
+    """
+
+    def now(self) -> float:
+        """As `TimerHost.now`."""
+        return time.monotonic()
+
+    def wake(self, seconds: float, message: Message) -> None:
+        """Do nothing."""
+
+
+class ProcessTimer(ServerClock):
+    """The clock of this process, which wakes one server on a thread of its own."""
+
+    def __init__(self, endpoint: OwnMessages) -> None:
+        self._endpoint = endpoint
+
+    def wake(self, seconds: float, message: Message) -> None:
+        """As `TimerHost.wake`."""
+        # A thread for each message: a server asks for one in a round. It inherits the flushing of denormals.
+        timer = threading.Timer(seconds, self._endpoint.handle_own, (message,))
+        timer.daemon = True  # the end of a job waits for no window
+        timer.start()
