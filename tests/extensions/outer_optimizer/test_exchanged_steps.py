@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_job import cross_entropy, mlp, run_local, vectors
-from test_same_bits import adamw, building, job
+from in_process_job import mlp, run_local, vectors
+from test_same_bits import adamw, building, job, script
 
 from topotrain.config.job import Keep, Weigh
-from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
 from topotrain.extensions.outer_optimizer.rounds import Learned, UntoldSteps
 
 
@@ -50,23 +50,15 @@ def weights_of(monkeypatch: pytest.MonkeyPatch, keep: Keep, steps: int, **cluste
     """The weights of one worker's pushes, of steps with 12 samples each, and its lost steps."""
     found: list[float] = []
     inner: list[InnerOptimizer] = []
-    weigh = InnerOptimizer.weight
+    push = DifferencePath.at_step
 
-    def weight(self: InnerOptimizer) -> float:
-        found.append(weigh(self))
-        inner[:] = [self]
-        return found[-1]
+    def at_step(self: Any, step: int, optimizer: int = 0) -> Any:
+        found.append(self._inner.weight())
+        inner[:] = [self._inner]
+        return push(self, step, optimizer)
 
-    monkeypatch.setattr(InnerOptimizer, "weight", weight)
-
-    def script(t: Any) -> None:
-        for number, batch in enumerate(vectors(steps)):
-            t.worker.drawn(0, number, 12.0, 12)
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch))
-            t.optimizer.step()
-
-    run_local(job(1, outer="mean", keep=keep, **cluster), building(mlp, adamw), script)
+    monkeypatch.setattr(DifferencePath, "at_step", at_step)
+    run_local(job(1, outer="mean", keep=keep, **cluster), building(mlp, adamw), script(vectors(steps), 1))
     return found, inner[0].untold.dropped
 
 

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from test_same_bits import OUTER
 
 from topotrain.config.job import Cluster

@@ -135,6 +135,6 @@ def test_a_schedule_needs_its_block(kind: ChangeMethod) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.outer\.learning_rate\.") as refused:
         scheduled(1, nesterov(LRGen(type=kind, base_lr=0.7)))
     if kind is ChangeMethod.kUserChange:
-        assert "learning_rate.type = 'kUserChange': must be one of kFixed, kLinear" in str(refused.value)
+        assert "learning_rate.type = kUserChange: must be one of kFixed, kLinear" in str(refused.value)
     else:
         assert f"is required by {kind.value}, such as" in str(refused.value)

@@ -73,7 +73,9 @@ def test_a_job_that_failed_has_the_steps_of_its_workers() -> None:
 
 @pytest.mark.parametrize("rounds", [True, False])
 def test_the_table_has_columns_where_a_job_has_rounds(rounds: bool) -> None:
-    table = comparison([{**report_of(*([ROUNDS] if rounds else [])), "label": "islands"}, {**report_of(), "label": "x"}])
+    table = comparison(
+        [{**report_of(*([ROUNDS] if rounds else [])), "label": "islands"}, {**report_of(), "label": "x"}]
+    )
     titles = [column.header for column in table.columns]
     assert ("rounds" in titles) == ("lost steps" in titles) == rounds
     if rounds:

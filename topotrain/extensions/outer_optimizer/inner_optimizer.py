@@ -15,8 +15,8 @@ from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.protocol import NO_REVISION
-from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
+from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush

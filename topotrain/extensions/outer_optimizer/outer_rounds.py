@@ -25,9 +25,9 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ReportingExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
 from topotrain.extensions.outer_optimizer.round_history import RoundHistory
-from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 
 
 class RoundGradient(StagedGradient):
@@ -112,8 +112,14 @@ class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
         for group, step in steps:
             fragment = self._server.state.known.staging[group].first.optimizer
             by_fragment.setdefault(fragment, []).append((group, step))
-        found = {f: by_fragment[f] for f in sorted(by_fragment) if last or 0 < self._quorum <= len(by_fragment[f])}
-        return list((found if self._windows is None else self._windows.over(steps, found, last)).values())
+        found: Mapping[int, Sequence[tuple[int, int]]] = {
+            fragment: by_fragment[fragment]
+            for fragment in sorted(by_fragment)
+            if last or 0 < self._quorum <= len(by_fragment[fragment])
+        }
+        if self._windows is not None:
+            found = self._windows.over(steps, found, last)
+        return list(found.values())
 
     def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
         """As `StepPolicy.before_update`: a round begins."""

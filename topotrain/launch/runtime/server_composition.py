@@ -75,8 +75,8 @@ def _extensions(
         yield BackupWorkers(server, job, topology)
     if job.cluster.outer is not None:
         from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
-        from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
         from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
+        from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 
         windows = RoundWindows(server, job.cluster) if has_windows(job.cluster) else None
         yield OuterRounds(server, job, windows, () if resumed is None else resumed.rounds)

@@ -85,7 +85,7 @@ class RoundWindows(TimedExtension):
     def on_timer(self) -> None:
         """As `TimedExtension.on_timer`."""
         # The process of another copy has ended the windows, or is dead.
-        for fragment, number in self._open.items():
+        for fragment, number in list(self._open.items()):  # the timer may end one on another thread
             self._server.timer.wake(0.0, WindowOver(fragment, number))
 
     def step_over(self, result: StepResult) -> Outbox:
