@@ -9,7 +9,7 @@ from topotrain.core.server.server_context import TimerHost
 
 
 class OwnMessages(Protocol):
-    """An endpoint whose server handles messages of its own process."""
+    """The endpoint of a server that handles messages of its own process."""
 
     def handle_own(self, message: Message) -> None:
         """Handle a message, with the server itself as its sender."""
@@ -39,6 +39,9 @@ class ProcessTimer(ServerClock):
     def wake(self, seconds: float, message: Message) -> None:
         """As `TimerHost.wake`."""
         # A thread for each message: a server asks for one in a round. It inherits the flushing of denormals.
-        timer = threading.Timer(seconds, self._endpoint.handle_own, (message,))
-        timer.daemon = True  # the end of a job waits for no window
-        timer.start()
+        # The end of a job waits for none of them.
+        threading.Thread(target=self._send, args=(seconds, message), name="timer", daemon=True).start()
+
+    def _send(self, seconds: float, message: Message) -> None:
+        time.sleep(seconds)
+        self._endpoint.handle_own(message)

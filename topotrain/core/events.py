@@ -475,7 +475,7 @@ class Apart(Event):
 
 @event
 class Rounds(Event):
-    """The rounds of an outer optimizer, as the coordinator has counted them at its end.
+    """The rounds of an outer optimizer, as the coordinator has counted them.
 
     members: the number of rounds with so many worker groups. age_mean, age_max: rounds of the fragment that were made
     between the values that a group had received and the round that counts its push.

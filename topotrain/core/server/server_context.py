@@ -280,7 +280,7 @@ class TimerHost(ABC):
 
 
 class ServerTimer:
-    """The time of one server, for extensions that ask for a message of their own later.
+    """The time of one server, for extensions that ask for a message later.
 
     A server is a function of its messages, also where it has a second copy. So a clock may decide when such a message
     comes, and nothing else. Without a host no time passes, and each message comes at once.
@@ -296,7 +296,7 @@ class ServerTimer:
         self._host: TimerHost | None = None
 
     def attach(self, host: TimerHost) -> None:
-        """Use the time of this host from here on. Messages of another one do not come any more."""
+        """Use the time of this host, in the place of another one with its messages."""
         self._host = host
         for extension in self._hooks.on_timer:
             extension.on_timer()

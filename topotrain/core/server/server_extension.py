@@ -323,7 +323,7 @@ class ReportingExtension(ServerExtension):
     """An extension that reports something when its server has no work left."""
 
     def events(self) -> Sequence[Event]:
-        """What the coordinator reports at its end."""
+        """The coordinator has no work left: return its reports."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the steps that a worker makes during an exchange, in its counts and in the report."""
+"""Counts and reports of the steps that a worker makes alone."""
 
 import time
 

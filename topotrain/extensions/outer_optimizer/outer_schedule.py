@@ -9,7 +9,7 @@ from topotrain.core.optim.adapter import OptimizerSpec
 
 
 class OuterSchedule:
-    """SINGA's schedule of an `outer` block. Its step is the round of the fragment, from 0.
+    """SINGA's schedule of an `outer` block, by the round of the fragment, from 0.
 
     Args:
         outer: the block.

@@ -1,4 +1,4 @@
-"""The rounds of a job so far: their numbers, their members, and the age of what was counted. Pure."""
+"""The rounds of a job: their numbers and members, and the age of pushes. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -56,7 +56,7 @@ class RoundSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The steps of a worker that are in its values of a fragment, and in no push of it.
+    """The steps of a worker that are in its values of a fragment, and in no push.
 
     Attributes:
         steps: local steps that changed its values. Of a step that is in them in part, this part counts.
@@ -105,7 +105,7 @@ class UntoldSteps:
         self._learned = [Learned(each.steps, each.samples + new) for each in self._learned]
 
     def keep(self, fragment: int, share: float) -> None:
-        """New values of a fragment are taken, and only this share of the steps since its push stays in them."""
+        """A fragment has new values, in which this share of the steps since its push stays."""
         if share < 1:
             lost = self._learned[fragment]
             self._learned[fragment] = Learned(lost.steps * share, lost.samples * share)

@@ -74,7 +74,7 @@ def summary(data: Mapping[str, Any]) -> str:
 
 
 def _rounds(data: Mapping[str, Any]) -> str:
-    """Describe the rounds of an outer optimizer for the end of a line; "": there are none."""
+    """Describe the rounds of an outer optimizer; "": there are none."""
     found = data.get("rounds")
     if not found or not found["count"]:
         return ""

@@ -1,4 +1,4 @@
-"""The part of a report about rounds of an outer optimizer, and about workers that train alone."""
+"""The part of a report about rounds, and about workers that train alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +15,10 @@ class _Steps:
     lost_before: float = 0.0
     waited_before_s: float = 0.0
     now: LocalSteps | None = None
+
+    def record(self, event: LocalSteps) -> None:
+        """The present process has counted."""
+        self.now = event
 
     def start(self) -> None:
         """A new process begins to count."""
@@ -38,7 +42,7 @@ class _Steps:
 
 
 class RoundReport:
-    """Collects the events of an outer optimizer. Without such events it has nothing to report."""
+    """Collects the events of an outer optimizer."""
 
     def __init__(self) -> None:
         self._rounds: Rounds | None = None
@@ -49,7 +53,7 @@ class RoundReport:
         if isinstance(event, Rounds):
             self._rounds = event
         else:
-            self._steps.setdefault(event.who, _Steps()).now = event
+            self._steps.setdefault(event.who, _Steps()).record(event)
 
     def start(self, who: str) -> None:
         """A worker has a new process."""
@@ -57,7 +61,7 @@ class RoundReport:
             self._steps[who].start()
 
     def as_data(self, traffic: Mapping[str, Mapping[str, int]]) -> dict[str, Any] | None:
-        """Return the figures of the rounds and of each worker; None: there is no outer optimizer.
+        """Return the figures of rounds and workers; None: there is no outer optimizer.
 
         traffic: the bytes of each worker.
         """

@@ -1,4 +1,4 @@
-"""The grace window of a round: how long it stays open when it has its quorum. Pure.
+"""The time for which a round stays open when it has its quorum. Pure.
 
 A worker takes new values at the first step at which they are there, and pushes again after a fixed number of steps. So
 new values are early enough if they are there when the first of the round's workers would push again. The wait for more

@@ -1,4 +1,4 @@
-"""Grace windows on the coordinator: a round that has its quorum waits for more groups.
+"""Grace windows: on the coordinator a round with its quorum waits for more.
 
 The decision that a round is over follows from messages alone, so that a second copy makes the same: a window ends with
 `WindowOver`, which the server's timer sends. The clock only decides when that message comes.
