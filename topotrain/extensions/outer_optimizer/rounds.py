@@ -105,7 +105,7 @@ class UntoldSteps:
         self._learned = [Learned(each.steps, each.samples + new) for each in self._learned]
 
     def keep(self, fragment: int, share: float) -> None:
-        """A fragment has new values, in which this share of the steps since its push stays."""
+        """A fragment has new values, with this share of the steps since its push."""
         if share < 1:
             lost = self._learned[fragment]
             self._learned[fragment] = Learned(lost.steps * share, lost.samples * share)
