@@ -4,18 +4,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reports import FunctionSender
 from simulation import ScriptedCluster, ScriptedWorker, job
 from test_same_bits import OUTER
 
 from topotrain.config.job import Cluster
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client_context import StepEnd
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.profiling.spans import Clock
+from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import TimerHost
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.grace.round_messages import ExchangeTime, WindowOver
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+from topotrain.extensions.replication.replica_host import StandbyFactory
+from topotrain.launch.runtime.server_composition import make_server
 
 WORKER = Address(Role.WORKER, 0, 0)
 
@@ -242,3 +248,36 @@ def test_the_times_of_exchanges_come_to_the_coordinator() -> None:
     found = Decoupled(0.9, EQUAL, 0.002)
     windows = found.cluster.server(0, 0).extension(RoundWindows)
     assert windows.exchange_s and all(0.001 < seconds < 0.02 for seconds in windows.exchange_s.values())
+
+
+# --- the timer of a real server --------------------------------------------------------------------------------------
+
+
+def coordinator() -> Server:
+    made = job(3, outer=OUTER["mean"][0], quorum=2)
+    return make_server(Address(Role.SERVER, 0, 0), made, layout(made.cluster), PrivateMemory())
+
+
+def test_a_host_that_takes_a_server_over_is_asked_to_end_its_windows() -> None:
+    server, host = coordinator(), HandTimer()
+    server.timer.attach(host)
+    assert not host.asked
+    server.extension(RoundWindows).load_state_dict({"open": {0: 7}, "over": set(), "windows": 7})
+    server.timer.attach(host)
+    assert host.asked == [(0.0, WindowOver(0, 7))]
+
+
+def test_a_server_without_a_host_is_told_at_once() -> None:
+    server = coordinator()
+    server.timer.wake(60.0, WindowOver(0, 1))
+    assert server.queue.pending == [(server.me, WindowOver(0, 1))]
+
+
+def test_the_server_of_a_second_copy_is_told_by_the_first_one_alone() -> None:
+    class Factory(ServerFactory):
+        def make(self, me: Address, sender: MessageSender) -> Server:
+            return coordinator()
+
+    server = StandbyFactory(Factory()).make(Address(Role.SERVER, 0, 0), FunctionSender(lambda to, message: None))
+    server.timer.wake(0.0, WindowOver(0, 1))
+    assert not server.queue.pending and server.timer.now() > 0
