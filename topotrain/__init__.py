@@ -62,7 +62,9 @@ _need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
 _need("topotrain.extensions.compression", "cluster.compression")
 _need(
     "topotrain.extensions.outer_optimizer",
-    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum", "merge")),
+    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
+    "cluster.slack",
+    "cluster.merge",
     "updater.delay",
 )
 _need("topotrain.extensions.replication", "cluster.replicas")

@@ -18,8 +18,12 @@ from topotrain.config.job import (
     Cluster,
     Compression,
     ConfigError,
+    Exponential,
     FixedStep,
+    Inverse,
+    InverseT,
     Job,
+    Linear,
     Link,
     LRGen,
     OnFailure,
@@ -30,6 +34,7 @@ from topotrain.config.job import (
     RMSProp,
     Shard,
     Slicing,
+    Step,
     Updater,
 )
 from topotrain.config.topology import layout
@@ -109,6 +114,23 @@ FRAGMENTS = {"cluster": Cluster(fragments=2, sync_freq=2, **outer())}
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
+SCHEDULES = [
+    (
+        Cluster,
+        outer(learning_rate=LRGen(type=kind)),  # type: ignore[arg-type]
+        outer(learning_rate=LRGen(type=kind, **{f"{kind[1:].lower()}_conf": conf})),  # type: ignore[arg-type]
+    )
+    for kind, conf in (
+        ("kLinear", Linear(change_freq=5, final_lr=0.1)),
+        ("kExponential", Exponential(change_freq=5)),
+        ("kInverseT", InverseT(final_lr=0.1)),
+        ("kInverse", Inverse(gamma=0.1, pow=0.5)),
+        ("kStep", Step(change_freq=5)),
+        ("kFixedStep", FixedStep(step=(0,), step_lr=(0.1,))),
+    )
+]
+"""An outer schedule without the block of its type, and with it."""
+
 EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
     (Job, ON_ARRIVAL | {"updater": Updater(clip_norm=1)}, ON_ARRIVAL | {"updater": Updater()}),
@@ -168,7 +190,8 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer(type="kUserUpdater"), outer()),
     (Cluster, outer(user_type="mine"), outer()),
     (Cluster, outer(learning_rate=None), outer()),
-    (Cluster, outer(learning_rate=LRGen(type="kLinear")), outer()),  # type: ignore[arg-type]
+    (Cluster, outer(learning_rate=LRGen(type="kUserChange")), outer()),  # type: ignore[arg-type]
+    *SCHEDULES,
     (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
     (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
     (Cluster, outer(type="kNesterov", momentum=0.9, delay=2), outer(type="kDelayedNesterov", momentum=0.9, delay=2)),
@@ -191,6 +214,7 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer() | {"keep": "kDrop", "sync_freq": 9}, outer() | {"keep": "kDrop", "overlap": 1, "sync_freq": 9}),
     (Cluster, {"quorum": 1}, outer() | {"quorum": 1}),
     (Cluster, outer() | {"quorum": 2}, outer() | {"quorum": 2, "nworker_groups": 2}),
+    (Cluster, outer() | {"slack": 0.5}, outer() | {"slack": 0.5, "quorum": 1}),
     (Cluster, outer() | {"overlap": 1, "sync_freq": 2, "quorum": 1}, outer() | {"sync_freq": 2, "quorum": 1}),
     (
         Cluster,

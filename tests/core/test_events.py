@@ -49,6 +49,8 @@ EXAMPLES: list[Event] = [
     events.Resized(0, 3, 2, 70, 1.5),
     events.Final("workspace/final.safetensors", 12.5),
     events.Apart("server 1/0", 40, 2.5, 7, 0.01),
+    events.Rounds("server 0/0", {"2": 3, "3": 40}, 0.25, 2, ("0 41 0 1 2", "0 42 0 2")),
+    events.LocalSteps("worker 0/1", 40, 2.5, 0.5, 1.25),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]
 

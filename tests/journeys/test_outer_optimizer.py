@@ -24,13 +24,14 @@ def test_every_sample_counts_once(runner: JobRunner, shard: str) -> None:
 
 
 PAIR = f"nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true sync_freq: 5 {NESTEROV}"
+SCHEDULED = PAIR.replace("type: kFixed", "type: kLinear linear_conf { change_freq: 20 final_lr: 0.1 }")
 
 
 def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner) -> None:
-    """Its snapshot is one of a round, and has the state of both workers' Adam."""
+    """Its snapshot is one of a round, and has the state of both workers' Adam. The rate is that of the round."""
     program = ("resuming.py", "net", "--epochs", "5")
-    undisturbed = runner.run(PAIR, *program, name="undisturbed").final
-    code, said, workspace = terminated(runner, PAIR, *program, extra="snapshot_s: 0 checkpoint_freq: 4")
+    undisturbed = runner.run(SCHEDULED, *program, name="undisturbed").final
+    code, said, workspace = terminated(runner, SCHEDULED, *program, extra="snapshot_s: 0 checkpoint_freq: 4")
     found = latest(workspace)
     assert code == 143 and found is not None and 5 <= found.steps(0) < 12, said
     final = resumed(runner, workspace).final
@@ -82,6 +83,10 @@ def test_every_sample_counts_once_where_no_worker_waits(runner: JobRunner) -> No
     ended = runner.run(DECOUPLED, "ledger.py", "--slow", "1", "--step-s", "0.01", extra="reduce: kSum")
     ended.check_ledger(2)
     assert ended.report["samples"] == 240 * 2
+    found = ended.report["rounds"]
+    assert found["count"] == sum(found["members"].values()) and 2 <= max(map(int, found["members"])) <= 3
+    assert [each["who"] for each in found["workers"]] == [f"worker {group}/0" for group in range(3)]
+    assert found["lost_steps"] == 0 and all(each["steps"] and each["bytes_out"] for each in found["workers"])
 
 
 @pytest.mark.parametrize("wishes", [[], ["freeze"]], ids=["killed", "stopped"])
@@ -94,6 +99,17 @@ def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes
     assert ended.report["samples"] == 96 * 3
     (incident,) = ended.report["incidents"]
     assert incident["who"] == "worker 1/0" and STARTS_AGAIN in incident["action"]
+    assert 1 <= ended.report["rounds"]["lost_steps"] <= 3, "it had told of no step"
+
+
+def test_a_coordinator_that_dies_leaves_no_round_open(runner: JobRunner) -> None:
+    """Its second copy has the windows that were open, but not the timer that would have ended them."""
+    words = (str(runner.folder / "job"), "server 0/0", "1", "3")
+    ended = runner.run(f"{DECOUPLED} replicas: 2", "mortal.py", *words, extra="reduce: kSum")
+    ended.check_ledger(3)
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "server 0/0" and "second copy" in incident["action"]
+    assert ended.report["rounds"]["count"] > 0
 
 
 STREAMING = f"{APART} sync_freq: 6 fragments: 1 overlap: 3 transport: kTcp {MEAN}"

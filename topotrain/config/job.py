@@ -483,6 +483,7 @@ class Cluster(Checked):
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
     quorum: Steps = 0
+    slack: Share = 0.9
     merge: Merge = Merge.kMean
 
     @property
@@ -600,6 +601,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction", "updater.delay", "cluster.merge"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
+    + ["cluster.slack"]
 )
 
 

@@ -474,6 +474,38 @@ class Apart(Event):
 
 
 @event
+class Rounds(Event):
+    """The rounds of an outer optimizer, as the coordinator has counted them.
+
+    members: the number of rounds with so many worker groups. age_mean, age_max: rounds of the fragment that were made
+    between the values that a group had received and the round that counts its push.
+    last: the last rounds, each as text: fragment, number of the round, and its groups.
+    """
+
+    who: str
+    members: dict[str, int] = field(hash=False)
+    age_mean: float
+    age_max: int
+    last: tuple[str, ...]
+
+
+@event
+class LocalSteps(Event):
+    """The steps that a worker makes alone between rounds, as counted by its process.
+
+    made: all steps. pending: those of which no round was told, and dropped: those that were lost in an exchange
+    (`keep`). A step of the whole model counts as 1, and of one of n fragments as 1/n.
+    waited_s: seconds for which the worker has waited for others.
+    """
+
+    who: str
+    made: int
+    pending: float
+    dropped: float
+    waited_s: float
+
+
+@event
 class Tabled(Event):
     """A server's part of a table at the end. bytes: values, optimizer state, index."""
 

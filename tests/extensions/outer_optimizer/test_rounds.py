@@ -51,20 +51,20 @@ def test_each_fragment_is_exchanged_once_in_sync_freq_steps(interval: int, fragm
     events=st.lists(st.one_of(st.just("step"), st.integers(1, 8), st.just("push")), max_size=60),
 )
 def test_what_was_pushed_and_what_is_left_is_what_was_made(fragments: int, events: list[object]) -> None:
-    untold, made, read, pushes = UntoldSteps(fragments), 0, 0, 0
+    untold, made, read, since, pushes = UntoldSteps(fragments), 0, 0, 0, 0
     told = [Learned()] * fragments
     for event in events:
         if event == "step":
             untold.step()
             made += 1
         elif event == "push":
-            number, pushes = pushes % fragments, pushes + 1
+            number, pushes, since = pushes % fragments, pushes + 1, 0
             part = untold.push(number)
             told[number] = Learned(told[number].steps + part.steps, told[number].samples + part.samples)
             assert untold[number] == Learned()
         elif isinstance(event, int):
-            untold.read(event)
-            read += event
+            read, since = read + event, since + event
+            untold.read(since)
         for number in range(fragments):
             left = untold[number]
             assert told[number].steps + left.steps == made

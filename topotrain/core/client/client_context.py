@@ -131,6 +131,10 @@ class ServerChannel:
         """Add up in `waited` the waits by this clock."""
         self._clock = clock
 
+    def now(self) -> float:
+        """Return seconds of the clock of `measure_waits`; 0 without one."""
+        return 0.0 if self._clock is None else self._clock.now() / 1e9
+
     # --- sending -------------------------------------------------------------------------------------------------
 
     def send(self, to: Address, message: m.Message) -> None:

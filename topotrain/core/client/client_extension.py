@@ -35,6 +35,9 @@ class ClientExtension:
     def before_commit(self, step: int, end: StepEnd) -> None:
         """The worker is about to commit a step."""
 
+    def on_applied(self, sender: Address, message: m.Applied) -> None:
+        """A server's reply to a step is here, behind its values; under exclusive access."""
+
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
         """A step of this worker was applied or skipped, and its new values are here."""
 
@@ -77,6 +80,7 @@ class ClientHooks:
         self.by_class: dict[type[ClientExtension], ClientExtension] = {}
         self.handlers: dict[type[m.Message], ClientExtension] = {}
         self.before_commit: tuple[ClientExtension, ...] = ()
+        self.on_applied: tuple[ClientExtension, ...] = ()
         self.after_commit: tuple[ClientExtension, ...] = ()
         self.missed: tuple[ClientExtension, ...] = ()
         self.on_lost: tuple[ClientExtension, ...] = ()
@@ -91,6 +95,8 @@ class ClientHooks:
         self.handlers.update(dict.fromkeys(extension.messages, extension))
         if overrides(extension, "before_commit"):
             self.before_commit += (extension,)
+        if overrides(extension, "on_applied"):
+            self.on_applied += (extension,)
         if overrides(extension, "after_commit"):
             self.after_commit += (extension,)
         if overrides(extension, "missed"):

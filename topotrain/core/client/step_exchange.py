@@ -286,6 +286,8 @@ class StepCommit:
         # A reply that is delivered twice must not replace that of a later step.
         if known is None or known.step < message.step:
             self._applied[sender] = message
+            for extension in self._hooks.on_applied:
+                extension.on_applied(sender, message)
 
     def _is_applied(self, step: int) -> bool:
         # All shards, since a step is applied on all of them or on none.

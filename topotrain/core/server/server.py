@@ -34,6 +34,7 @@ from topotrain.core.server.server_context import (
     MessageQueue,
     Out,
     ServerContext,
+    ServerTimer,
     ShardState,
     StartPoint,
     WorkerGroups,
@@ -84,6 +85,7 @@ class Server:
         self.validator = MessageValidator(me, topology, shared)
         self.state = ShardState(me, job, topology, start or StartPoint())
         self.queue = MessageQueue(me, self.hooks, sender)
+        self.timer = ServerTimer(me, self.queue, self.hooks)
         self.worker_groups = WorkerGroups(job, topology, me.group)
         self.groups = self.worker_groups.groups
         self.shutdown = Shutdown(me, topology)

@@ -1,5 +1,6 @@
 """The context that all parts of a server use: model, groups, messages, extensions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -264,6 +265,52 @@ class MessageQueue:
     def take(self) -> tuple[Address, Message]:
         """Return the first of `pending`, which is handled now."""
         return self.pending.pop(0)
+
+
+class TimerHost(ABC):
+    """The time of a process, for the servers in it."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return seconds of a clock that never goes back."""
+
+    @abstractmethod
+    def wake(self, seconds: float, message: Message) -> None:
+        """Let the server handle a message of its own after so many seconds."""
+
+
+class ServerTimer:
+    """The time of one server, for extensions that ask for a message later.
+
+    A server is a function of its messages, also where it has a second copy. So a clock may decide when such a message
+    comes, and nothing else. Without a host no time passes, and each message comes at once.
+
+    Args:
+        me: the server.
+        queue: takes the messages where there is no host.
+        hooks: the extensions.
+    """
+
+    def __init__(self, me: Address, queue: MessageQueue, hooks: ExtensionHooks) -> None:
+        self._me, self._queue, self._hooks = me, queue, hooks
+        self._host: TimerHost | None = None
+
+    def attach(self, host: TimerHost) -> None:
+        """Use the time of this host, in the place of another one with its messages."""
+        self._host = host
+        for extension in self._hooks.on_timer:
+            extension.on_timer()
+
+    def now(self) -> float:
+        """Return seconds of the host's clock."""
+        return 0.0 if self._host is None else self._host.now()
+
+    def wake(self, seconds: float, message: Message) -> None:
+        """As `TimerHost.wake`."""
+        if self._host is None:
+            self._queue.send(self._me, message)
+        else:
+            self._host.wake(seconds, message)
 
 
 @dataclass(frozen=True, slots=True)

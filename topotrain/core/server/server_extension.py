@@ -17,6 +17,7 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.events import Event
 from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
@@ -53,6 +54,13 @@ class StepPolicy:
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
         """The gradient of an update that these worker groups' staged steps make together."""
         raise NotImplementedError
+
+    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
+        """An update is about to be made of a step of each of these groups, on this shard.
+
+        first: a commit of it. hyper: as it was sent. Returns the hyper-parameters to use.
+        """
+        return hyper
 
     def on_replace(self, group: int, worker: int) -> None:
         """The coordinator has just decreed that one worker of a group has a new process."""
@@ -304,6 +312,21 @@ class StepStartExtension(ServerExtension):
         """
 
 
+class TimedExtension(ServerExtension):
+    """An extension that asks the server's timer for messages (`ServerTimer`)."""
+
+    def on_timer(self) -> None:
+        """The timer has a host. Messages that were asked for before do not come any more."""
+
+
+class ReportingExtension(ServerExtension):
+    """An extension that reports something when its server has no work left."""
+
+    def events(self) -> Sequence[Event]:
+        """The coordinator has no work left: return its reports."""
+        return ()
+
+
 class ExtensionHooks:
     """The extensions of one server by the hooks that they override, in their order."""
 
@@ -357,6 +380,10 @@ class ExtensionHooks:
         self.group_returns = overriding(regroups, RegroupExtension.group_returns)
         starts = tuple(each for each in extensions if isinstance(each, StepStartExtension))
         self.before_apply = overriding(starts, StepStartExtension.before_apply)
+        timed = tuple(each for each in extensions if isinstance(each, TimedExtension))
+        self.on_timer = overriding(timed, TimedExtension.on_timer)
+        reporting = tuple(each for each in extensions if isinstance(each, ReportingExtension))
+        self.reporting = overriding(reporting, ReportingExtension.events)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)

@@ -214,7 +214,8 @@ class StepExecution:
         """Update the values. Yields each bucket once it is new."""
         model, first = self._state.known, steps[0]
         group = first.decision.group
-        hyper = self._hyper.of_group[group]
+        groups = [step.decision.group for step in steps]
+        hyper = self._hooks.policy.before_update(groups, first.first, self._hyper.of_group[group])
         if len(steps) == 1:
             return model.apply(group, hyper, first.first, first.norm, first.staleness)
         sources = {step.decision.group: step.staging for step in steps}

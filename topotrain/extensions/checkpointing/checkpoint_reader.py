@@ -120,6 +120,7 @@ class Manifest:
         first_epoch: the epoch of the first batch that is not in the values. None: no worker has read further.
         closed: all epochs before this one are in the values.
         samples: the number of samples of each worker that are in the values.
+        rounds: the number of rounds of each fragment with an outer optimizer. Empty: there is none.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
@@ -137,6 +138,7 @@ class Manifest:
         self.samples: Mapping[Address, int] = {
             Address(Role.WORKER, int(g), int(i)): int(count) for g, i, count in data.get("samples", ())
         }
+        self.rounds = tuple(map(int, data.get("rounds", ())))
         # `merged` again: a reader relies on sorted ranges, and a file may hold anything.
         self._runs: dict[int, Runs] = {
             int(epoch): merged((int(lo), int(hi)) for lo, hi in runs) for epoch, runs in data["epochs"]

@@ -175,6 +175,8 @@ class ServerSnapshots:
             self._send(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
         facts = {**facts, "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
+        for participant in self._participants:
+            facts |= participant.facts()
         reply: dict[str, Any] = {}
         # Before the shard's own FROZEN, because the coordinator completes these facts with those of other groups.
         if self.coordinator is not None:

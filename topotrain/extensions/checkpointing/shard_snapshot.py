@@ -7,7 +7,7 @@ This is a consistent cut (Chandy and Lamport, 1985), which the log of decisions 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,6 +75,10 @@ class SnapshotParticipant:
     def freeze(self, frozen: FrozenShard) -> FrozenShard:
         """Return the frozen shard with this extension's part, or raise StateError."""
         return frozen
+
+    def facts(self) -> Mapping[str, Any]:
+        """This extension's entries of the manifest, which the coordinator writes."""
+        return {}
 
 
 class ValueChanger(ABC):
@@ -244,6 +248,9 @@ class SnapshotSource(Protocol):
 
     @property
     def samples(self) -> Mapping[Address, int]: ...
+
+    @property
+    def rounds(self) -> Sequence[int]: ...
 
     def values(self, name: str, lo: int, out: torch.Tensor) -> None: ...
 

@@ -15,6 +15,8 @@ from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.protocol import NO_REVISION
+from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
+from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.radial_marks import mark_radial
 from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
@@ -113,7 +115,9 @@ class InnerOptimizer(LocalOptimizer):
         if cluster.merge is Merge.kRadial:
             for made in self.optimizers:
                 mark_radial(made, embeddings)
-        self._untold = UntoldSteps(cluster.fragments)
+        self.untold = UntoldSteps(cluster.fragments)
+        """The steps of which no round was told."""
+        self._exchanges: ExchangeTimes | None = None
         self._pushes = 0
         self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
 
@@ -129,11 +133,15 @@ class InnerOptimizer(LocalOptimizer):
             raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
         self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
+        exchanges = gradients.hooks.by_class.get(ExchangeTimes)
+        self._exchanges = exchanges if isinstance(exchanges, ExchangeTimes) else None
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
 
     def observer(self, holder: ParameterHolder) -> ValueObserver:
-        return self._values
+        if self._rule is None:
+            return self._values
+        return ExchangedSteps(self._values, self.untold, self._batches, self._rule)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +151,7 @@ class InnerOptimizer(LocalOptimizer):
 
     @property
     def has_sum(self) -> bool:
-        return self._untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
+        return self.untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
         if not self._decoupled:
@@ -166,23 +174,25 @@ class InnerOptimizer(LocalOptimizer):
     def step(self, inv_scale: float) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
         self._make_step(self._optimizer)
-        self._untold.step()
+        self.untold.step()
         self._values.learn()
         self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        self._untold.read(self._batches.samples)
+        self.untold.read(self._batches.samples)
+        if self._exchanges is not None:
+            self._exchanges.begin()
         yield
         self._values.end_push()
-        self._untold.push(self.optimizer_of_push)
+        self.untold.push(self.optimizer_of_push)
         self._pushes += 1
         self._pushed_at = self._made
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
     def weight(self) -> float:
-        return self._untold[self.optimizer_of_push].weight(self._weigh)
+        return self.untold[self.optimizer_of_push].weight(self._weigh)
 
     def before_step(self) -> None:
         self._made += 1

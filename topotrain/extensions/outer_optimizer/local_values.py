@@ -31,6 +31,11 @@ class TakeRule:
     blend: float = 0.5
 
     @property
+    def kept(self) -> float:
+        """The share of these steps that stays."""
+        return {Keep.kAdd: 1.0, Keep.kBlend: self.blend, Keep.kDrop: 0.0}[self.keep]
+
+    @property
     def needs_sent(self) -> bool:
         """Whether the values at the time of the push are needed."""
         return self.keep is Keep.kAdd
@@ -70,6 +75,11 @@ class LocalValues(ValueObserver):
         self._pushed: int | None = None  # the fragment that is being pushed
         self._awaited: int | None = None  # the fragment of which the next received values are. None: of all
         self._kept: set[int] = set()
+
+    @property
+    def awaited(self) -> int | None:
+        """The fragment of which new values are awaited behind a push."""
+        return self._awaited
 
     @property
     def is_pushing(self) -> bool:

@@ -10,16 +10,24 @@ before has no part in the round, and with a quorum one that is late has a part i
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from topotrain.config.job import Job, Reduce
 from topotrain.config.sharding import Bucket, Segment
+from topotrain.core.events import Event, Rounds
+from topotrain.core.protocol import Commit
+from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, StagedGradient
 from topotrain.core.server.ordered_sum import OrderedMean, Part
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import ServerExtension, StepPolicy
+from topotrain.core.server.server_extension import ReportingExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
+from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
+from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
+from topotrain.extensions.outer_optimizer.round_history import RoundHistory
 
 
 class RoundGradient(StagedGradient):
@@ -73,14 +81,27 @@ class RoundGradient(StagedGradient):
         }
 
 
-class OuterRounds(ServerExtension, StepPolicy):
-    """Makes one update of the steps of all live worker groups."""
+class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
+    """Makes one update of the steps of all live worker groups.
 
-    def __init__(self, server: Server, job: Job) -> None:
-        self._server = server
+    Args:
+        server, job: of the server.
+        windows: keeps rounds with a quorum open. None: they are over then.
+        before: of each fragment, the number of its rounds in the run that this job continues. Empty: there were none.
+    """
+
+    def __init__(
+        self, server: Server, job: Job, windows: RoundWindows | None = None, before: Sequence[int] = ()
+    ) -> None:
+        assert job.cluster.outer is not None
+        self._server, self._windows = server, windows
         self.replies_in_part = job.cluster.fragments > 1
         self._quorum = job.cluster.quorum
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
+        self._schedule = OuterSchedule(job.cluster.outer)
+        fragments = job.cluster.fragments
+        # A run with other fragments has counted the rounds of other parts of the model.
+        self.history = RoundHistory(server.groups, before if len(before) == fragments else [0] * fragments)
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
         """As `StepPolicy.updates`: one for each fragment of which the round is over."""
@@ -91,10 +112,48 @@ class OuterRounds(ServerExtension, StepPolicy):
         for group, step in steps:
             fragment = self._server.state.known.staging[group].first.optimizer
             by_fragment.setdefault(fragment, []).append((group, step))
-        found = [by_fragment[fragment] for fragment in sorted(by_fragment)]
-        return [update for update in found if last or 0 < self._quorum <= len(update)]
+        found: Mapping[int, Sequence[tuple[int, int]]] = {
+            fragment: by_fragment[fragment]
+            for fragment in sorted(by_fragment)
+            if last or 0 < self._quorum <= len(by_fragment[fragment])
+        }
+        if self._windows is not None:
+            found = self._windows.over(steps, found, last)
+        return list(found.values())
+
+    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
+        """As `StepPolicy.before_update`: a round begins."""
+        made = self.history.add(first.optimizer, groups)
+        spec = self._server.state.known.schema.optimizer
+        return self._schedule.settings(hyper, spec, made.fragment, made.number)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
         """As `StepPolicy.joint_gradient`."""
         model = self._server.state.known
         return RoundGradient(sources, self._mean, GroupBuffers(model.flats, SEVERAL_GROUPS), model.buckets)
+
+    # --- what is known of the rounds -----------------------------------------------------------------------------
+
+    def reset_group(self, group: int, ended: bool) -> None:
+        """As `ServerExtension.reset_group`."""
+        self.history.forget(group)
+
+    def facts(self) -> Mapping[str, Any]:
+        """As `SnapshotParticipant.facts`."""
+        return {"rounds": list(self.history.made)}
+
+    def events(self) -> Sequence[Event]:
+        """As `ReportingExtension.events`."""
+        history = self.history
+        members = {str(count): rounds for count, rounds in sorted(history.members.items())}
+        mean = history.age_sum / history.ages if history.ages else 0.0
+        last = tuple(f"{each.fragment} {each.number} {' '.join(map(str, each.groups))}" for each in history.last)
+        return (Rounds(str(self._server.me), members, mean, history.age_max, last),)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return self.history.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.history.load_state_dict(state)

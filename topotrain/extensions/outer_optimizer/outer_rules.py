@@ -42,15 +42,37 @@ def _with_outer(field: str, refused: Callable[[Any], object], accepted: str) -> 
 
 _CONSTANT = "a schedule such as learning_rate { type: kFixed base_lr: 0.7 }"
 
+_CONF_OF = {
+    ChangeMethod.kLinear: ("linear_conf", "{ change_freq: 100 final_lr: 0.1 }"),
+    ChangeMethod.kExponential: ("exponential_conf", "{ change_freq: 100 }"),
+    ChangeMethod.kInverseT: ("inverset_conf", "{ final_lr: 100 }"),
+    ChangeMethod.kInverse: ("inverse_conf", "{ gamma: 0.1 pow: 0.5 }"),
+    ChangeMethod.kStep: ("step_conf", "{ change_freq: 100 gamma: 0.5 }"),
+    ChangeMethod.kFixedStep: ("fixedstep_conf", "{ step: 0 step: 100 step_lr: 0.7 step_lr: 0.3 }"),
+}
+"""The block that each type of schedule needs, and one that is accepted. Its steps are rounds."""
+
+
+def _needs_conf(kind: ChangeMethod) -> Combination:
+    """Refuse a schedule without the block that its type needs."""
+    name, example = _CONF_OF[kind]
+    return _of_outer(
+        f"learning_rate.{name}",
+        lambda u: u.learning_rate and u.learning_rate.type is kind and getattr(u.learning_rate, name) is None,
+        f"is required by {kind.value}, such as {example}",
+    )
+
+
 COMBINATIONS = (
     _of_outer("type", lambda u: u.type is UpdaterType.kUserUpdater, f"must be one of {_TYPES}"),
     _of_outer("user_type", lambda u: u.user_type, "must not be given: the servers run one of SINGA's updaters"),
     _of_outer("learning_rate", lambda u: u.learning_rate is None, f"is required: {_CONSTANT}"),
     _of_outer(
         "learning_rate.type",
-        lambda u: u.learning_rate is not None and u.learning_rate.type is not ChangeMethod.kFixed,
-        f"must be kFixed: {_CONSTANT}",
+        lambda u: u.learning_rate is not None and u.learning_rate.type is ChangeMethod.kUserChange,
+        f"must be one of {', '.join(kind.value for kind in (ChangeMethod.kFixed, *_CONF_OF))}: {_CONSTANT}",
     ),
+    *map(_needs_conf, _CONF_OF),
     _of_outer(
         "momentum",
         lambda u: u.type in _NESTEROV and not u.momentum,
@@ -121,6 +143,11 @@ COMBINATIONS = (
     Combination("cluster.quorum", lambda c: c.quorum and not c.outer, "must be 0 without cluster.outer"),
     Combination(
         "cluster.quorum", lambda c: c.quorum > c.nworker_groups, "must be at most nworker_groups; 0: all that are there"
+    ),
+    Combination(
+        "cluster.slack",
+        lambda c: c.slack != 0.9 and not c.quorum,
+        "must be 0.9 with quorum: 0, where each round waits for all workers",
     ),
     Combination(
         "cluster.overlap",

@@ -2,6 +2,7 @@
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
+from topotrain.extensions.outer_optimizer.exchanged_steps import LocalStepReport
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
 from topotrain.extensions.outer_optimizer.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
@@ -26,6 +27,9 @@ class _TableCheck(WorkerExtension):
 class OuterOptimizerExtension(PrepareExtension):
     """Lets the script's optimizer run on its worker, and the outer one on servers."""
 
+    def __init__(self) -> None:
+        self._inner: InnerOptimizer | None = None
+
     def local_optimizer(self, here: Context, request: PrepareRequest) -> LocalOptimizer | None:
         cluster = here.place.job.cluster
         if cluster.outer is None:
@@ -34,11 +38,14 @@ class OuterOptimizerExtension(PrepareExtension):
         inner = request.only_optimizer("with cluster.outer each worker makes its steps alone")
         # No server has its state.
         here.kept[INNER] = inner
-        return InnerOptimizer(inner, cluster, request.model.named_parameters(), embeddings_of(request.model))
+        named = request.model.named_parameters()
+        self._inner = InnerOptimizer(inner, cluster, named, embeddings_of(request.model))
+        return self._inner
 
     def attach(self, here: Context, worker: Worker) -> None:
-        if here.place.job.cluster.outer is not None:
+        if self._inner is not None:
             worker.attach(_TableCheck(here))
+            worker.attach(LocalStepReport(here, worker, self._inner.untold))
 
 
 def check_tables(here: Context) -> None:

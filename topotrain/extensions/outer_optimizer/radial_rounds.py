@@ -19,6 +19,7 @@ from topotrain.core.server.gradients.gradient_source import GradientSource, Grou
 from topotrain.core.server.ordered_sum import OrderedMean, ScratchBuffers
 from topotrain.core.server.server import Server
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
+from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient
 from topotrain.extensions.outer_optimizer.radial_average import (
     Products,
@@ -153,10 +154,16 @@ class RadialGradient(RoundGradient):
 
 
 class RadialRounds(OuterRounds):
-    """Merges what all live worker groups have learned by radial-directional averages."""
+    """Merges what all live worker groups have learned by radial-directional averages.
 
-    def __init__(self, server: Server, job: Job) -> None:
-        super().__init__(server, job)
+    Args:
+        server, job, windows, before: as for `OuterRounds`.
+    """
+
+    def __init__(
+        self, server: Server, job: Job, windows: RoundWindows | None = None, before: Sequence[int] = ()
+    ) -> None:
+        super().__init__(server, job, windows, before)
         self._shard, self._groups = server.me.index, tuple(server.groups)
         self._tensors: RadialTensors | None = None
         self._scratch = ScratchBuffers()
@@ -222,10 +229,9 @@ class RadialRounds(OuterRounds):
 
     # --- a second copy -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> State | None:
+    def state_dict(self) -> State:
         """As `ServerExtension.state_dict`."""
-        state = super().state_dict()
-        return None if state is None else {**state, "resets": self._resets}
+        return {**super().state_dict(), "resets": self._resets}
 
     def load_state_dict(self, state: State) -> None:
         """As `ServerExtension.load_state_dict`."""

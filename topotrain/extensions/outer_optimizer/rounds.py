@@ -56,15 +56,15 @@ class RoundSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The steps of a worker since its last push of a fragment.
+    """The steps of a worker that are in its values of a fragment, and in no push.
 
     Attributes:
-        steps: local steps that changed its values.
+        steps: local steps that changed its values. Of a step that is in them in part, this part counts.
         samples: the samples of these steps; 0 where the script reads no loader of the job.
     """
 
-    steps: int = 0
-    samples: int = 0
+    steps: float = 0
+    samples: float = 0
 
     def weight(self, weigh: Weigh) -> float:
         """The weight of this part in the mean of a round."""
@@ -79,11 +79,17 @@ class Learned:
 class UntoldSteps:
     """The steps of a worker that no server knows, by fragment.
 
-    Invariant: for each fragment, the steps that were pushed and those here are all steps that were made.
+    Invariant: for each fragment, the steps that were pushed, those here, and those that were dropped are all steps that
+    were made.
     """
 
     def __init__(self, fragments: int) -> None:
         self._learned = [Learned()] * fragments
+        self._read = 0  # samples since the last push, as far as they are here
+        self.made = 0
+        """All steps."""
+        self.dropped = 0.0
+        """Steps that new values have replaced. One of one of n fragments counts as 1/n."""
 
     def __getitem__(self, fragment: int) -> Learned:
         return self._learned[fragment]
@@ -91,15 +97,30 @@ class UntoldSteps:
     def step(self) -> None:
         """The worker has made a step. It changes all fragments."""
         self._learned = [Learned(each.steps + 1, each.samples) for each in self._learned]
+        self.made += 1
 
     def read(self, samples: int) -> None:
         """So many samples are in the steps since the last push of any fragment."""
-        self._learned = [Learned(each.steps, each.samples + samples) for each in self._learned]
+        new, self._read = samples - self._read, samples
+        self._learned = [Learned(each.steps, each.samples + new) for each in self._learned]
+
+    def keep(self, fragment: int, share: float) -> None:
+        """A fragment has new values, with this share of the steps since its push."""
+        if share < 1:
+            lost = self._learned[fragment]
+            self._learned[fragment] = Learned(lost.steps * share, lost.samples * share)
+            self.dropped += lost.steps * (1 - share) / len(self._learned)
 
     def push(self, fragment: int) -> Learned:
         """Return what is pushed of a fragment, and count it as told."""
         told, self._learned[fragment] = self._learned[fragment], Learned()
+        self._read = 0
         return told
+
+    @property
+    def pending_steps(self) -> float:
+        """The steps that are in no push, counted as in `dropped`."""
+        return sum(each.steps for each in self._learned) / len(self._learned)
 
     @property
     def pending(self) -> tuple[int, ...]:

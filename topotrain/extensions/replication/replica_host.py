@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.comm.backoff import spread
+from topotrain.comm.process_timer import ProcessTimer, ServerClock
 from topotrain.comm.router import Router, RouterConfig, published_kind
 from topotrain.comm.security.handshake import Peer
 from topotrain.comm.transport import Refused, TransportError
@@ -132,6 +133,7 @@ class PrimaryEndpoint(MessageSender):
         self._reported_complete = self._released = False
         self._alarm: threading.Timer | None = None
         self._early = primary.attach(self)
+        self.server.timer.attach(ProcessTimer(self))
 
     def write_snapshots(self, writer: SnapshotWriter, from_another: bool = False) -> None:
         """Let this process write the server's snapshots.
@@ -391,6 +393,7 @@ class StandbyFactory(ServerFactory):
         server = self._factory.make(me, sender)
         # Only the process of the primary writes snapshots, but both servers must act as if they did.
         snapshots_of(server).attach_host(NoFiles())
+        server.timer.attach(ServerClock())
         return server
 
 

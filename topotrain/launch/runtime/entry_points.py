@@ -206,6 +206,8 @@ def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerPr
     found = {each.server.me: each.server for g in groups if (each := servers.coordinator(g))}
     for me, server in found.items():
         control.emit(Counted(str(me), {str(worker): count for worker, count in server.steps.samples.items()}))
+        for event in (event for extension in server.hooks.reporting for event in extension.events()):
+            control.emit(event)
 
 
 def _place(spec: dict[str, Any]) -> RouterConfig:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from topotrain.comm.process_timer import ProcessTimer
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.inline_reader import InlineReader
@@ -134,6 +135,7 @@ class ServerEndpoint(MessageSender):
         if options.writer is not None:
             # Where a script's thread does the server's work, it reads what is new with the next message.
             self._snapshots = options.writer.attach(snapshots_of(self.server), None if inline else self)
+        self.server.timer.attach(ProcessTimer(self))
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         with self._lock:

@@ -74,10 +74,16 @@ def _extensions(
 
         yield BackupWorkers(server, job, topology)
     if job.cluster.outer is not None:
+        from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
+        from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
         from topotrain.extensions.outer_optimizer.radial_rounds import RadialRounds
 
-        yield OuterRounds(server, job) if job.cluster.merge is Merge.kMean else RadialRounds(server, job)
+        windows = RoundWindows(server, job.cluster) if has_windows(job.cluster) else None
+        rounds = OuterRounds if job.cluster.merge is Merge.kMean else RadialRounds
+        yield rounds(server, job, windows, () if resumed is None else resumed.rounds)
+        if windows is not None:
+            yield windows
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

@@ -30,4 +30,10 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
         from topotrain.extensions.compression.compression_client import CompressionClient
 
         found.append(CompressionClient(cluster))
+    if cluster.outer is not None:
+        from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
+        from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
+
+        if has_windows(cluster):
+            found.append(ExchangeTimes())
     return tuple(found)

@@ -26,9 +26,11 @@ from topotrain.core.events import (
     Incident,
     Joined,
     Left,
+    LocalSteps,
     Metrics,
     Recovered,
     Resized,
+    Rounds,
     Serving,
     Skipped,
     Started,
@@ -38,6 +40,7 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.launch.recovery.resize import resized
+from topotrain.tools.monitor.round_report import RoundReport
 from topotrain.tools.monitor.stragglers import stragglers
 
 _FIRST = Address(Role.WORKER, 0, 0)
@@ -200,6 +203,7 @@ class Report:
         self._recovered: dict[int, Recovered] = {}
         self._changes: list[Left | Joined] = []
         self._resizes: list[Resized] = []
+        self._rounds = RoundReport()
 
     @property
     def topology(self) -> Topology:
@@ -231,12 +235,15 @@ class Report:
                 self._changes.append(event)
             case Resized():
                 self._resized(event)
+            case Rounds() | LocalSteps():
+                self._rounds.record(event)
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
                     tally.start(event.pid) if isinstance(event, Started | Serving) else tally.record(event)
                 if isinstance(event, Started):
                     self._trains_on(event.who)
+                    self._rounds.start(event.who)
             case _:
                 pass
 
@@ -302,6 +309,7 @@ class Report:
             "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
             **_staleness(workers),
             "server_groups_apart": _apart(list(self._apart.values())),
+            "rounds": self._rounds.as_data({who: _up_and_down(tally) for who, tally in self._tallies.items()}),
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
@@ -447,6 +455,10 @@ def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
 def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
     counts = [tally.whole for tally in tallies]
     return {name: sum(getattr(count, name) for count in counts) for name in ("bytes_out", "bytes_in", "bytes_link")}
+
+
+def _up_and_down(tally: _Tally) -> dict[str, int]:
+    return {"bytes_out": tally.whole.bytes_out, "bytes_in": tally.whole.bytes_in}
 
 
 def _cause(failed: Failed | None) -> dict[str, str] | None:

@@ -37,14 +37,15 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("framework")
     apart = any(row["server_groups_apart"] for row in rows)
-    groups = ["server groups apart"] if apart else []
+    rounds = any(row.get("rounds") for row in rows)
+    groups = [*(["server groups apart"] if apart else []), *(["rounds", "lost steps"] if rounds else [])]
     numbers = ["units", "samples/s", "time", *map(_title, names), "staleness mean", "max", *groups, "MB sent"]
     for title in numbers:
         table.add_column(title, justify="right")
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
         # As Text: rich would read brackets in a name as markup.
-        table.add_row(Text(label), *map(Text, _cells(row, names, apart)))
+        table.add_row(Text(label), *map(Text, _cells(row, names, apart, rounds)))
     return table
 
 
@@ -68,8 +69,18 @@ def summary(data: Mapping[str, Any]) -> str:
     metrics = "".join(f", {name} {_value(name, value)}" for name, value in data["metrics"].items())
     return (
         f"{data['job']}: {data['framework']}, {_plural(data['layout']['nprocs'], 'unit')}, {data['steps']} steps, "
-        f"{data['seconds']:.1f} s, {data['samples_per_s']:,.0f} samples/s{loss}{metrics}{apart}"
+        f"{data['seconds']:.1f} s, {data['samples_per_s']:,.0f} samples/s{loss}{metrics}{apart}{_rounds(data)}"
     )
+
+
+def _rounds(data: Mapping[str, Any]) -> str:
+    """Describe the rounds of an outer optimizer; "": there are none."""
+    found = data.get("rounds")
+    if not found or not found["count"]:
+        return ""
+    lost = f", {found['lost_steps']:.4g} steps lost" if found["lost_steps"] else ""
+    age = f" (age {found['age_mean']:.1f}, max {found['age_max']})" if found["age_max"] else ""
+    return f", {_plural(found['count'], 'round')} of {found['members_mean']:.3g} groups{age}{lost}"
 
 
 def distance(data: Mapping[str, Any]) -> str:
@@ -81,7 +92,16 @@ def distance(data: Mapping[str, Any]) -> str:
     return f"{found['updates_mean']:.1f} updates (max {found['updates_max']}), {share}"
 
 
-def _cells(row: Mapping[str, Any], names: Sequence[str], apart: bool) -> list[str]:
+def _round_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return rounds with the mean number of groups, and lost steps."""
+    found = row.get("rounds")
+    if not found:
+        return ["–", "–"]
+    made = f"{found['count']} of {found['members_mean']:.3g}" if found["count"] else "–"
+    return [made, f"{found['lost_steps']:.4g}"]
+
+
+def _cells(row: Mapping[str, Any], names: Sequence[str], apart: bool, rounds: bool) -> list[str]:
     return [
         str(row["layout"]["nprocs"]),
         f"{row['samples_per_s']:,.0f}",
@@ -90,6 +110,7 @@ def _cells(row: Mapping[str, Any], names: Sequence[str], apart: bool) -> list[st
         f"{row['staleness_mean']:.2f}",
         str(row["staleness_max"]),
         *([distance(row)] if apart else []),
+        *(_round_cells(row) if rounds else []),
         f"{row['bytes_out'] / MB:,.1f}",
     ]
 

@@ -24,6 +24,7 @@ from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
+from topotrain.core.server.server_context import TimerHost
 from topotrain.extensions.assignment.assignment_client import (
     AssignmentPlace,
     changed_bucket,
@@ -78,6 +79,26 @@ class SimServer:
         self.lost_peers.append(peer)
 
 
+class SimTimer(TimerHost):
+    """The virtual time, for one simulated server."""
+
+    def __init__(self, cluster: "SimCluster", me: Address) -> None:
+        self._cluster, self._me = cluster, me
+
+    def now(self) -> float:
+        """As `TimerHost.now`."""
+        return self._cluster.sim.now
+
+    def wake(self, seconds: float, message: Message) -> None:
+        """As `TimerHost.wake`."""
+        cluster, me = self._cluster, self._me
+
+        def handle() -> None:
+            cluster.sim_servers[me].handle(me, message)
+
+        cluster.sim.at(cluster.sim.now + seconds, lambda: cluster.transport.when_resumed(handle, me))
+
+
 class SimCluster:
     """All servers and worker clients of a job on a simulated transport.
 
@@ -106,6 +127,7 @@ class SimCluster:
                 self.sim_servers[me] = SimServer(
                     make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.transport
                 )
+                self.sim_servers[me].server.timer.attach(SimTimer(self, me))
                 self.transport.attach(me, self.sim_servers[me])
         self._connect_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]

@@ -54,6 +54,7 @@ class PublishedSnapshot:
     table: Table = field(default_factory=dict)
     closed: int = 0
     samples: Mapping[Address, int] = field(default_factory=dict)
+    rounds: Sequence[int] = ()
 
     @property
     def epochs(self) -> Sequence[int]:
@@ -180,6 +181,7 @@ class SimDisks:
             _values=values,
             closed=facts["closed"],
             samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
+            rounds=facts.get("rounds", ()),
         )
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,1 @@
+"""Grace windows: rounds with a quorum that stay open for more workers."""
