@@ -62,7 +62,7 @@ _need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
 _need("topotrain.extensions.compression", "cluster.compression")
 _need(
     "topotrain.extensions.outer_optimizer",
-    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
+    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum", "pace")),
 )
 _need("topotrain.extensions.replication", "cluster.replicas")
 _need("topotrain.extensions.elastic", "start_groups")

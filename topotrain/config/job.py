@@ -111,6 +111,12 @@ class Keep(str, Enum):
     kDrop = "kDrop"
 
 
+class Pace(str, Enum):
+    kAuto = "kAuto"
+    kSteps = "kSteps"
+    kTime = "kTime"
+
+
 class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
@@ -476,11 +482,17 @@ class Cluster(Checked):
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
     quorum: Steps = 0
+    pace: Pace = Pace.kAuto
 
     @property
     def local_steps(self) -> int:
         """How many steps of a worker are one commit."""
         return self.n_push if self.outer is None else self.sync_freq // self.fragments
+
+    @property
+    def paces_by_time(self) -> bool:
+        """Whether slow workers push as often as the fastest one, after fewer steps."""
+        return self.pace is Pace.kTime or (self.pace is Pace.kAuto and self.quorum > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +604,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
+    + ["cluster.pace"]
 )
 
 

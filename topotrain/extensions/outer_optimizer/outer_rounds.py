@@ -20,6 +20,7 @@ from topotrain.core.server.ordered_sum import OrderedMean, Part
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
+from topotrain.extensions.outer_optimizer.rounds import rearmost
 
 
 class RoundGradient(StagedGradient):
@@ -79,7 +80,7 @@ class OuterRounds(ServerExtension, StepPolicy):
     def __init__(self, server: Server, job: Job) -> None:
         self._server = server
         self.replies_in_part = job.cluster.fragments > 1
-        self._quorum = job.cluster.quorum
+        self._quorum, self._fragments = job.cluster.quorum, job.cluster.fragments
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
@@ -92,7 +93,11 @@ class OuterRounds(ServerExtension, StepPolicy):
             fragment = self._server.state.known.staging[group].first.optimizer
             by_fragment.setdefault(fragment, []).append((group, step))
         found = [by_fragment[fragment] for fragment in sorted(by_fragment)]
-        return [update for update in found if last or 0 < self._quorum <= len(update)]
+        over = [update for update in found if 0 < self._quorum <= len(update)]
+        if over or not last or not found:
+            return over
+        # All wait, and for different fragments. Those that are behind come to the others.
+        return [by_fragment[rearmost(by_fragment, self._fragments)]]
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
         """As `StepPolicy.joint_gradient`."""

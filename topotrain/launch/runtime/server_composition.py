@@ -77,6 +77,10 @@ def _extensions(
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 
         yield OuterRounds(server, job)
+        if me.index == 0:
+            from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
+
+            yield RoundTurns(server, job)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
