@@ -1,4 +1,4 @@
-"""A worker of a job in fragments is killed, and comes back to the fragment of the others: nobody else starts again."""
+"""A worker of a job in fragments is killed, and comes back to the fragment of the others. They never start again."""
 
 import pytest
 from job_runner import JobRunner
@@ -36,7 +36,7 @@ def test_a_death_starts_one_worker_again(runner: JobRunner, cluster: str, shard:
 
 
 def test_leased_batches_count_once_in_every_fragment(runner: JobRunner) -> None:
-    """Workers rest where no batch is left, and come back to the fragment of the others. Nobody is killed here."""
+    """Workers rest where no batch is left, and come back to the fragment of the others. No process is killed here."""
     words = (str(runner.folder / "job"), "nobody", "9", "1", "fragments")
     ended = runner.run(APART, "mortal.py", *words, extra="reduce: kSum shard: kLease")
     for name in ("cells", "second", "third"):

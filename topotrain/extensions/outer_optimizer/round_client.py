@@ -9,7 +9,7 @@ from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRo
 
 
 class RoundClient(ClientExtension):
-    """Keeps what the coordinator has told of the next round.
+    """Keeps the newest word of the coordinator about the next round.
 
     Args:
         fragments: their number.
@@ -27,7 +27,7 @@ class RoundClient(ClientExtension):
         self._channel = channel
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Keep what is newest: a transport may deliver a message once more, and late."""
+        """Keep the newest: a transport may deliver a message once more, and late."""
         assert isinstance(message, NextRound)
         if message.fragment >= self._fragments:
             raise ProtocolError(f"{sender} names fragment {message.fragment} of {self._fragments}")
@@ -43,7 +43,7 @@ class RoundClient(ClientExtension):
         return self._named != OWN_TURN
 
     def take_fragment(self, turn: int) -> int:
-        """The fragment of a push: the one that was named since the last, or the one whose turn it is."""
+        """The fragment of a push: the one that was named since the last, or that of the turn."""
         # Under exclusive access: a reader thread may be handling a message.
         with self._channel.waiter.update():
             named, self._named, self._follows = self._named, OWN_TURN, False

@@ -23,12 +23,12 @@ class StepTime(Message):
 @message(151, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class NextRound(Message):
-    """Coordinator -> worker: what the next push should be.
+    """Coordinator -> worker: the fragment of the next push, and the pace.
 
     Attributes:
         pushes: the number of pushes that were decided before.
         fragment: the fragment that the others push next, or OWN_TURN.
-        back: the worker is back, or has rested. What is said of the fragment holds until its next push.
+        back: the worker is back, or has rested. The fragment holds until its next push.
         seconds: the time of a step of the fastest worker. 0: not known.
     """
 

@@ -126,7 +126,7 @@ def fragment_to_push(turn: int, untold: Sequence[int]) -> int:
     """Return the fragment of a worker's next push.
 
     Args:
-        turn: the fragment whose turn it is.
+        turn: the next fragment of the worker's own turn.
         untold: by fragment, the steps since its last push.
     """
     # At the end of the script the fragment may have no step that was not pushed, and others have some.
