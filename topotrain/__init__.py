@@ -63,8 +63,7 @@ _need("topotrain.extensions.compression", "cluster.compression")
 _need(
     "topotrain.extensions.outer_optimizer",
     *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
-    "cluster.slack",
-    "cluster.merge",
+    *(f"cluster.{field}" for field in ("slack", "merge", "pace")),
     "updater.delay",
 )
 _need("topotrain.extensions.replication", "cluster.replicas")

@@ -110,7 +110,6 @@ def outer(**changes: Any) -> dict[str, Any]:
 OUTER = {"cluster": Cluster(**outer())}
 RADIAL = {"cluster": Cluster(merge="kRadial", **outer())}  # type: ignore[arg-type]
 DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
-FRAGMENTS = {"cluster": Cluster(fragments=2, sync_freq=2, **outer())}
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
@@ -221,7 +220,8 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2},
         outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2, "keep": "kBlend"},
     ),
-    (Job, FRAGMENTS | {"shard": "kLease"}, FRAGMENTS | {"shard": "kStatic"}),
+    (Cluster, {"pace": "kSteps"}, outer() | {"pace": "kSteps"}),
+    (Cluster, outer() | {"pace": "kTime"}, outer() | {"pace": "kTime", "quorum": 1}),
     (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
     (Cluster, outer() | {"nworkers_per_group": 2}, outer() | {"nworkers_per_procs": 1}),
     (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),

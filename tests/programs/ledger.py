@@ -36,6 +36,18 @@ class Tabled(Ledger):
         return super().forward(numbers) - self.table(numbers).sum()
 
 
+class Fragmented(Ledger):
+    """Three ledgers of the same samples, each a parameter of its own."""
+
+    def __init__(self, cells: int) -> None:
+        super().__init__(cells)
+        self.second = nn.Parameter(torch.zeros(cells))
+        self.third = nn.Parameter(torch.zeros(cells))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return super().forward(numbers) - self.second[numbers].sum() - self.third[numbers].sum()
+
+
 class Kept(nn.Module):
     """Keeps cells, and passes on what it was given; a sample is a row with a one in its own place."""
 

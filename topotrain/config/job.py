@@ -117,6 +117,12 @@ class Keep(str, Enum):
     kDrop = "kDrop"
 
 
+class Pace(str, Enum):
+    kAuto = "kAuto"
+    kSteps = "kSteps"
+    kTime = "kTime"
+
+
 class TransportChoice(str, Enum):
     kAuto = "kAuto"
     kShm = "kShm"
@@ -485,11 +491,17 @@ class Cluster(Checked):
     quorum: Steps = 0
     slack: Share = 0.9
     merge: Merge = Merge.kMean
+    pace: Pace = Pace.kAuto
 
     @property
     def local_steps(self) -> int:
         """How many steps of a worker are one commit."""
         return self.n_push if self.outer is None else self.sync_freq // self.fragments
+
+    @property
+    def paces_by_time(self) -> bool:
+        """Whether slow workers push as often as the fastest one, after fewer steps."""
+        return self.pace is Pace.kTime or (self.pace is Pace.kAuto and self.quorum > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,7 +613,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction", "updater.delay", "cluster.merge"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
-    + ["cluster.slack"]
+    + ["cluster.slack", "cluster.pace"]
 )
 
 

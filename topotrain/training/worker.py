@@ -127,7 +127,7 @@ class Worker(BatchAccounting):
             self.path = _path_of(self, topology.workers_per_group)
         else:
             self._local = local
-            self.path = local.open(parts, self.buffers, client.gradients, self.map, self.batches)
+            self.path = local.open(parts, self.buffers, client, self.map, self.batches)
             self._hooks.add(local)
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)

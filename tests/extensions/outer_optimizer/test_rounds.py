@@ -39,7 +39,6 @@ def test_each_fragment_is_exchanged_once_in_sync_freq_steps(interval: int, fragm
     schedule = RoundSchedule(interval * fragments, fragments, overlap)
     pushed = [step for step in range(1, 3 * schedule.sync_freq + 1) if schedule.pushes(step)]
     assert len(pushed) == 3 * fragments
-    assert [schedule.fragment(number) for number in range(len(pushed))] == 3 * list(range(fragments))
     # The new values come so many steps after the push, and before the next one.
     for step, following in pairwise(pushed):
         taken = [each for each in range(step, following) if schedule.takes(each)]

@@ -21,8 +21,6 @@ def refusal(job: Job, topology: Topology, group: int) -> str:
             "its workers add up their gradients among themselves, or share a process with a server, "
             "so they cannot be started again without the others"
         )
-    if job.cluster.fragments > 1 and not job.cluster.quorum:
-        return "with cluster.fragments its next round would be of another fragment than those of the others"
     if job.apply is Apply.kOnArrival:
         return "with apply: kOnArrival parts of its last step are applied, which cannot be taken back"
     return ""

@@ -11,20 +11,29 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import Cluster, ConfigError, Merge, Updater
 from topotrain.config.sharding import SliceMap
+from topotrain.core.client.client import Client
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
+from topotrain.core.profiling.spans import Clock
 from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.radial_marks import mark_radial
-from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, UntoldSteps, fragments_of
+from topotrain.extensions.outer_optimizer.round_client import RoundClient
+from topotrain.extensions.outer_optimizer.rounds import (
+    RoundSchedule,
+    StepTimes,
+    UntoldSteps,
+    fragment_to_push,
+    fragments_of,
+)
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.parameters.local_steps import LocalOptimizer
-from topotrain.training.worker_stats import StepBatches
+from topotrain.training.worker_stats import ProcessClock, StepBatches
 
 NO_TABLES = "must not be given where the model has tables or sparse weights: their rows are no local values"
 _REVISION = 1
@@ -91,6 +100,7 @@ class InnerOptimizer(LocalOptimizer):
         cluster: the settings of the rounds.
         named: the model's parameters.
         embeddings: those of them that are embeddings.
+        clock: measures steps. None: that of this process.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
@@ -102,6 +112,7 @@ class InnerOptimizer(LocalOptimizer):
         cluster: Cluster,
         named: Iterable[tuple[str, nn.Parameter]],
         embeddings: Collection[nn.Parameter] = (),
+        clock: Clock | None = None,
     ) -> None:
         self._optimizer, self._weigh = optimizer, cluster.weigh
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
@@ -118,25 +129,29 @@ class InnerOptimizer(LocalOptimizer):
         self.untold = UntoldSteps(cluster.fragments)
         """The steps of which no round was told."""
         self._exchanges: ExchangeTimes | None = None
-        self._pushes = 0
+        self._turn = self._fragment = 0  # of the next push, and of the last one
+        self._times = StepTimes() if cluster.paces_by_time else None
+        self._clock = clock or ProcessClock()
+        self._seconds = 0.0  # of a step, before the last push
         self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
 
     def open(
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        gradients: GradientExchange,
+        client: Client,
         slice_map: SliceMap,
         batches: StepBatches,
     ) -> GradientPath:
         if parts.aside:
             raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
+        self._rounds = client.extension(RoundClient)
         self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
-        exchanges = gradients.hooks.by_class.get(ExchangeTimes)
+        exchanges = client.gradients.hooks.by_class.get(ExchangeTimes)
         self._exchanges = exchanges if isinstance(exchanges, ExchangeTimes) else None
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
-        return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
+        return DifferencePath(parts, buffers, client.gradients, slice_map, batches, self._values, trained, self)
 
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         if self._rule is None:
@@ -147,17 +162,20 @@ class InnerOptimizer(LocalOptimizer):
 
     @property
     def optimizer_of_push(self) -> int:
-        return self._schedule.fragment(self._pushes)
+        return self._fragment
 
     @property
     def has_sum(self) -> bool:
-        return self.untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
+        return bool(self.untold.pending) or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
         if not self._decoupled:
             return self._schedule.pushes(step)
-        # Behind the last round, which may have taken longer than the steps between two.
-        return not self._values.is_pushing and self._made - self._pushed_at >= self._schedule.interval
+        if self._values.is_pushing:
+            return False
+        # Counted behind the last round, which may have taken longer than the steps between two. A worker that comes
+        # back pushes at once: later it would be too late for the round, and wait for the next one of the fragment.
+        return self._rounds.is_named or self._made - self._pushed_at >= self._interval
 
     def fetches(self, step: int) -> bool:
         return self.pushes(step)
@@ -180,22 +198,33 @@ class InnerOptimizer(LocalOptimizer):
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
+        self._fragment = fragment_to_push(self._rounds.take_fragment(self._turn), self.untold.steps)
+        if self._times is not None and self._times.seconds:
+            self._seconds = self._times.seconds
+            self._rounds.tell_time(self._seconds)
         self.untold.read(self._batches.samples)
         if self._exchanges is not None:
             self._exchanges.begin()
         yield
         self._values.end_push()
-        self.untold.push(self.optimizer_of_push)
-        self._pushes += 1
+        self.untold.push(self._fragment)
+        self._turn = (self._fragment + 1) % self._schedule.fragments
         self._pushed_at = self._made
+
+    @property
+    def _interval(self) -> int:
+        """This worker's own steps between two pushes."""
+        return self._schedule.interval_at(self._seconds, self._rounds.fastest)
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
     def weight(self) -> float:
-        return self.untold[self.optimizer_of_push].weight(self._weigh)
+        return self.untold[self._fragment].weight(self._weigh)
 
     def before_step(self) -> None:
         self._made += 1
+        if self._times is not None:
+            self._times.step(self._clock.now())
         # The values are the worker's own: what the script changes between two steps is learned like a step.
         self._buffers.remember()
 

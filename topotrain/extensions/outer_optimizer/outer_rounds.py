@@ -28,6 +28,7 @@ from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipan
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
 from topotrain.extensions.outer_optimizer.round_history import RoundHistory
+from topotrain.extensions.outer_optimizer.rounds import rearmost
 
 
 class RoundGradient(StagedGradient):
@@ -96,7 +97,7 @@ class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
         assert job.cluster.outer is not None
         self._server, self._windows = server, windows
         self.replies_in_part = job.cluster.fragments > 1
-        self._quorum = job.cluster.quorum
+        self._quorum, self._fragments = job.cluster.quorum, job.cluster.fragments
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
         self._schedule = OuterSchedule(job.cluster.outer)
         fragments = job.cluster.fragments
@@ -112,14 +113,17 @@ class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
         for group, step in steps:
             fragment = self._server.state.known.staging[group].first.optimizer
             by_fragment.setdefault(fragment, []).append((group, step))
-        found: Mapping[int, Sequence[tuple[int, int]]] = {
+        over: Mapping[int, Sequence[tuple[int, int]]] = {
             fragment: by_fragment[fragment]
             for fragment in sorted(by_fragment)
-            if last or 0 < self._quorum <= len(by_fragment[fragment])
+            if 0 < self._quorum <= len(by_fragment[fragment])
         }
         if self._windows is not None:
-            found = self._windows.over(steps, found, last)
-        return list(found.values())
+            over = self._windows.over(steps, over, last)
+        if over or not last or not by_fragment:
+            return list(over.values())
+        # All wait, and for different fragments. Those that are behind come to the others.
+        return [by_fragment[rearmost(by_fragment, self._fragments)]]
 
     def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
         """As `StepPolicy.before_update`: a round begins."""

@@ -14,10 +14,10 @@ from topotrain.config.job import (
     Grads,
     Keep,
     Merge,
+    Pace,
     Placement,
     Pull,
     Reduce,
-    Shard,
     Updater,
     UpdaterType,
     Weigh,
@@ -158,10 +158,14 @@ COMBINATIONS = (
         "cluster.blend", lambda c: c.blend != 0.5 and c.keep is not Keep.kBlend, "must be 0.5 without keep: kBlend"
     ),
     Combination(
-        "shard",
-        lambda j: j.cluster.fragments > 1 and not j.cluster.quorum and j.shard is Shard.kLease,
-        "must be kAuto or kStatic with cluster.fragments above 1 and quorum: 0: all exchange the same fragment",
-        "",
+        "cluster.pace",
+        lambda c: c.pace is not Pace.kAuto and not c.outer,
+        "must be kAuto without cluster.outer: there are no rounds",
+    ),
+    Combination(
+        "cluster.pace",
+        lambda c: c.pace is Pace.kTime and not c.quorum,
+        "must be kAuto or kSteps with quorum: 0, where all workers push after the same number of steps",
     ),
     _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),
     _with_outer(

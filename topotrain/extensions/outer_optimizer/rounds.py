@@ -1,7 +1,9 @@
 """The rounds of one worker: when each fragment is exchanged, and its counts. Pure."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from topotrain.config.job import Weigh
 
@@ -49,9 +51,17 @@ class RoundSchedule:
         """Whether it takes the new values of the last push behind this step."""
         return step % self.interval == self.overlap
 
-    def fragment(self, pushes: int) -> int:
-        """The fragment of the push after so many pushes."""
-        return pushes % self.fragments
+    def interval_at(self, own: float, fastest: float) -> int:
+        """A worker's own steps while the fastest one makes those between two exchanges.
+
+        This is the dynamic number of local updates of Liu et al. (2024), rounded.
+
+        own, fastest: seconds of a step. 0: not known.
+        """
+        if not own or not fastest:
+            return self.interval
+        # Rounded to the nearest and not down: of two steps a worker that is 1 % slower would make one.
+        return min(self.interval, max(1, int(self.interval * fastest / own + 0.5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,51 @@ class UntoldSteps:
         return sum(each.steps for each in self._learned) / len(self._learned)
 
     @property
+    def steps(self) -> tuple[float, ...]:
+        """The steps of each fragment that were not pushed."""
+        return tuple(each.steps for each in self._learned)
+
+    @property
     def pending(self) -> tuple[int, ...]:
         """The fragments with steps that were not pushed."""
         return tuple(fragment for fragment, each in enumerate(self._learned) if each.steps)
+
+
+def fragment_to_push(turn: int, untold: Sequence[float]) -> int:
+    """Return the fragment of a worker's next push.
+
+    Args:
+        turn: the next fragment of the worker's own turn.
+        untold: by fragment, the steps since its last push.
+    """
+    # At the end of the script the fragment may have no step that was not pushed, and others have some.
+    following = (fragment % len(untold) for fragment in range(turn, turn + len(untold)))
+    return next((fragment for fragment in following if untold[fragment]), turn)
+
+
+def rearmost(waiting: Collection[int], fragments: int) -> int:
+    """Return the one of these fragments that comes first in a turn.
+
+    A turn has no end, so that is the one behind the widest gap; of several the one with the lowest number.
+    """
+    return max(sorted(waiting), key=lambda fragment: min((fragment - 1 - other) % fragments for other in waiting))
+
+
+class StepTimes:
+    """The time from one step of a worker to the next."""
+
+    def __init__(self) -> None:
+        # Few, so that a worker that becomes slower is soon known to be. The median leaves out pauses of the script.
+        self._last: deque[float] = deque(maxlen=15)
+        self._then: int | None = None
+
+    def step(self, now: int) -> None:
+        """A step begins at this time, in nanoseconds."""
+        if self._then is not None and now > self._then:
+            self._last.append((now - self._then) / 1e9)
+        self._then = now
+
+    @property
+    def seconds(self) -> float:
+        """The median of the last times. 0: not known."""
+        return median(self._last) if self._last else 0.0

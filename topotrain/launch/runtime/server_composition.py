@@ -84,6 +84,10 @@ def _extensions(
         yield rounds(server, job, windows, () if resumed is None else resumed.rounds)
         if windows is not None:
             yield windows
+        if me.index == 0:
+            from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
+
+            yield RoundTurns(server, job)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

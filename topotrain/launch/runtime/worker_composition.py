@@ -26,6 +26,10 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
         from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
 
         found.append(InPlaceClient())
+    if cluster.outer is not None:
+        from topotrain.extensions.outer_optimizer.round_client import RoundClient
+
+        found.append(RoundClient(cluster.fragments))
     if cluster.compression is not Compression.kNone:
         from topotrain.extensions.compression.compression_client import CompressionClient
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from torch.optim import Optimizer
 
 from topotrain.config.sharding import SliceMap
-from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
@@ -79,7 +79,7 @@ class LocalOptimizer(LocalSteps, WorkerExtension):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        gradients: GradientExchange,
+        client: Client,
         slice_map: SliceMap,
         batches: StepBatches,
     ) -> GradientPath:

@@ -1,0 +1,169 @@
+"""Which fragment a worker pushes next: all in step after a return, and a late worker skips instead of waiting."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_islands import STEP_S, IslandTrial, islands
+
+from topotrain.config.job import Pace, Shard
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import ProtocolError
+from topotrain.extensions.outer_optimizer.round_client import RoundClient
+from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound
+from topotrain.extensions.outer_optimizer.rounds import fragment_to_push, rearmost
+from topotrain.tools.simulator.fault_schedule import Fault
+
+SERVER = Address(Role.SERVER, 0, 0)
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fragment_of_a_push() -> None:
+    assert fragment_to_push(1, [4, 4, 4]) == 1
+    assert fragment_to_push(1, [9, 4, 8]) == 1
+    assert fragment_to_push(1, [4, 0, 4]) == 2, "nothing was learned of fragment 1"
+    assert fragment_to_push(2, [4, 0, 0]) == 0
+    assert fragment_to_push(1, [0, 0, 0]) == 1, "a round waits for the push of all"
+
+
+def client(fragments: int = 3) -> RoundClient:
+    made = RoundClient(fragments)
+    waiter: Any = SimpleNamespace(update=lambda: pytest.MonkeyPatch.context())
+    made.bind(SimpleNamespace(waiter=waiter), None, None)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_worker_that_is_back_follows_until_its_push() -> None:
+    here = client()
+    here.handle(SERVER, NextRound(3, 1, 0.4))
+    assert (here.is_named, here.take_fragment(0), here.fastest) == (False, 0, 0.4), "it goes on with its own turn"
+    here.handle(SERVER, NextRound(4, 1, 0.5, back=True))
+    here.handle(SERVER, NextRound(5, 2, 0.5))
+    assert here.is_named
+    assert (here.take_fragment(0), here.take_fragment(0), here.fastest) == (2, 0, 0.5)
+    here.handle(SERVER, NextRound(4, 1, 0.7, back=True))
+    here.handle(SERVER, NextRound(6, 1, 0.6))
+    assert (here.take_fragment(0), here.fastest) == (0, 0.6), "a word that came twice, and one from before its push"
+    here.handle(SERVER, NextRound(7, 2, 0.0, back=True))
+    here.handle(SERVER, NextRound(8, OWN_TURN, 0.1))
+    assert (here.take_fragment(0), here.fastest) == (2, 0.1), "the word about the pace names no fragment"
+
+
+def test_a_fragment_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="names fragment 3 of 3"):
+        client().handle(SERVER, NextRound(0, 3))
+
+
+@given(fragments=st.integers(1, 8), data=st.data())
+def test_the_rearmost_fragment_is_the_first_of_a_turn(fragments: int, data: st.DataObject) -> None:
+    start, length = data.draw(st.integers(0, fragments - 1)), data.draw(st.integers(1, (fragments + 1) // 2))
+    # Workers that are at most half a turn apart, one of which is at the start.
+    others = data.draw(st.sets(st.integers(0, length - 1)))
+    assert rearmost({start, *((start + each) % fragments for each in others)}, fragments) in (
+        [start] if length <= fragments // 2 else range(fragments)
+    )
+
+
+# --- in step ---------------------------------------------------------------------------------------------------------
+
+
+def assert_in_turn(trial: IslandTrial) -> None:
+    fragments = trial.job.cluster.fragments
+    assert [each.fragment for each in trial.rounds] == [n % fragments for n in range(len(trial.rounds))]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_comes_back_pushes_what_the_others_push(victim: int, overlap: int) -> None:
+    """Killed at any step of a turn, and for any time, it is in step again: each round has one fragment, in turn."""
+    job = islands(3, 6, 3, overlap=overlap)
+    for n in range(0, 12, 2):
+        fault = Fault(victim, at=(8.3 + n) * STEP_S, away=0.7 * (n % 6) * STEP_S)
+        trial = IslandTrial(job, 3 * 30, [fault]).run()
+        assert len(trial.restarts) == 1
+        assert_in_turn(trial)
+        sizes = Counter(len(each.groups) for each in trial.rounds)
+        # Only from the death to the return, and at the end, a round has fewer than all.
+        assert sizes[3] >= len(trial.rounds) - 8, (n, trial.rounds)
+        back = [each for each in trial.rounds if each.time > trial.restarts[0][0] + 8 * STEP_S]
+        assert any(len(each.groups) == 3 for each in back)
+        counted = trial.cells()
+        assert int(counted.max()) == 1, "counted twice"
+        lost = counted == 0
+        # Of each fragment at most what the dead worker had made since its last push of it.
+        assert all(int(each.sum()) <= job.cluster.sync_freq for each in lost), (n, lost.sum(1))
+        assert not lost[:, [cell for cell in range(90) if cell % 3 != victim]].any()
+
+
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_workers_that_lease_their_batches_stay_in_step(fragments: int) -> None:
+    """A slow worker rests where no batch is left, and others go on: it comes back to their fragment."""
+    job = replace(islands(3, 6, fragments), shard=Shard.kLease)
+    trial = IslandTrial(job, 100, speeds=(1.0, 0.6, 0.35), lease=True).run()
+    assert_in_turn(trial)
+    assert bool((trial.cells() == 1).all())
+
+
+def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
+    job = replace(islands(3, 6, 3), shard=Shard.kLease)
+    for n in range(6):
+        trial = IslandTrial(job, 120, [Fault(1, at=(10.4 + n) * STEP_S, away=3 * STEP_S)], lease=True).run()
+        assert_in_turn(trial)
+        assert int(trial.cells().max()) == 1
+
+
+# --- a quorum --------------------------------------------------------------------------------------------------------
+
+
+def waits(trial: IslandTrial, group: int, since: float = 0.0) -> list[int]:
+    """For each push of a worker: how many rounds were decided before its own."""
+    return [trial.rounds_until(push) for push in trial.told if push.group == group and push.time >= since]
+
+
+@pytest.mark.parametrize("pace", [Pace.kTime, Pace.kSteps])
+def test_a_worker_that_comes_back_has_a_part_in_the_next_round(pace: Pace) -> None:
+    """It pushes what the others push, and does not begin with the first fragment again."""
+    job, found = islands(3, 16, 8, quorum=2, pace=pace), []
+    for n in range(6):
+        fault = Fault(1, at=(10.3 + 3 * n) * STEP_S, away=3 * STEP_S)
+        trial = IslandTrial(job, 150, [fault], lease=True).run()
+        ((back, _),) = trial.restarts
+        found.append(waits(trial, 1, back)[0])
+        counted = trial.cells()
+        assert int(counted.max()) == 1, "counted twice"
+        # What it has made since its last push of a fragment that was in a round. A push may have waited for a turn.
+        assert all(int(each.sum()) <= 2 * job.cluster.sync_freq for each in counted == 0)
+    # Of three that push at the same moment one is late for a round of two, whichever that is.
+    assert sum(wait <= 1 for wait in found) >= len(found) - 2, found
+
+
+@pytest.mark.parametrize("pace", [Pace.kTime, Pace.kSteps])
+@pytest.mark.parametrize(
+    ("quorum", "speeds"), [(2, (1.0, 1.0, 1.0)), (3, (1.0, 1.0, 0.7, 0.4)), (3, (1.0, 0.9, 0.8, 1.0))]
+)
+def test_rounds_have_the_quorum_until_workers_end(quorum: int, speeds: tuple[float, ...], pace: Pace) -> None:
+    """Workers that drift apart come together again, and a push waits for one turn over the fragments at most."""
+    fragments = 4
+    job = islands(len(speeds), 10 * fragments, fragments, quorum=quorum, pace=pace)
+    trial = IslandTrial(job, 500, speeds=speeds, lease=True).run()
+    assert bool((trial.cells() == 1).all())
+    end = max(each.time for each in trial.rounds) - 40 * STEP_S
+    sizes = Counter(len(each.groups) for each in trial.rounds if each.time < end)
+    assert min(sizes) >= quorum, sizes
+    assert max(wait for group in range(len(speeds)) for wait in waits(trial, group)) <= fragments
+
+
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+def test_no_worker_leaves_a_fragment_out(quorum: int) -> None:
+    """Each worker pushes each fragment as often as every other one, up to one push."""
+    job = islands(4, 8, 4, quorum=quorum)
+    trial = IslandTrial(job, 300, speeds=(1.0, 0.9, 0.7, 0.4), lease=True).run()
+    for group in range(4):
+        pushed = Counter(each.fragment for each in trial.told if each.group == group)
+        assert max(pushed.values()) - min(pushed.values()) <= 1, (group, pushed)
+    assert bool((trial.cells() == 1).all())

@@ -1,0 +1,168 @@
+"""Real workers with an outer optimizer on the simulated network: they die, come back, and have speeds of their own.
+
+Each batch has a cell of its own in each parameter, to which its step adds 1. There is a parameter for each fragment,
+the sums of whole numbers are exact, and the outer optimizer adds: a cell of 1 means that the batch counts once there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import PrivateMemory
+from topotrain.core.profiling.spans import Clock
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
+from topotrain.tools.simulator.sim_network import Simulation
+from topotrain.tools.simulator.sim_processes import Killed
+from topotrain.tools.simulator.trial import Trial, TrialScript
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker, WorkerMemory
+
+STEP_S = 0.01
+"""Virtual seconds of a step of a worker with speed 1. A message takes 0.5 to 2 ms."""
+
+
+class SimClock(Clock):
+    """The clock of a simulation."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+
+    def now(self) -> int:
+        return int(self._sim.now * 1e9)
+
+    def thread(self) -> str:
+        return "simulated"
+
+
+class Cells(nn.Module):
+    """The cells of all batches, once in each parameter."""
+
+    def __init__(self, parameters: int, cells: int) -> None:
+        super().__init__()
+        self.cells = nn.ParameterList([nn.Parameter(torch.zeros(cells)) for _ in range(parameters)])
+
+    def forward(self, cell: int) -> torch.Tensor:
+        return -torch.stack([each[cell] for each in self.cells]).sum()
+
+
+@dataclass(frozen=True)
+class Round:
+    """One update of the values: when, of which fragment, and by which groups with which weights."""
+
+    time: float
+    fragment: int
+    weights: dict[int, float]
+
+    @property
+    def groups(self) -> list[int]:
+        return sorted(self.weights)
+
+
+@dataclass(frozen=True)
+class Told:
+    """One push of a worker: when it arrived at the coordinator, and what was in it."""
+
+    time: float
+    group: int
+    fragment: int
+    samples: int
+    weight: float
+
+
+class IslandScript(TrialScript):
+    """A script with a model and a loop over its batches."""
+
+    def run(self) -> None:
+        trial, process, me = self._trial, self._process, self._worker.me
+        assert isinstance(trial, IslandTrial)
+        model = Cells(trial.job.cluster.fragments, trial.batches * trial.epochs)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), SimClock(trial.sim))
+        parts, memory = describe_model(model, (), local.optimizers), WorkerMemory(PrivateMemory())
+        worker = Worker(me, trial.job, trial.topology, parts, (inner,), self._worker.client, memory, local)
+        worker.start()
+        adopt(inner, worker)
+        for epoch in self._epochs:
+            for stream, seq, number in self._batches(epoch, False):
+                trial.sim.sleep(trial.step_s[me.group])
+                if process.over:
+                    raise Killed
+                worker.drawn(stream, seq, 1.0, 1)
+                inner.zero_grad()
+                model(epoch * trial.batches + number).backward()
+                inner.step()
+                process.step()
+        worker.finish()
+        if me == (Role.WORKER, 0, 0):
+            worker.client.values.fetch_final()
+            worker.client.buffers.final()
+            self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
+
+
+class IslandTrial(Trial):
+    """A simulated job with an outer optimizer.
+
+    Args:
+        job, faults: what happens.
+        batches: of all workers together.
+        speeds: of each worker group. Empty: all have speed 1.
+        lease: the workers lease their batches.
+    """
+
+    script_class = IslandScript
+
+    def __init__(
+        self, job: Job, batches: int, faults: Sequence[Fault] = (), speeds: Sequence[float] = (), lease: bool = False
+    ) -> None:
+        schedule = FaultSchedule("calm", batches, 1, "lease" if lease else "static", True, tuple(faults))
+        super().__init__(job, 1, schedule)
+        self.step_s = [STEP_S / speed for speed in speeds or [1.0] * job.cluster.nworker_groups]
+        self.rounds: list[Round] = []
+        self.told: list[Told] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note the rounds on the coordinator, and the pushes that it gets."""
+        server = self.server(0, 0)
+        carry_out = server.steps.carry_out
+
+        def noted(decisions: Sequence[m.StepDecision]) -> None:
+            commits = {each.group: server.state.known.staging[each.group].first for each in decisions}
+            (fragment,) = {commit.optimizer for commit in commits.values()}
+            weights = {group: commit.weight for group, commit in commits.items()}
+            self.rounds.append(Round(self.sim.now, fragment, weights))
+            carry_out(decisions)
+
+        def observe(sender: Address, to: Address, message: m.Message) -> None:
+            if isinstance(message, m.Commit) and to == server.me:
+                told = Told(self.sim.now, sender.group, message.optimizer, message.samples, message.weight)
+                self.told.append(told)
+
+        server.steps.carry_out = noted  # type: ignore[method-assign]
+        self.transport.observers.append(observe)
+
+    def cells(self) -> torch.Tensor:
+        """How often each batch counts, by fragment and batch."""
+        return torch.stack(self.final)
+
+    def rounds_until(self, push: Told) -> int:
+        """So many rounds were decided from a push on until the one that it is in."""
+        later = [each for each in self.rounds if each.time >= push.time]
+        found = (n for n, each in enumerate(later) if push.group in each.weights and each.fragment == push.fragment)
+        return next(found)
+
+
+def islands(groups: int, sync_freq: int, fragments: int = 1, **cluster: Any) -> Job:
+    """A job of so many groups of one worker, the steps of which are added."""
+    outer = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
+    apart = {"server_worker_separate": True, "nservers_per_group": 2, "outer": outer}
+    block = Cluster(nworker_groups=groups, sync_freq=sync_freq, fragments=fragments, **(apart | cluster))
+    return Job(reduce=Reduce.kSum, cluster=block)
