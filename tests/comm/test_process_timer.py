@@ -5,7 +5,7 @@ import time
 
 from topotrain.comm.process_timer import ProcessTimer, ServerClock
 from topotrain.core.protocol import Message
-from topotrain.extensions.outer_optimizer.grace.round_messages import WindowOver
+from topotrain.extensions.outer_optimizer.grace.window_messages import WindowOver
 
 
 class Endpoint:

@@ -474,7 +474,7 @@ def _enlist(
     if job.cluster.outer is not None:
         # Here: servers are tested without this extension, too.
         from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
-        from topotrain.extensions.outer_optimizer.radial_marks import embeddings_of
+        from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 
         local = InnerOptimizer(optimizer, job.cluster, model.named_parameters(), embeddings_of(model))
     worker = Worker(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import ScratchBuffers
-from topotrain.extensions.outer_optimizer.radial_average import (
+from topotrain.extensions.outer_optimizer.radial.radial_average import (
     average_factors,
     block_products,
     direction_factors,
@@ -18,10 +18,15 @@ from topotrain.extensions.outer_optimizer.radial_average import (
     squared_length,
     write_sum,
 )
-from topotrain.extensions.outer_optimizer.radial_average import (
+from topotrain.extensions.outer_optimizer.radial.radial_average import (
     inner_product as sum_of_blocks,
 )
-from topotrain.extensions.outer_optimizer.radial_products import NOTHING, ProductRow, joined_products, unpack_rows
+from topotrain.extensions.outer_optimizer.radial.radial_products import (
+    NOTHING,
+    ProductRow,
+    joined_products,
+    unpack_rows,
+)
 
 Tensors = list[torch.Tensor]
 

@@ -25,7 +25,7 @@ from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.core.client.client import StepOutcome
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
-from topotrain.extensions.outer_optimizer.radial_marks import MERGE
+from topotrain.extensions.outer_optimizer.radial.radial_marks import MERGE
 from topotrain.tools.simulator.sim_cluster import SimWorker
 
 pytestmark = pytest.mark.simulated

@@ -33,9 +33,9 @@ from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.extensions.outer_optimizer.inner_optimizer import outer_optimizers
-from topotrain.extensions.outer_optimizer.radial_marks import MERGE, embeddings_of, mark_radial
-from topotrain.extensions.outer_optimizer.radial_products import RadialTensors
-from topotrain.extensions.outer_optimizer.radial_rounds import RadialRounds
+from topotrain.extensions.outer_optimizer.radial.radial_marks import MERGE, embeddings_of, mark_radial
+from topotrain.extensions.outer_optimizer.radial.radial_products import RadialTensors
+from topotrain.extensions.outer_optimizer.radial.radial_rounds import RadialRounds
 from topotrain.launch.runtime.server_composition import make_server
 
 

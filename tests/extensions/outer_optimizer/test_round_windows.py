@@ -17,8 +17,8 @@ from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import TimerHost
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
-from topotrain.extensions.outer_optimizer.grace.round_messages import ExchangeTime, WindowOver
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
+from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime, WindowOver
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.extensions.replication.replica_host import StandbyFactory
 from topotrain.launch.runtime.server_composition import make_server

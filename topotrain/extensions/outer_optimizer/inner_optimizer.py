@@ -20,7 +20,7 @@ from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
-from topotrain.extensions.outer_optimizer.radial_marks import mark_radial
+from topotrain.extensions.outer_optimizer.radial.radial_marks import mark_radial
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
 from topotrain.extensions.outer_optimizer.rounds import (
     RoundSchedule,

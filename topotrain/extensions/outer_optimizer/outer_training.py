@@ -4,7 +4,7 @@ from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
 from topotrain.extensions.outer_optimizer.exchanged_steps import LocalStepReport
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
-from topotrain.extensions.outer_optimizer.radial_marks import embeddings_of
+from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker import Worker

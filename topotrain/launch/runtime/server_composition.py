@@ -77,7 +77,7 @@ def _extensions(
         from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
         from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
-        from topotrain.extensions.outer_optimizer.radial_rounds import RadialRounds
+        from topotrain.extensions.outer_optimizer.radial.radial_rounds import RadialRounds
 
         windows = RoundWindows(server, job.cluster) if has_windows(job.cluster) else None
         rounds = OuterRounds if job.cluster.merge is Merge.kMean else RadialRounds

@@ -5,7 +5,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client_context import ClientModel, ServerChannel, StepEnd
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.value_pull import ValuePull
-from topotrain.extensions.outer_optimizer.grace.round_messages import ExchangeTime
+from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime
 
 
 class ExchangeTimes(ClientExtension):

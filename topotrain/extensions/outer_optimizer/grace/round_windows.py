@@ -13,7 +13,7 @@ from topotrain.core.server.component_state import State
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, StepResult, TimedExtension
 from topotrain.extensions.outer_optimizer.grace.grace_window import GraceWindow
-from topotrain.extensions.outer_optimizer.grace.round_messages import ExchangeTime, WindowOver
+from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime, WindowOver
 
 Steps = Sequence[tuple[int, int]]
 """(group, step) pairs."""

@@ -19,8 +19,8 @@ from topotrain.core.message_limits import MAX_META
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.parameter_shard import ParameterShard
-from topotrain.extensions.outer_optimizer.radial_average import Products, exact_sum
-from topotrain.extensions.outer_optimizer.radial_marks import MERGE
+from topotrain.extensions.outer_optimizer.radial.radial_average import Products, exact_sum
+from topotrain.extensions.outer_optimizer.radial.radial_marks import MERGE
 
 NOTHING = (-1, -1)
 """In the place of a staged step."""

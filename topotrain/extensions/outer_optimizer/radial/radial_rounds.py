@@ -21,7 +21,7 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient
-from topotrain.extensions.outer_optimizer.radial_average import (
+from topotrain.extensions.outer_optimizer.radial.radial_average import (
     Products,
     average_factors,
     block_products,
@@ -31,7 +31,7 @@ from topotrain.extensions.outer_optimizer.radial_average import (
     wide,
     write_sum,
 )
-from topotrain.extensions.outer_optimizer.radial_products import (
+from topotrain.extensions.outer_optimizer.radial.radial_products import (
     NOTHING,
     ProductRow,
     RadialTensors,
