@@ -1,7 +1,7 @@
 """The script's optimizer as the inner one, between two rounds of a worker."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,10 @@ class DifferencePath(GradientPath):
             for bucket, piece in self._pieces[index]:
                 self._present[bucket.id] |= 1 << piece
 
+    def push_only(self, buckets: Collection[int]) -> None:
+        """Push these buckets (numbers): other workers of the group push the rest."""
+        self._present = [present if number in buckets else 0 for number, present in enumerate(self._present)]
+
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         """Register nothing: the gradient of a backward stays with the script's optimizer."""
 
@@ -73,7 +77,7 @@ class DifferencePath(GradientPath):
             present = self._present[bucket.id]
             if present and self._takes[bucket.id] == optimizer:
                 revisions[bucket.id] = _REVISION
-                body = self._flats.view("local", bucket)
+                body = self._flats.view(self._inner.difference, bucket)
                 push = QueuedPush(self._gradients, self._step, _REVISION, bucket, weight, present, body, False)
                 self._mirror.then(push)
         self._mirror.drain()
@@ -91,6 +95,9 @@ class InnerOptimizer(LocalOptimizer):
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
     """
+
+    difference = "local"
+    """The flat buffer of what is pushed."""
 
     def __init__(self, optimizer: Optimizer, cluster: Cluster, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._optimizer, self._weigh = optimizer, cluster.weigh
@@ -117,7 +124,7 @@ class InnerOptimizer(LocalOptimizer):
         if parts.aside:
             raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
-        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
+        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule, self.difference)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
 
@@ -125,6 +132,11 @@ class InnerOptimizer(LocalOptimizer):
         return self._values
 
     # --- steps ---------------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> int:
+        """The samples of the steps since the last push."""
+        return self._batches.samples
 
     @property
     def optimizer_of_push(self) -> int:
@@ -161,7 +173,7 @@ class InnerOptimizer(LocalOptimizer):
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        self._untold.read(self._batches.samples)
+        self._untold.read(self.samples)
         yield
         self._values.end_push()
         self._untold.push(self.optimizer_of_push)

@@ -10,16 +10,23 @@ before has no part in the round, and with a quorum one that is late has a part i
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from topotrain.config.job import Job, Reduce
-from topotrain.config.sharding import Bucket, Segment
-from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, StagedGradient
+from topotrain.config.sharding import Bucket, Segment, SliceMap
+from topotrain.core.server.gradients.gradient_source import (
+    GradientSource,
+    GroupBuffers,
+    SourceSettings,
+    StagedGradient,
+)
 from topotrain.core.server.ordered_sum import OrderedMean, Part
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import ServerExtension, StepPolicy
+from topotrain.core.server.server_extension import GradientExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
+from topotrain.extensions.outer_optimizer.shared_pushes import SharedPushes
 
 
 class RoundGradient(StagedGradient):
@@ -73,7 +80,7 @@ class RoundGradient(StagedGradient):
         }
 
 
-class OuterRounds(ServerExtension, StepPolicy):
+class OuterRounds(GradientExtension, StepPolicy):
     """Makes one update of the steps of all live worker groups."""
 
     def __init__(self, server: Server, job: Job) -> None:
@@ -81,6 +88,10 @@ class OuterRounds(ServerExtension, StepPolicy):
         self.replies_in_part = job.cluster.fragments > 1
         self._quorum = job.cluster.quorum
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """As `GradientExtension.gradient_source`: the workers of a group push a share each."""
+        return SharedPushes(replace(settings, visible=False)) if settings.workers > 1 else None
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
         """As `StepPolicy.updates`: one for each fragment of which the round is over."""

@@ -2,6 +2,8 @@
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
+from topotrain.extensions.outer_optimizer.group_optimizer import GroupOptimizer
+from topotrain.extensions.outer_optimizer.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.local_steps import LocalOptimizer
@@ -10,6 +12,7 @@ from topotrain.training.worker_extension import WorkerExtension
 
 INNER = "inner optimizer"
 """The name of its state in a snapshot. No name of `tt.keep` has a space."""
+NO_SPLIT = "must not be given where the model is split over the workers of a group: each worker trains all of it"
 
 
 class _TableCheck(WorkerExtension):
@@ -25,19 +28,35 @@ class _TableCheck(WorkerExtension):
 class OuterOptimizerExtension(PrepareExtension):
     """Lets the script's optimizer run on its worker, and the outer one on servers."""
 
+    def __init__(self) -> None:
+        self._shared: GroupOptimizer | None = None
+
     def local_optimizer(self, here: Context, request: PrepareRequest) -> LocalOptimizer | None:
-        cluster = here.place.job.cluster
+        cluster, topology = here.place.job.cluster, here.place.topology
         if cluster.outer is None:
             return None
         check_tables(here)
         inner = request.only_optimizer("with cluster.outer each worker makes its steps alone")
         # No server has its state.
         here.kept[INNER] = inner
-        return InnerOptimizer(inner, cluster, request.model.named_parameters())
+        named = request.model.named_parameters()
+        if topology.workers_per_group == 1:
+            return InnerOptimizer(inner, cluster, named)
+        if here.will_split(request.model):
+            raise ConfigError("cluster.outer", None, NO_SPLIT)
+        here.alike.add(INNER)
+        self._shared = GroupOptimizer(inner, cluster, named, GroupReduction(here.me, here.place.job, topology))
+        return self._shared
 
     def attach(self, here: Context, worker: Worker) -> None:
         if here.place.job.cluster.outer is not None:
             worker.attach(_TableCheck(here))
+        if self._shared is not None:
+            self._shared.meet(here.connect())
+
+    def stop_pushing(self, here: Context) -> None:
+        if self._shared is not None:
+            self._shared.leave()
 
 
 def check_tables(here: Context) -> None:
