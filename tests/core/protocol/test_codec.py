@@ -111,6 +111,7 @@ NUMBERS = {
     120: "Assignment AssignedBucket AssignedElements",
     130: "HostHello HostReady HostSumStart HostGradient HostBackwardEnd HostCommit HostPush HostStepEnd",
     138: "SeparateGradients HostMean HostValues",
+    150: "PeerHello PeerGradient PeerBackwardEnd PeerMean PeerPause",
 }
 
 
