@@ -177,8 +177,9 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
     assert server.staging == 3 * 2_000_000
     text = " ".join(found.explain().split())
     assert (
-        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed); the busiest unit with "
-        "servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its group"
+        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed); the busiest unit "
+        "with servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its "
+        "group"
     ) in text
     framework = "local SGD with an outer optimizer, rounds of 10 steps, in synchronous groups of 2 workers"
     assert found.topology.framework == framework

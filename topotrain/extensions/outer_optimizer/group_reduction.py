@@ -132,6 +132,7 @@ class GroupReduction(GradientExchange):
         self._here = 0  # a bit for each of them
         self._early: list[tuple[Address, PeerGradient | PeerBackwardEnd]] = []
         self._pauses: dict[int, PeerPause] = {}  # the last one of each worker
+        self._over = False  # this worker's script has ended
         self.samples = 0
         """Samples of the group in the step that is under way, at its last backward."""
         self.settled = False
@@ -281,7 +282,8 @@ class GroupReduction(GradientExchange):
 
         steps: those that it has made.
         """
-        self._post_all(PeerPause(self._backward, steps, over))
+        self._over = self._over or over
+        self._post_all(PeerPause(self._backward, steps, self._over))
         # What had arrived by then is of an earlier push.
         self.settled = False
 

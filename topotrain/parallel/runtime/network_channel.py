@@ -175,7 +175,6 @@ class NetworkChannel(GroupChannel):
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
 
-
 def _parts(nbytes: int) -> int:
     return max(1, -(-nbytes // PART_BYTES))
 

@@ -97,8 +97,8 @@ class RoundTraffic:
         """Return a sentence, and with groups of several workers another one."""
         if not self.group_bytes:
             return (
-                f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much (uncompressed); "
-                f"the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
+                f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much "
+                f"(uncompressed); the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
             )
         return (
             f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB to the servers and receives "
