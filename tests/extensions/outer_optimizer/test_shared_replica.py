@@ -333,10 +333,6 @@ def test_a_scaler_takes_the_same_decisions_on_all_workers_of_a_group() -> None:
     assert_same_bits(values[0], values[1])
 
 
-def leaves_out(t: Any, step: int) -> bool:
-    return t.me == (0, 0, 1) and step == 3
-
-
 @pytest.mark.parametrize(
     ("sync_freq", "change", "words"),
     [
@@ -348,9 +344,9 @@ def leaves_out(t: Any, step: int) -> bool:
     ],
 )
 def test_scripts_that_differ_are_told_so(sync_freq: int, change: str, words: str) -> None:
-    batches = vectors(8)
+    batches, exchanges = vectors(8), {}
 
-    def run(t: Any) -> None:
+    def train(t: Any) -> None:
         for number, batch in enumerate(batches):
             here = t.me.index == 1 and number == 3
             if here and change == "end":
@@ -362,6 +358,15 @@ def test_scripts_that_differ_are_told_so(sync_freq: int, change: str, words: str
             if here and change == "more":
                 t.backward(t.losses(cross_entropy, *batch))
             t.optimizer.step()
+
+    def run(t: Any) -> None:
+        exchanges[t.me.index] = t.exchange
+        try:
+            train(t)
+        except JobError:
+            # The other worker waits for the servers, which end the job.
+            exchanges[1 - t.me.index].lost(t.exchange.channel.servers[0], "the job has failed")
+            raise
 
     with pytest.raises(JobError, match=words):
         run_local(pairs((sync_freq, 1, 0, Keep.kAdd), 1), building(mlp, adamw), run)
