@@ -83,7 +83,7 @@ class PeerMean(Message):
 @message(154, _BETWEEN_WORKERS)
 @dataclass(frozen=True, slots=True)
 class PeerPause(Message):
-    """Worker -> worker: the sender stops here, for a round or at the end of its script.
+    """Worker -> worker: the sender stops for a round, or at the end of its script.
 
     It tells workers that are in another backward that they wait for nothing.
 

@@ -1,4 +1,4 @@
-"""The inner optimizer of a worker that shares its replica with others of its group."""
+"""The inner optimizer of a worker that shares its replica with its group."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

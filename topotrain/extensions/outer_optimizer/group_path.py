@@ -10,7 +10,7 @@ from topotrain.training.worker_stats import StepBatches
 
 
 class GroupPath(MeanPath):
-    """Gives the script the mean of its group, and the servers what the group has learned.
+    """Gives the script the mean of its group, and the servers what it has learned.
 
     The workers of the group have the same values, so each pushes its share of the difference.
 
@@ -34,7 +34,7 @@ class GroupPath(MeanPath):
         super().__init__(parts, buffers, reduction, slice_map, batches)
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        """Note which pieces have a mean: the script's own optimizer takes them as they are."""
+        """Note which pieces have a mean. The optimizer here takes them as they are."""
         self._union[bucket.id] |= present
 
     # --- local steps -----------------------------------------------------------------------------------------------

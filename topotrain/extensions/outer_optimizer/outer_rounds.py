@@ -90,7 +90,7 @@ class OuterRounds(GradientExtension, StepPolicy):
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
-        """As `GradientExtension.gradient_source`: the workers of a group push a share each."""
+        """As `GradientExtension.gradient_source`: each worker of a group pushes a share."""
         return SharedPushes(replace(settings, visible=False)) if settings.workers > 1 else None
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
