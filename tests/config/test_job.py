@@ -223,7 +223,7 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, {"pace": "kSteps"}, outer() | {"pace": "kSteps"}),
     (Cluster, outer() | {"pace": "kTime"}, outer() | {"pace": "kTime", "quorum": 1}),
     (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
-    (Cluster, outer() | {"nworkers_per_group": 2}, outer() | {"nworkers_per_procs": 1}),
+    (Cluster, outer() | {"nworkers_per_group": 2, "backup": 1}, outer() | {"nworkers_per_group": 2}),
     (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),
     (Cluster, outer() | {"n_fetch": 2}, outer() | {"sync_freq": 2}),
     (Cluster, outer() | {"max_staleness": 0}, outer()),

@@ -391,6 +391,8 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
             wire.connect(me, server, "local:")
         threads.exchanges[me] = exchange
         handles.append(_enlist(job, topology, me, build, exchange, PrivateMemory(), describing))
+    for handle in handles:
+        _connect(handle, wire)
     try:
         _train(threads, [h for h in handles if h is not None], script)
     finally:
@@ -470,13 +472,19 @@ def _enlist(
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
-    local = None
+    local: Any = None
     if job.cluster.outer is not None:
         # Here: servers are tested without this extension, too.
+        from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
+        from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
         from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
         from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 
-        local = InnerOptimizer(optimizer, job.cluster, model.named_parameters(), embeddings_of(model))
+        wanted = (optimizer, job.cluster, model.named_parameters(), embeddings_of(model))
+        if topology.workers_per_group > 1:
+            local = GroupOptimizer(*wanted, GroupReduction(me, job, topology))
+        else:
+            local = InnerOptimizer(*wanted)
     worker = Worker(
         me,
         job,
@@ -487,7 +495,16 @@ def _enlist(
         WorkerMemory(memory),
         local,
     )
-    return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
+    return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker, notes={"inner": local})
+
+
+def _connect(handle: WorkerHandle, wire: InProcessTransport) -> None:
+    """Connect the workers of a group that add up their gradients themselves."""
+    me, inner = handle.me, handle.notes["inner"]
+    if inner is not None and handle.topology.workers_per_group > 1:
+        inner.channel(handle.exchange, FunctionSender(partial(wire.send, me)))
+        for peer in handle.topology.workers(me.group)[: me.index]:
+            wire.connect(me, peer, "local:")
 
 
 def _train(
@@ -499,6 +516,9 @@ def _train(
     def work(handle: WorkerHandle) -> None:
         try:
             handle.worker.start()
+            inner = handle.notes["inner"]
+            if inner is not None and "connections" in handle.notes and handle.topology.workers_per_group > 1:
+                inner.meet(handle.notes["connections"])
             if handle.worker.lazy:
                 wait_by_layer(handle.model, handle.worker)
             for number, optimizer in enumerate(_optimizers(handle.optimizer)):

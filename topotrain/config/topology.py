@@ -408,8 +408,11 @@ def _synchronous(t: Topology) -> str:
 def _with_outer_optimizer(t: Topology) -> str:
     """Name a layout in which worker groups train alone between two exchanges."""
     steps, parts = t.cluster.sync_freq, t.cluster.fragments
-    return f"local SGD with an outer optimizer, rounds of {_count(steps, 'step')}" + (
-        f" in {parts} fragments" if parts > 1 else ""
+    workers = t.workers_per_group
+    return (
+        f"local SGD with an outer optimizer, rounds of {_count(steps, 'step')}"
+        + (f" in {parts} fragments" if parts > 1 else "")
+        + (f", in synchronous groups of {_count(workers, 'worker')}" if workers > 1 else "")
     )
 
 

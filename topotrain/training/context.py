@@ -19,8 +19,10 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_extension import ClientExtension
+from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.events import Connects, Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
+from topotrain.core.transport_contract import MessageSender
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
@@ -44,6 +46,15 @@ class Connections(ABC):
     @abstractmethod
     def meet_group(self) -> ClientExtension:
         """Connect the workers of the group, which all call this once; their channel."""
+
+    @property
+    @abstractmethod
+    def group_sender(self) -> MessageSender:
+        """Sends to the other workers of the group, without waiting."""
+
+    @abstractmethod
+    def join_group(self, channel: GroupChannel) -> None:
+        """Connect a channel to the other workers of the group, which all call this once."""
 
     @abstractmethod
     def traffic(self) -> tuple[int, int]:
@@ -223,6 +234,7 @@ class Context:
     split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
+    alike: set[str] = field(default_factory=set)  # those of `kept` that are the same on all workers of a group
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: TrainingChecks | None = None  # once the script has prepared
     early: EarlyUse | None = None  # while more calls of `tt.prepare` follow

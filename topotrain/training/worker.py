@@ -107,7 +107,8 @@ class Worker(BatchAccounting):
         self.device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
         # A model on a device copies all values at once, so its layers cannot wait for some of them.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
-        sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        # With optimizers here the servers get one sum of steps, and no gradient.
+        sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible and local is None
         partial = len(served) > 1 and local is not None
         # The own time of a worker is its time without waits for others.
         client.channel.measure_waits(ProcessClock())
@@ -444,11 +445,14 @@ class Worker(BatchAccounting):
         name = self._nonfinite.find([tensor.grad for tensor in self.parts.tensors])
         if scaled:
             return bool(name)
+        # In a group of several this is the mean, and the part of another worker may have made it so.
+        alone = self.client.channel.group_size == 1
+        culprit = str(self.me) if name and (alone or self._nonfinite.find(self.path.sent)) else ""
         if name:
-            self.tally.add_skip(SkippedStep(self._own_steps, str(self.me), name))
+            self.tally.add_skip(SkippedStep(self._own_steps, culprit, name))
         if self._limit.step(self.me.group, [self.me.index] if name else []) is not None:
             why = explanation(self._topology, self.momentum)
-            words = nonfinite_message(str(self.me), name, self._own_steps, self._limit.most, why)
+            words = nonfinite_message(culprit, name, self._own_steps, self._limit.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._limit.quarantine)
         return bool(name)
 

@@ -82,6 +82,11 @@ class StepBatches:
         """Set the weight of the coming backward, which holds for one batch."""
         self._given_weight = weight
 
+    @property
+    def unused(self) -> int:
+        """The samples that the script was given since its last step."""
+        return self._unused
+
     def use(self, counts: bool = True) -> None:
         """The samples given since the last step are in the next commit, or in none."""
         # A step may have read several batches (gradient accumulation).

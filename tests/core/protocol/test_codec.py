@@ -111,8 +111,8 @@ NUMBERS = {
     120: "Assignment AssignedBucket AssignedElements",
     130: "HostHello HostReady HostSumStart HostGradient HostBackwardEnd HostCommit HostPush HostStepEnd",
     138: "SeparateGradients HostMean HostValues",
-    150: "StepTime NextRound",
-    156: "WindowOver ExchangeTime",
+    150: "PeerHello PeerGradient PeerBackwardEnd PeerMean PeerPause",
+    156: "WindowOver ExchangeTime StepTime NextRound",
 }
 
 

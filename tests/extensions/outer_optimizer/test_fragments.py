@@ -71,9 +71,16 @@ class Islands:
 
 
 def expected(
-    batches: Batches, groups: int, sync_freq: int, fragments: int, overlap: int, keep: Keep, blend: float
+    batches: Batches,
+    groups: int,
+    sync_freq: int,
+    fragments: int,
+    overlap: int,
+    keep: Keep,
+    blend: float,
+    make: type[Islands] = Islands,
 ) -> dict[str, torch.Tensor]:
-    islands, interval = Islands(groups, fragments, "nesterov", keep, blend), sync_freq // fragments
+    islands, interval = make(groups, fragments, "nesterov", keep, blend), sync_freq // fragments
     under_way, since = False, [0] * fragments
     for number in range(1, len(batches) // groups + 1):
         islands.step(batches[(number - 1) * groups : number * groups])

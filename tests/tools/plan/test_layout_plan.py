@@ -154,7 +154,32 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     assert (worker.values, worker.gradients, worker.staging, worker.state) == (4000, 4000, 8000, 8000)
     assert (server.values, server.state) == (4000, 4000)
     assert "in 10 steps each worker sends 0.00 MB and receives as much" in found.explain()
-    assert found.as_data()["round"] == {"steps": 10, "worker_bytes": 4000, "server_bytes": 12000}
+    assert found.as_data()["round"] == {
+        "steps": 10,
+        "worker_bytes": 4000,
+        "worker_received": 4000,
+        "server_bytes": 12000,
+        "server_sent": 12000,
+        "group_bytes": 0,
+    }
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
     assert found.topology.framework == "local SGD with an outer optimizer, rounds of 10 steps"
+
+
+def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> None:
+    outer = Updater(type="kSGD", learning_rate=LRGen(type="kFixed", base_lr=0.7))  # type: ignore[arg-type]
+    cluster = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True, sync_freq=10, outer=outer)
+    found = plan(Job(cluster=cluster), PlannedSchema((Parameter("w", (500_000,), (1,), "float32", True),)))
+    worker, server = found.memory[0], found.memory[-1]
+    # Received values and the difference; the gradient, the mean, and half a gradient of the other worker.
+    assert (worker.values, worker.gradients, worker.staging) == (2_000_000, 2_000_000, 4_000_000 + 5_000_000)
+    assert server.staging == 3 * 2_000_000
+    text = " ".join(found.explain().split())
+    assert (
+        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed); the busiest unit "
+        "with servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its "
+        "group"
+    ) in text
+    framework = "local SGD with an outer optimizer, rounds of 10 steps, in synchronous groups of 2 workers"
+    assert found.topology.framework == framework

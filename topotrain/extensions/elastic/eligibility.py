@@ -47,6 +47,7 @@ def in_place_refusal(job: Job, topology: Topology, group: int) -> str:
         "with warmup_steps the groups do not start together": job.warmup_steps > 0,
         "with replicas: 2 the state of a step is in two processes": cluster.replicas > 1,
         "its model is split over the workers": job.splits,
+        "with cluster.outer its steps since the last round are in its workers alone": cluster.outer is not None,
         "its values are shared with other groups": any(set(topology.workers(group)) & set(each) for each in shares),
     }
     return next((text for text, holds in conditions.items() if holds), "")

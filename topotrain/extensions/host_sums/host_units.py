@@ -57,6 +57,7 @@ def refusal(job: Job, topology: Topology) -> str:
         "with replicas: 2 both processes of a server keep what each worker has sent": cluster.replicas > 1,
         "with cluster.shares the gradients of the workers have different weights": len(set(cluster.shares)) > 1,
         "a split model has other parameters on each worker": job.splits,
+        "with cluster.outer each worker pushes another part of what its group has learned": cluster.outer is not None,
     }
     return next((text for text, holds in conditions.items() if holds), "")
 

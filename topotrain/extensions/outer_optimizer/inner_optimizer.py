@@ -22,6 +22,7 @@ from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTi
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.radial.radial_marks import mark_radial
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
+from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN
 from topotrain.extensions.outer_optimizer.rounds import (
     RoundSchedule,
     StepTimes,
@@ -29,6 +30,7 @@ from topotrain.extensions.outer_optimizer.rounds import (
     fragment_to_push,
     fragments_of,
 )
+from topotrain.training.context import Connections
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_hooks import GradientPath
@@ -67,6 +69,10 @@ class DifferencePath(GradientPath):
             for bucket, piece in self._pieces[index]:
                 self._present[bucket.id] |= 1 << piece
 
+    def push_only(self, buckets: Collection[int]) -> None:
+        """Push these buckets (numbers): other workers of the group push the rest."""
+        self._present = [present if number in buckets else 0 for number, present in enumerate(self._present)]
+
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         """Register nothing: the gradient of a backward stays with the script's optimizer."""
 
@@ -85,7 +91,7 @@ class DifferencePath(GradientPath):
             present = self._present[bucket.id]
             if present and self._takes[bucket.id] == optimizer:
                 revisions[bucket.id] = _REVISION
-                body = self._flats.view("local", bucket)
+                body = self._flats.view(self._inner.difference, bucket)
                 push = QueuedPush(self._gradients, self._step, _REVISION, bucket, weight, present, body, False)
                 self._mirror.then(push)
         self._mirror.drain()
@@ -105,6 +111,9 @@ class InnerOptimizer(LocalOptimizer):
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
     """
+
+    difference = "local"
+    """The flat buffer of what is pushed."""
 
     def __init__(
         self,
@@ -147,9 +156,9 @@ class InnerOptimizer(LocalOptimizer):
             raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
         self._rounds = client.extension(RoundClient)
-        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule)
         exchanges = client.gradients.hooks.by_class.get(ExchangeTimes)
         self._exchanges = exchanges if isinstance(exchanges, ExchangeTimes) else None
+        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule, self.difference)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, client.gradients, slice_map, batches, self._values, trained, self)
 
@@ -159,6 +168,11 @@ class InnerOptimizer(LocalOptimizer):
         return ExchangedSteps(self._values, self.untold, self._batches, self._rule)
 
     # --- steps ---------------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> int:
+        """The samples of the steps since the last push."""
+        return self._batches.samples
 
     @property
     def optimizer_of_push(self) -> int:
@@ -175,7 +189,7 @@ class InnerOptimizer(LocalOptimizer):
             return False
         # Counted behind the last round, which may have taken longer than the steps between two. A worker that comes
         # back pushes at once: later it would be too late for the round, and wait for the next one of the fragment.
-        return self._rounds.is_named or self._made - self._pushed_at >= self._interval
+        return self.named != OWN_TURN or self._made - self._pushed_at >= self.interval
 
     def fetches(self, step: int) -> bool:
         return self.pushes(step)
@@ -198,11 +212,13 @@ class InnerOptimizer(LocalOptimizer):
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        self._fragment = fragment_to_push(self._rounds.take_fragment(self._turn), self.untold.steps)
+        named = self.named
+        self._fragment = fragment_to_push(self._turn if named == OWN_TURN else named, self.untold.steps)
+        self._rounds.follow()
         if self._times is not None and self._times.seconds:
             self._seconds = self._times.seconds
             self._rounds.tell_time(self._seconds)
-        self.untold.read(self._batches.samples)
+        self.untold.read(self.samples)
         if self._exchanges is not None:
             self._exchanges.begin()
         yield
@@ -212,9 +228,22 @@ class InnerOptimizer(LocalOptimizer):
         self._pushed_at = self._made
 
     @property
-    def _interval(self) -> int:
+    def named(self) -> int:
+        """The fragment that the coordinator has named for the next push, or OWN_TURN."""
+        return self._rounds.named
+
+    @property
+    def interval(self) -> int:
         """This worker's own steps between two pushes."""
         return self._schedule.interval_at(self._seconds, self._rounds.fastest)
+
+    # --- the others of the group ---------------------------------------------------------------------------------
+
+    def meet(self, connections: Connections) -> None:
+        """Connect to the other workers of the group. Here: there are none."""
+
+    def leave(self) -> None:
+        """The script has ended."""
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 

@@ -60,13 +60,19 @@ class LocalValues(ValueObserver):
         buffers: the worker's flat buffers. Received values are in "params".
         slice_map: the map. Its optimizers are the fragments.
         rule: for steps during an exchange. None: there are none.
+        difference: the name of the flat buffer for what was learned.
     """
 
     def __init__(
-        self, tensors: Sequence[nn.Parameter], buffers: ModelBuffers, slice_map: SliceMap, rule: TakeRule | None
+        self,
+        tensors: Sequence[nn.Parameter],
+        buffers: ModelBuffers,
+        slice_map: SliceMap,
+        rule: TakeRule | None,
+        difference: str = "local",
     ) -> None:
         self._tensors, self._buffers, self._rule = tensors, buffers, rule
-        self._holder = buffers.mirror
+        self._holder, self._difference = buffers.mirror, difference
         self._spaces = slice_map.spaces
         self._members: dict[int, list[int]] = {}
         for index, parameter in enumerate(slice_map.parameters):
@@ -91,7 +97,7 @@ class LocalValues(ValueObserver):
         self._untold.update(self._members)
 
     def push(self, fragment: int) -> None:
-        """Write what was learned of a fragment into "local".
+        """Write what was learned of a fragment into the buffer of differences.
 
         Values that are asked for until `end_push` are of this fragment, and contain it.
         """
@@ -107,18 +113,18 @@ class LocalValues(ValueObserver):
         self._pushed = None
 
     def _write_difference(self, fragments: Collection[int]) -> None:
-        """Write the received values minus the own ones into "local"."""
+        """Write the received values minus the own ones into its buffer."""
         flats, mine = self._buffers.flats, LOCAL
         if not isinstance(self._holder, CopiedParameters):
-            mine = "local"
-            # From the device into "local" itself, which the subtraction then overwrites.
+            mine = self._difference
+            # From the device into the buffer itself, which the subtraction then overwrites.
             indices = [index for fragment in sorted(fragments) for index in self._members[fragment]]
             self._holder.bring(mine, {index: self._tensors[index].data for index in indices})
         # A whole buffer at a time, whatever the number of parameters.
         for space in self._spaces:
             if space.optimizer in fragments:
                 received, own = flats.flat("params", space.index), flats.flat(mine, space.index)
-                torch.sub(received, own, out=flats.flat("local", space.index))
+                torch.sub(received, own, out=flats.flat(self._difference, space.index))
 
     # --- new values in "params" ------------------------------------------------------------------------------------
 
@@ -140,7 +146,7 @@ class LocalValues(ValueObserver):
             self._holder.after_values()
         for index in (index for kept in sorted(self._kept) for index in self._members[kept]):
             own = self._holder.value(index)
-            own.sub_(self._buffers.view("local", index).to(own.device))
+            own.sub_(self._buffers.view(self._difference, index).to(own.device))
         self._kept = set()
         # New values are no edit of the script.
         self._buffers.remember()

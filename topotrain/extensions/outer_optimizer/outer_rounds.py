@@ -10,22 +10,29 @@ before has no part in the round, and with a quorum one that is late has a part i
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from topotrain.config.job import Job, Reduce
-from topotrain.config.sharding import Bucket, Segment
+from topotrain.config.sharding import Bucket, Segment, SliceMap
 from topotrain.core.events import Event, Rounds
 from topotrain.core.protocol import Commit
 from topotrain.core.server.component_state import State
-from topotrain.core.server.gradients.gradient_source import GradientSource, GroupBuffers, StagedGradient
+from topotrain.core.server.gradients.gradient_source import (
+    GradientSource,
+    GroupBuffers,
+    SourceSettings,
+    StagedGradient,
+)
 from topotrain.core.server.ordered_sum import OrderedMean, Part
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import ReportingExtension, StepPolicy
+from topotrain.core.server.server_extension import GradientExtension, ReportingExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
+from topotrain.extensions.outer_optimizer.groups.shared_pushes import SharedPushes
 from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
 from topotrain.extensions.outer_optimizer.round_history import RoundHistory
 from topotrain.extensions.outer_optimizer.rounds import rearmost
@@ -82,7 +89,7 @@ class RoundGradient(StagedGradient):
         }
 
 
-class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
+class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, StepPolicy):
     """Makes one update of the steps of all live worker groups.
 
     Args:
@@ -103,6 +110,10 @@ class OuterRounds(ReportingExtension, SnapshotParticipant, StepPolicy):
         fragments = job.cluster.fragments
         # A run with other fragments has counted the rounds of other parts of the model.
         self.history = RoundHistory(server.groups, before if len(before) == fragments else [0] * fragments)
+
+    def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource | None:
+        """As `GradientExtension.gradient_source`: each worker of a group pushes a share."""
+        return SharedPushes(replace(settings, visible=False)) if settings.workers > 1 else None
 
     def updates(self, steps: Sequence[tuple[int, int]]) -> Sequence[Sequence[tuple[int, int]]]:
         """As `StepPolicy.updates`: one for each fragment of which the round is over."""

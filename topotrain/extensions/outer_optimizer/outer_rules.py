@@ -168,11 +168,7 @@ COMBINATIONS = (
         "must be kAuto or kSteps with quorum: 0, where all workers push after the same number of steps",
     ),
     _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),
-    _with_outer(
-        "cluster.nworkers_per_group",
-        lambda c: c.nworkers_per_group != 1,
-        "must be 1, since each worker trains values of its own,",
-    ),
+    _with_outer("cluster.backup", lambda c: c.backup, "must be 0"),
     _with_outer("cluster.n_push", lambda c: c.n_push != 1, "must be 1, and sync_freq counts the local steps,"),
     _with_outer("cluster.n_fetch", lambda c: c.n_fetch != 1, "must be 1, and sync_freq counts the local steps,"),
     _with_outer("cluster.max_staleness", lambda c: c.max_staleness is not None, "must not be given"),

@@ -3,6 +3,8 @@
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
 from topotrain.extensions.outer_optimizer.exchanged_steps import LocalStepReport
+from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
+from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
 from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
@@ -12,6 +14,7 @@ from topotrain.training.worker_extension import WorkerExtension
 
 INNER = "inner optimizer"
 """The name of its state in a snapshot. No name of `tt.keep` has a space."""
+NO_SPLIT = "must not be given where the model is split over the workers of a group: each worker trains all of it"
 
 
 class _TableCheck(WorkerExtension):
@@ -31,7 +34,7 @@ class OuterOptimizerExtension(PrepareExtension):
         self._inner: InnerOptimizer | None = None
 
     def local_optimizer(self, here: Context, request: PrepareRequest) -> LocalOptimizer | None:
-        cluster = here.place.job.cluster
+        cluster, topology = here.place.job.cluster, here.place.topology
         if cluster.outer is None:
             return None
         check_tables(here)
@@ -39,13 +42,25 @@ class OuterOptimizerExtension(PrepareExtension):
         # No server has its state.
         here.kept[INNER] = inner
         named = request.model.named_parameters()
-        self._inner = InnerOptimizer(inner, cluster, named, embeddings_of(request.model))
+        wanted = inner, cluster, named, embeddings_of(request.model)
+        if topology.workers_per_group == 1:
+            self._inner = InnerOptimizer(*wanted)
+            return self._inner
+        if here.will_split(request.model):
+            raise ConfigError("cluster.outer", None, NO_SPLIT)
+        here.alike.add(INNER)
+        self._inner = GroupOptimizer(*wanted, GroupReduction(here.me, here.place.job, topology))
         return self._inner
 
     def attach(self, here: Context, worker: Worker) -> None:
         if self._inner is not None:
             worker.attach(_TableCheck(here))
             worker.attach(LocalStepReport(here, worker, self._inner.untold))
+            self._inner.meet(here.connect())
+
+    def stop_pushing(self, here: Context) -> None:
+        if self._inner is not None:
+            self._inner.leave()
 
 
 def check_tables(here: Context) -> None:

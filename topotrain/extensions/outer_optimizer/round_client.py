@@ -18,7 +18,9 @@ class RoundClient(ClientExtension):
     messages = (NextRound,)
 
     def __init__(self, fragments: int) -> None:
-        self._fragments, self._named, self._pushes = fragments, OWN_TURN, -1
+        self._fragments, self._pushes = fragments, -1
+        self.named = OWN_TURN
+        """The fragment that was named since the last push, or OWN_TURN."""
         self._follows = False  # the worker is back, and has not pushed since
         self.fastest = 0.0
         """The seconds of a step of the fastest worker. 0: not known."""
@@ -35,19 +37,13 @@ class RoundClient(ClientExtension):
             self._pushes, self.fastest = message.pushes, message.seconds
             self._follows = self._follows or message.back
             if self._follows and message.fragment != OWN_TURN:
-                self._named = message.fragment
+                self.named = message.fragment
 
-    @property
-    def is_named(self) -> bool:
-        """Whether a fragment was named since the last push."""
-        return self._named != OWN_TURN
-
-    def take_fragment(self, turn: int) -> int:
-        """The fragment of a push: the one that was named since the last, or that of the turn."""
+    def follow(self) -> None:
+        """The worker pushes: what was named before is done with."""
         # Under exclusive access: a reader thread may be handling a message.
         with self._channel.waiter.update():
-            named, self._named, self._follows = self._named, OWN_TURN, False
-        return turn if named == OWN_TURN else named
+            self.named, self._follows = OWN_TURN, False
 
     def tell_time(self, seconds: float) -> None:
         """Tell the coordinator the time of one of this worker's steps."""

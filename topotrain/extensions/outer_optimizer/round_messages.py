@@ -9,7 +9,7 @@ OWN_TURN = -1
 """No fragment: the worker goes on with its own turn."""
 
 
-@message(150, TO_COORDINATOR)
+@message(158, TO_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class StepTime(Message):
     """Worker -> coordinator: the seconds of one of the worker's steps."""
@@ -20,7 +20,7 @@ class StepTime(Message):
         return 0 < self.seconds < MOST_SECONDS
 
 
-@message(151, FROM_COORDINATOR)
+@message(159, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class NextRound(Message):
     """Coordinator -> worker: the fragment of the next push, and the pace.

@@ -31,6 +31,7 @@ class PreviousRun:
         unfinished: an earlier process of this run may have died between two steps with one batch.
         past: the snapshot from which the job continues.
         main: the state of worker (0,0) in it.
+        lead: the state of worker 0 of the group, for objects that are the same on all workers of it.
     """
 
     condition: WorkerState | None = None
@@ -44,6 +45,7 @@ class PreviousRun:
     unfinished: bool = False
     past: Manifest | None = None
     main: WorkerState | None = None
+    lead: WorkerState | None = None
 
     def restores(self, epoch: int) -> bool:
         """Whether the state is restored at the begin of this pass."""
@@ -104,10 +106,15 @@ def find(here: Context, worker: Worker) -> PreviousRun:
         first = min(first, past.first_epoch)
     first = first if past is None else max(first, past.closed)
     later, alive, taken, unfinished = None, False, 0, False
+    lead = conditions.get((here.me.group, 0)) or main
     if returned:
         taken = worker.client.extension(DataClient).applied(-1)
         # The servers count commits, and each is so many calls of `optimizer.step()`.
         steps += taken * here.place.job.cluster.local_steps
+        if here.alike:
+            # The states of two workers of a group may be those of two passes.
+            left, _ = worker.client.extension(WorkerStateClient).load(0)
+            lead = lead if left is None else WorkerState.from_bytes(_bytes(left))
         left, since = worker.client.extension(WorkerStateClient).load(here.me.index)
         # A state of this run is newer than the snapshot's.
         if left is not None:
@@ -120,7 +127,7 @@ def find(here: Context, worker: Worker) -> PreviousRun:
         # A state is saved when the script asks for a batch. A step after that may be one of several with the batch.
         saved = later or before
         unfinished = len(worker.optimizers) > 1 and (saved is None or saved.steps < steps)
-    return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main)
+    return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main, lead)
 
 
 def _stepped_within(here: Context, worker: Worker) -> list[str]:

@@ -110,7 +110,7 @@ class ScriptResume(ScriptPosition):
 
     def restore_kept(self, name: str) -> None:
         """Restore an object of `tt.keep`, if the saved state has its name."""
-        condition = self._earlier.condition
+        condition = self._earlier.lead if name in self._here.alike else self._earlier.condition
         if condition is not None and name in condition.kept:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 

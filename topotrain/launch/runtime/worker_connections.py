@@ -20,6 +20,7 @@ from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client
+from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.protocol import Message
@@ -177,6 +178,20 @@ class WorkerConnections(Connections):
     def meet_group(self) -> NetworkChannel:
         """Connect to the other workers of the group, over which one model is split.
 
+        Raises as `join_group`.
+        """
+        channel = NetworkChannel(self.exchange, self.group_sender, SendBuffers(self._buffers))
+        self.join_group(channel)
+        return channel
+
+    @property
+    def group_sender(self) -> MessageSender:
+        """Sends to the other workers of the group, without waiting."""
+        return self._router.sender(self.me)
+
+    def join_group(self, channel: GroupChannel) -> None:
+        """Connect a channel to the other workers of the group.
+
         All of them call this, once, after the client has sent the model's description: a worker with another model
         fails here.
 
@@ -186,12 +201,11 @@ class WorkerConnections(Connections):
         """
         if isinstance(self._place.store, StaticStore):
             raise ConfigError(
-                "split model",
+                channel.purpose,
                 None,
                 "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
                 "a list of addresses names servers only",
             )
-        channel = NetworkChannel(self.exchange, self._router.sender(self.me), SendBuffers(self._buffers))
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # addresses of former processes are of no use
         # Before it connects: workers after this one may be waiting for the URL.
@@ -202,7 +216,6 @@ class WorkerConnections(Connections):
             self._router.connect(self.me, peer, kind)
             channel.send_hello(peer.index)
         channel.wait_for_hellos(range(self.me.index + 1, len(workers)))
-        return channel
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, in memory that the transport can share."""

@@ -14,11 +14,10 @@ from functools import partial
 
 import torch
 
-from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import ITEM_BYTES
-from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import Client, PeerLost
-from topotrain.core.client.client_extension import ClientExtension
+from topotrain.config.topology import Address
+from topotrain.core.client.client import Client
+from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.model.schema import PrivateMemory, torch_dtype
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.transport_contract import MessageSender
@@ -30,7 +29,7 @@ from topotrain.parallel.runtime.send_buffers import SendBuffers
 PART_BYTES = 16 << 20
 
 
-class NetworkChannel(ClientExtension):
+class NetworkChannel(GroupChannel):
     """One worker's channel to the other workers of its group.
 
     The client delivers messages on transport threads.
@@ -42,6 +41,7 @@ class NetworkChannel(ClientExtension):
     """
 
     messages = (Activation, ActivationHello)
+    purpose = "split model"
 
     def __init__(
         self,
@@ -49,36 +49,18 @@ class NetworkChannel(ClientExtension):
         sender: MessageSender,
         buffers: SendBuffers | None = None,
     ) -> None:
-        self.me, self.size = client.channel.me.index, client.channel.group_size
-        self._channel, self._sender = client.channel, sender
-        self._group = client.channel.me.group
+        super().__init__(client.channel, sender)
         self._store, self._slots = ArrivedTensors(), buffers or SendBuffers(PrivateMemory())
         # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
         self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}  # parts of tensors that are not whole yet
-        self._connected: set[int] = set()
-        self._left: dict[int, str] = {}
         client.attach(self)
 
-    # --- sync -------------------------------------------------------------------------------------------------
-
-    def send_hello(self, to: int) -> None:
-        """Send the first message to a worker to which this worker has connected."""
-        self._post(to, ActivationHello())
-
-    def wait_for_hellos(self, workers: Collection[int]) -> None:
-        """Wait until these workers have connected to this one.
-
-        Raises:
-            JobError, PeerLost: the job has failed, or a worker is lost.
-        """
-        channel = self._channel
-        # A connection is made by one side only. The hello shows the other side that it exists.
-        channel.wait_until(lambda: self._connected.issuperset(workers) or self._any_left(workers))
-        with channel.waiter.update():
-            if not self._connected.issuperset(workers):
-                self._check(workers)
+    @property
+    def hello(self) -> Message:
+        """As `GroupChannel.hello`."""
+        return ActivationHello()
 
     # --- the channel ---------------------------------------------------------------------------------------------
 
@@ -159,23 +141,6 @@ class NetworkChannel(ClientExtension):
     def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
         return any(self._store.has(source, key) for source, key in wanted)
 
-    def _any_left(self, workers: Collection[int]) -> bool:
-        return not self._left.keys().isdisjoint(workers)
-
-    def _check(self, sources: Collection[int]) -> None:
-        for source in sources:
-            if source in self._left:
-                raise PeerLost(f"{self._channel.me} lost {self._worker(source)}: {self._left[source]}")
-
-    def _post(self, to: int, message: Message) -> None:
-        try:
-            self._sender.send(self._worker(to), message)
-        except TransportError as error:
-            raise PeerLost(f"{self._channel.me} lost {self._worker(to)}: {error}") from error
-
-    def _worker(self, index: int) -> Address:
-        return Address(Role.WORKER, self._group, index)
-
     # --- calls by the client -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message) -> torch.Tensor | None:
@@ -208,13 +173,6 @@ class NetworkChannel(ClientExtension):
         if message.part + 1 == message.parts:
             del self._coming[sender.index, key]
             self._store.put(sender.index, key, _whole(message, came), message.grad)
-
-    def on_lost(self, peer: Address, reason: str) -> bool:
-        """Note that a worker will send nothing more."""
-        # No failure yet: at the end of a job workers leave one after another, and nothing more is needed of them.
-        if peer.role is Role.WORKER:
-            self._left[peer.index] = reason
-        return peer.role is Role.WORKER
 
 
 def _parts(nbytes: int) -> int:

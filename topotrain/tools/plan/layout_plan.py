@@ -79,19 +79,32 @@ class RoundTraffic:
 
     Attributes:
         steps: local steps in a round.
-        worker_bytes: that each worker sends, and receives.
-        server_bytes: that the busiest unit with servers receives, and sends.
+        worker_bytes: that each worker sends to the servers.
+        worker_received: that each worker receives from the servers.
+        server_bytes: that the busiest unit with servers receives.
+        server_sent: that it sends.
+        group_bytes: that each worker sends to the others of its group in each step, and receives from them.
     """
 
     steps: int
     worker_bytes: int
+    worker_received: int
     server_bytes: int
+    server_sent: int
+    group_bytes: int = 0
 
     def explain(self) -> str:
-        """Return a sentence."""
+        """Return a sentence, and with groups of several workers another one."""
+        if not self.group_bytes:
+            return (
+                f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much "
+                f"(uncompressed); the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
+            )
         return (
-            f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much (uncompressed); "
-            f"the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
+            f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB to the servers and receives "
+            f"{mb(self.worker_received)} MB (uncompressed); the busiest unit with servers receives "
+            f"{mb(self.server_bytes)} MB and sends {mb(self.server_sent)} MB. In each step a worker sends "
+            f"{mb(self.group_bytes)} MB to the others of its group and receives as much"
         )
 
 
@@ -183,12 +196,15 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
 def _round_traffic(job: Job, topology: Topology, shares: Sequence[ServerShare]) -> RoundTraffic | None:
     if job.cluster.outer is None:
         return None
+    # Each worker of a group pushes its part of the group's difference, and each receives all new values.
+    workers = topology.workers_per_group
     by_unit: dict[int, int] = {}
     for share in shares:
         by_unit[share.unit] = by_unit.get(share.unit, 0) + share.value_bytes * topology.worker_groups
-    return RoundTraffic(
-        job.cluster.sync_freq, sum(share.value_bytes for share in shares), max(by_unit.values(), default=0)
-    )
+    whole, busiest = sum(share.value_bytes for share in shares), max(by_unit.values(), default=0)
+    # Of each bucket a worker sends its gradient to the one that adds it up, or the mean to all others.
+    inside = 2 * (workers - 1) * whole // workers
+    return RoundTraffic(job.cluster.sync_freq, whole // workers, whole, busiest, busiest * workers, inside)
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
@@ -204,8 +220,11 @@ def _worker(job: Job, schema: PlannedSchema, topology: Topology, worker: Address
     if job.cluster.outer is not None:
         # Received values, what it pushes, and its own values at the time of a push. The optimizer is here.
         copies = 3 if job.cluster.overlap and job.cluster.keep is Keep.kAdd else 2
+        workers = topology.workers_per_group
+        # Its gradient, the group's mean, and the gradients of the others that it adds up.
+        inside = (2 * workers + workers - 1) * trained // workers if workers > 1 else 0
         state = round(schema.state_factor * trained)
-        return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * values, state)
+        return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * values + inside, state)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
     # The local gradient, and the group's mean that the script sees.
     copies = 2 if job.grads is Grads.kVisible and not split else 1
@@ -222,6 +241,9 @@ def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerSh
     if topology.collective:
         copies = 1 + _passing_on(topology, share.server.index)
     outer = job.cluster.outer
+    if outer is not None:
+        # Of each bucket one worker of a group pushes what the group has learned.
+        copies = groups
     state = round((schema.state_factor if outer is None else state_entries(outer)) * share.value_bytes)
     return ProcessEstimate(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
 

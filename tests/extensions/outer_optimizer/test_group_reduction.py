@@ -1,0 +1,234 @@
+"""Sums of a group without a server: any order of arrival, messages that no worker sends, and the loss of a worker."""
+
+import random
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from in_process_job import cross_entropy, mlp, run_local, vectors
+from reports import FunctionSender
+from test_same_bits import adamw, building, job
+
+from topotrain.config.job import Job
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client import Client, JobError, PeerLost
+from topotrain.core.model.body_codec import BodyCodec
+from topotrain.core.model.schema import FlatBuffers, PrivateMemory, slice_map_for
+from topotrain.core.protocol import Message, ProtocolError
+from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
+from topotrain.extensions.outer_optimizer.groups.group_messages import (
+    PeerBackwardEnd,
+    PeerGradient,
+    PeerMean,
+    PeerPause,
+)
+from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
+from topotrain.launch.runtime.process_host import ConditionWaiter
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker_stats import StepBatches
+
+WORKERS = 3
+
+
+class OneWorker:
+    """A worker of the group, and what the others have sent it."""
+
+    def __init__(self, wanted: Job, index: int, group: "Group") -> None:
+        topology = layout(wanted.cluster)
+        self.me = Address(Role.WORKER, 0, index)
+        self.client = Client(self.me, topology, FunctionSender(group.never), ConditionWaiter(0.05))
+        self.map = slice_map_for(describe_model(mlp()).parameters, topology)
+        self.flats = FlatBuffers(self.map, None, PrivateMemory())
+        self.client.model.open(self.map, self.flats, BodyCodec())
+        self.batches = StepBatches()
+        self.reduction = GroupReduction(self.me, wanted, topology)
+        self.reduction.open(self.map, self.flats, self.batches)
+
+        def send(to: Address, message: Message) -> None:
+            group.queues[self.me.index, to.index].append(message)
+
+        self.peers = PeerChannel(self.client, FunctionSender(send), self.reduction)
+
+    def take(self, sender: Address, message: Message) -> None:
+        """As a transport that shows no memory."""
+        if message.body is not None:
+            place = self.client.place(sender, message, False)
+            assert place is not None and place.data_ptr() != message.body.data_ptr()
+            message = replace(message, body=place.copy_(message.body))
+        self.client.handle(sender, message)
+
+
+class Group:
+    """Workers whose messages wait in a queue for each pair."""
+
+    def __init__(self) -> None:
+        wanted = job(1, nworkers_per_group=WORKERS, nservers_per_group=4)
+        pairs = [(a, b) for a in range(WORKERS) for b in range(WORKERS) if a != b]
+        self.queues: dict[tuple[int, int], deque[Message]] = {pair: deque() for pair in pairs}
+        self.workers = [OneWorker(wanted, index, self) for index in range(WORKERS)]
+        self.tree = layout(wanted.cluster).sum_tree(0)
+
+    @staticmethod
+    def never(to: Address, message: Message) -> None:
+        raise AssertionError(f"{message} to {to}: no server takes part")
+
+    def deliver(self, pair: tuple[int, int]) -> None:
+        self.workers[pair[1]].take(self.workers[pair[0]].me, self.queues[pair].popleft())
+
+    @property
+    def waiting(self) -> list[tuple[int, int]]:
+        return [pair for pair, queue in self.queues.items() if queue]
+
+
+class Contribution:
+    """What a worker has in a backward: a weight, and gradients of some buckets."""
+
+    def __init__(self, dice: random.Random, worker: OneWorker) -> None:
+        self.weight = float(dice.choice([0, 4, 4, 5]))
+        self.gradients: dict[int, torch.Tensor] = {}
+        for bucket in worker.map.buckets:
+            if dice.random() < 0.7:
+                self.gradients[bucket.id] = torch.randn(bucket.hi - bucket.lo)
+
+    def push(self, worker: OneWorker, step: int) -> None:
+        pushed = 0
+        for number in reversed(self.gradients):
+            bucket = worker.map.buckets[number]
+            body = worker.flats.view("local", bucket).copy_(self.gradients[number])
+            worker.reduction.push(step, 0, bucket, self.weight, (1 << len(bucket.pieces)) - 1, body)
+            pushed |= 1 << number
+        worker.reduction.end_backward(step, 0, self.weight, pushed)
+
+
+def mean_of(bucket: Bucket, contributions: list[Contribution], tree: object) -> torch.Tensor:
+    parts = {index: (each.weight, each.gradients.get(bucket.id)) for index, each in enumerate(contributions)}
+    out = torch.empty(bucket.hi - bucket.lo)
+    canonical_mean(parts, tree, out, ScratchBuffers())  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_workers_get_the_canonical_mean_in_any_order_of_arrival(seed: int) -> None:
+    """A fast worker begins the next backward while messages of the last one are still on their way."""
+    torch.manual_seed(seed)
+    dice, group, rounds = random.Random(seed), Group(), 6
+    plans = [[Contribution(dice, worker) for worker in group.workers] for _ in range(rounds)]
+    at, found = [0] * WORKERS, 0
+    for worker in group.workers:
+        worker.batches.add(0, 0, 1.0, 10 + worker.me.index)
+        plans[0][worker.me.index].push(worker, 0)
+    early = False
+    while group.waiting or any(number < rounds for number in at):
+        early = early or len(set(at)) > 1
+        ready = [w for w in group.workers if at[w.me.index] < rounds and w.reduction._is_over()]
+        if ready and (not group.waiting or dice.random() < 0.5):
+            worker, index = ready[0], ready[0].me.index
+            means, written = worker.reduction.wait_means()
+            assert written == 0
+            mine = plans[at[index]]
+            assert set(means) == {number for each in mine for number in each.gradients}
+            for number, (_, mean) in means.items():
+                assert torch.equal(mean, mean_of(worker.map.buckets[number], mine, group.tree)), (seed, at, number)
+                found += 1
+            assert worker.reduction.samples == 10 + 11 + 12 and worker.reduction.settled
+            at[index] += 1
+            if at[index] < rounds:
+                plans[at[index]][index].push(worker, at[index])
+        else:
+            group.deliver(dice.choice(group.waiting))
+    assert found > WORKERS * rounds and early
+
+
+def attempt(worker: OneWorker, sender: Address, message: Message) -> bool:
+    """Whether a worker takes a message."""
+    try:
+        worker.client.handle(sender, message)
+    except ProtocolError:
+        return False
+    return True
+
+
+def test_messages_that_no_worker_sends_are_refused() -> None:
+    group = Group()
+    first, second = group.workers[:2]
+    pieces = {bucket.id: len(bucket.pieces) for bucket in first.map.buckets}
+    mine = next(number for number, adder in enumerate(first.reduction._adder) if adder == 0)
+    theirs = next(number for number, adder in enumerate(first.reduction._adder) if adder == 1)
+    bits = bytes([1]) * ((pieces[mine] + 7) // 8)
+    body = torch.zeros(first.map.buckets[mine].hi - first.map.buckets[mine].lo)
+    end = PeerBackwardEnd(0, 0, 1.0, b"", 0, True)
+    for wrong, words in (
+        (PeerGradient(0, theirs, 1.0, bits, body=body), "which worker 0 does not add up"),
+        (PeerGradient(0, 999, 1.0, bits, body=body), "which worker 0 does not add up"),
+        (PeerGradient(2, mine, 1.0, bits, body=body), "is in backward 2, the group in 0"),
+        (PeerGradient(0, mine, 1.0, bits * 9, body=body), "a bitmap of"),
+        (PeerGradient(0, mine, 1.0, bits), "without a body"),
+        (PeerGradient(0, mine, 1.0, bits, body=body[1:]), "bytes, expected"),
+        (PeerMean(0, mine, bits, body=body), "which worker 1 does not add up"),
+        (PeerMean(1, theirs, bits, body=body), "sends a mean of backward 1, not of 0"),
+        (replace(end, backward=2), "ends backward 2, the group is in 0"),
+        (replace(end, pushed=bytes(99)), "a bitmap of"),
+        (replace(end, weight=-1.0), "impossible numbers"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            first.client.handle(second.me, wrong)
+    # What a worker may send early is bounded.
+    early = PeerGradient(1, mine, 1.0, bits, body=body)
+    for _ in range(WORKERS * (len(first.map.buckets) + 1) + 1):
+        refused = not attempt(first, second.me, early)
+    assert refused
+
+
+def test_a_worker_that_is_lost_is_no_trouble_while_nothing_more_is_needed_of_it() -> None:
+    torch.manual_seed(1)
+    group, dice = Group(), random.Random(1)
+    plan = [Contribution(dice, worker) for worker in group.workers]
+    for worker, mine in zip(group.workers, plan, strict=True):
+        mine.push(worker, 0)
+    while group.waiting:
+        group.deliver(group.waiting[0])
+    first, second, _ = group.workers
+    first.client.lost(second.me, "it has ended")
+    first.reduction.wait_means()
+    plan[0].push(first, 1)
+    with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: it has ended"):
+        first.reduction.wait_means()
+
+
+def test_a_worker_that_waits_for_nothing_is_told_by_whom() -> None:
+    group, dice = Group(), random.Random(1)
+    first, second, _ = group.workers
+    Contribution(dice, first).push(first, 3)
+    first.client.handle(second.me, PeerPause(1, 4, False))
+    assert not first.reduction._refusal(), "it has made this backward"
+    first.client.handle(second.me, PeerPause(0, 3, False))
+    assert not first.reduction._refusal(), "it pauses before this step"
+    first.client.handle(second.me, PeerPause(0, 4, False))
+    with pytest.raises(JobError, match="worker 1 of the group made 4 steps with 0 backwards, and worker 0 is in backw"):
+        first.reduction.wait_means()
+    first.client.handle(second.me, PeerPause(0, 3, True))
+    with pytest.raises(JobError, match="worker 1 ended its script after 3 steps"):
+        first.reduction.wait_means()
+
+
+def test_the_failure_of_a_worker_ends_the_others() -> None:
+    batches, errors = vectors(8), {}
+
+    def run(t: Any) -> None:
+        for number, batch in enumerate(batches):
+            if t.me.index == 1 and number == 2:
+                raise ValueError("a script's own")
+            t.optimizer.zero_grad()
+            try:
+                t.backward(t.losses(cross_entropy, *batch))
+            except PeerLost as error:
+                errors[t.me.index] = str(error)
+                raise
+            t.optimizer.step()
+
+    with pytest.raises(ValueError, match="a script's own"):
+        run_local(job(1, nworkers_per_group=2), building(mlp, adamw), run)
+    assert errors == {0: "worker 0/0 lost worker 0/1: it failed: a script's own"}

@@ -1,0 +1,1 @@
+"""Worker groups of several workers that train by themselves between rounds."""
