@@ -16,7 +16,7 @@ from topotrain.core.protocol import ProtocolError
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
 from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound
 from topotrain.extensions.outer_optimizer.rounds import fragment_to_push, rearmost
-from topotrain.tools.simulator.fault_schedule import Fault
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
 
 SERVER = Address(Role.SERVER, 0, 0)
 
@@ -115,6 +115,21 @@ def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
         trial = IslandTrial(job, 120, [Fault(1, at=(10.4 + n) * STEP_S, away=3 * STEP_S)], lease=True).run()
         assert_in_turn(trial)
         assert int(trial.cells().max()) == 1
+
+
+@pytest.mark.parametrize("quorum", [0, 2])
+def test_a_worker_that_is_given_up_and_another_that_joins(quorum: int) -> None:
+    """The others go on, and the one that joins pushes what they push."""
+    job = replace(islands(3, 6, 3, quorum=quorum), shard=Shard.kLease)
+    for n in range(4):
+        away = Fault(1, at=(8.4 + n) * STEP_S, what=FaultKind.LOSE)
+        back = Fault(1, at=(15.7 + 2 * n) * STEP_S, what=FaultKind.JOIN)
+        trial = IslandTrial(job, 120, [away, back], lease=True).run()
+        assert [fault for _, fault in trial.log] == [away, back]
+        if not quorum:
+            assert_in_turn(trial)
+        assert int(trial.cells().max()) == 1
+        assert any(1 in each.weights for each in trial.rounds if each.time > back.at)
 
 
 # --- a quorum --------------------------------------------------------------------------------------------------------

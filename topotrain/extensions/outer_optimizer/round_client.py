@@ -43,7 +43,7 @@ class RoundClient(ClientExtension):
         return self._named != OWN_TURN
 
     def take_fragment(self, turn: int) -> int:
-        """The fragment of a push: the one that was named since the last, or that of the turn."""
+        """The fragment of a push: the one that was named, or that of the turn."""
         # Under exclusive access: a reader thread may be handling a message.
         with self._channel.waiter.update():
             named, self._named, self._follows = self._named, OWN_TURN, False
