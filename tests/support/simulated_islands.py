@@ -18,9 +18,10 @@ from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.profiling.spans import Clock
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
+from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.sim_network import Simulation
 from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.tools.simulator.trial import Trial, TrialScript
+from topotrain.tools.simulator.trial import TrialScript
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker, WorkerMemory
@@ -100,6 +101,8 @@ class IslandScript(TrialScript):
                 model(epoch * trial.batches + number).backward()
                 inner.step()
                 process.step()
+                if worker.leaves:
+                    trial.leave(process)
         worker.finish()
         if me == (Role.WORKER, 0, 0):
             worker.client.values.fetch_final()
@@ -107,7 +110,7 @@ class IslandScript(TrialScript):
             self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
 
 
-class IslandTrial(Trial):
+class IslandTrial(ElasticTrial):
     """A simulated job with an outer optimizer.
 
     Args:

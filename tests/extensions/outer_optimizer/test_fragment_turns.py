@@ -12,11 +12,13 @@ from simulated_islands import STEP_S, IslandTrial, islands
 
 from topotrain.config.job import Pace, Shard
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import ProtocolError
+from topotrain.core.protocol import ProtocolError, StepDecision
+from topotrain.core.server.consistency import IS_BACK
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
-from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound
+from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound, StepTime
+from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
 from topotrain.extensions.outer_optimizer.rounds import fragment_to_push, rearmost
-from topotrain.tools.simulator.fault_schedule import Fault
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
 
 SERVER = Address(Role.SERVER, 0, 0)
 
@@ -69,6 +71,59 @@ def test_the_rearmost_fragment_is_the_first_of_a_turn(fragments: int, data: st.D
     )
 
 
+def coordinator(**cluster: Any) -> tuple[RoundTurns, Any]:
+    """The rounds of three workers on a coordinator of which only the needed parts are there."""
+    groups = SimpleNamespace(
+        clocks=SimpleNamespace(live=lambda: [0, 1, 2]),
+        workers={group: (Address(Role.WORKER, group, 0),) for group in range(3)},
+    )
+    staging = {group: SimpleNamespace(first=SimpleNamespace(optimizer=0)) for group in range(3)}
+    state = SimpleNamespace(known=SimpleNamespace(staging=staging))
+    server: Any = SimpleNamespace(worker_groups=groups, state=state)
+    return RoundTurns(server, islands(3, 6, 3, **cluster)), server
+
+
+def back(group: int) -> StepDecision:
+    return StepDecision(0, group, 0, False, 0.0, IS_BACK)
+
+
+def over(group: int) -> Any:
+    return SimpleNamespace(group=group)
+
+
+def test_a_round_that_is_decided_is_behind_a_worker_that_comes_back() -> None:
+    """Also if no server has carried it out."""
+    turns, _ = coordinator()
+    worker = Address(Role.WORKER, 1, 0)
+    assert turns.on_decree(back(1)) == [(worker, NextRound(0, 0, back=True))]
+    turns.before_decision(0)
+    turns.before_decision(2)
+    assert turns.on_decree(back(1)) == [(worker, NextRound(0, 1, back=True))]
+
+
+def test_a_worker_that_is_back_is_told_until_it_has_a_part_in_a_round() -> None:
+    turns, _ = coordinator(quorum=2, pace=Pace.kSteps)
+    turns.on_decree(back(1))
+    turns.before_decision(0)
+    copy, _ = coordinator(quorum=2, pace=Pace.kSteps)
+    copy.load_state_dict(turns.state_dict())
+    for each in (turns, copy):
+        assert each.step_over(over(0)) == [(Address(Role.WORKER, 1, 0), NextRound(1, 1))]
+    turns.before_decision(1)
+    assert turns.step_over(over(0)) == turns.step_over(over(1)) == []
+
+
+def test_workers_of_a_round_hear_of_the_fastest_that_is_there() -> None:
+    turns, server = coordinator(quorum=1)
+    for group, seconds in enumerate((0.5, 0.2, 0.4)):
+        turns.handle(Address(Role.WORKER, group, 0), StepTime(seconds))
+    assert turns.step_over(over(2)) == [(Address(Role.WORKER, 2, 0), NextRound(1, OWN_TURN, 0.2))]
+    server.worker_groups.clocks.live = lambda: [0, 2]
+    assert turns.step_over(over(2)) == [(Address(Role.WORKER, 2, 0), NextRound(2, OWN_TURN, 0.4))]
+    turns.reset_group(2, False)
+    assert turns.step_over(over(0)) == [(Address(Role.WORKER, 0, 0), NextRound(3, OWN_TURN, 0.5))]
+
+
 # --- in step ---------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +172,21 @@ def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
         assert int(trial.cells().max()) == 1
 
 
+@pytest.mark.parametrize("quorum", [0, 2])
+def test_a_worker_that_is_given_up_and_another_that_joins(quorum: int) -> None:
+    """The others go on, and the one that joins pushes what they push."""
+    job = replace(islands(3, 6, 3, quorum=quorum), shard=Shard.kLease)
+    for n in range(4):
+        away = Fault(1, at=(8.4 + n) * STEP_S, what=FaultKind.LOSE)
+        back = Fault(1, at=(15.7 + 2 * n) * STEP_S, what=FaultKind.JOIN)
+        trial = IslandTrial(job, 120, [away, back], lease=True).run()
+        assert [fault for _, fault in trial.log] == [away, back]
+        if not quorum:
+            assert_in_turn(trial)
+        assert int(trial.cells().max()) == 1
+        assert any(1 in each.weights for each in trial.rounds if each.time > back.at)
+
+
 # --- a quorum --------------------------------------------------------------------------------------------------------
 
 
@@ -132,8 +202,8 @@ def test_a_worker_that_comes_back_has_a_part_in_the_next_round(pace: Pace) -> No
     for n in range(6):
         fault = Fault(1, at=(10.3 + 3 * n) * STEP_S, away=3 * STEP_S)
         trial = IslandTrial(job, 150, [fault], lease=True).run()
-        ((back, _),) = trial.restarts
-        found.append(waits(trial, 1, back)[0])
+        ((since, _),) = trial.restarts
+        found.append(waits(trial, 1, since)[0])
         counted = trial.cells()
         assert int(counted.max()) == 1, "counted twice"
         # What it has made since its last push of a fragment that was in a round. A push may have waited for a turn.

@@ -11,7 +11,7 @@ from in_process_job import run_local
 from test_same_bits import job
 from torch import nn
 
-from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.job import Cluster, Job, Reduce, Shard
 from topotrain.config.topology import layout
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
@@ -131,3 +131,5 @@ def test_which_groups_can_restart_leave_and_join() -> None:
     assert not restarts and leaves.startswith("with shard: kStatic, the default with cluster.outer, each group")
     restarts, leaves = refusals(fragments=2)
     assert not restarts and leaves.startswith("with shard: kStatic"), "in step, too"
+    leasing = exact(sync_freq=4, fragments=2)
+    assert leave_refusal(replace(leasing, shard=Shard.kLease), layout(leasing.cluster), 1) == ""

@@ -1,4 +1,4 @@
-"""The next fragment, and the pace of the fastest worker, as the coordinator tells them.
+"""The next fragment and the pace of the fastest worker, on the coordinator.
 
 The workers go over the fragments in turn, each by itself. Those that push the same fragment have a round together, and
 push the next one after it. So only a worker that comes back, or that has rested, must be told which fragment is next.
