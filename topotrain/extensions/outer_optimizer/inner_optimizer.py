@@ -104,8 +104,7 @@ class InnerOptimizer(LocalOptimizer):
         assert cluster.outer is not None
         trained = [(name, p) for name, p in named if id(p) in self._trained]
         self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
-        self.untold = UntoldSteps(cluster.fragments)
-        """The steps of which no round was told."""
+        self._untold = UntoldSteps(cluster.fragments)
         self._exchanges: ExchangeTimes | None = None
         self._pushes = 0
         self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
@@ -127,10 +126,15 @@ class InnerOptimizer(LocalOptimizer):
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, gradients, slice_map, batches, self._values, trained, self)
 
+    @property
+    def untold(self) -> UntoldSteps:
+        """The steps of which no round was told."""
+        return self._untold
+
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         if self._rule is None:
             return self._values
-        return ExchangedSteps(self._values, self.untold, self._batches, self._rule)
+        return ExchangedSteps(self._values, self._untold, self._batches, self._rule)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +144,7 @@ class InnerOptimizer(LocalOptimizer):
 
     @property
     def has_sum(self) -> bool:
-        return self.untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
+        return self._untold[self.optimizer_of_push].steps > 0 or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
         if not self._decoupled:
@@ -163,25 +167,25 @@ class InnerOptimizer(LocalOptimizer):
     def step(self, inv_scale: float) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
         self._make_step(self._optimizer)
-        self.untold.step()
+        self._untold.step()
         self._values.learn()
         self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        self.untold.read(self._batches.samples)
+        self._untold.read(self._batches.samples)
         if self._exchanges is not None:
             self._exchanges.begin()
         yield
         self._values.end_push()
-        self.untold.push(self.optimizer_of_push)
+        self._untold.push(self.optimizer_of_push)
         self._pushes += 1
         self._pushed_at = self._made
 
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
     def weight(self) -> float:
-        return self.untold[self.optimizer_of_push].weight(self._weigh)
+        return self._untold[self.optimizer_of_push].weight(self._weigh)
 
     def before_step(self) -> None:
         self._made += 1
