@@ -159,7 +159,7 @@ def test_messages_that_no_worker_sends_are_refused() -> None:
     theirs = next(number for number, adder in enumerate(first.reduction._adder) if adder == 1)
     bits = bytes([1]) * ((pieces[mine] + 7) // 8)
     body = torch.zeros(first.map.buckets[mine].hi - first.map.buckets[mine].lo)
-    end = PeerBackwardEnd(0, 0, 1.0, b"", 0, True)
+    end = PeerBackwardEnd(0, 0, 1.0, b"", 0, True, OWN_TURN, 1)
     for wrong, words in (
         (PeerGradient(0, theirs, 1.0, bits, body=body), "which worker 0 does not add up"),
         (PeerGradient(0, 999, 1.0, bits, body=body), "which worker 0 does not add up"),

@@ -135,8 +135,7 @@ class InnerOptimizer(LocalOptimizer):
         if cluster.merge is Merge.kRadial:
             for made in self.optimizers:
                 mark_radial(made, embeddings)
-        self.untold = UntoldSteps(cluster.fragments)
-        """The steps of which no round was told."""
+        self._untold = UntoldSteps(cluster.fragments)
         self._exchanges: ExchangeTimes | None = None
         self._turn = self._fragment = 0  # of the next push, and of the last one
         self._times = StepTimes() if cluster.paces_by_time else None
@@ -162,10 +161,15 @@ class InnerOptimizer(LocalOptimizer):
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
         return DifferencePath(parts, buffers, client.gradients, slice_map, batches, self._values, trained, self)
 
+    @property
+    def untold(self) -> UntoldSteps:
+        """The steps of which no round was told."""
+        return self._untold
+
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         if self._rule is None:
             return self._values
-        return ExchangedSteps(self._values, self.untold, self._batches, self._rule)
+        return ExchangedSteps(self._values, self._untold, self._batches, self._rule)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class InnerOptimizer(LocalOptimizer):
 
     @property
     def has_sum(self) -> bool:
-        return bool(self.untold.pending) or self._batches.samples > 0
+        return bool(self._untold.pending) or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
         if not self._decoupled:
@@ -206,24 +210,24 @@ class InnerOptimizer(LocalOptimizer):
     def step(self, inv_scale: float) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
         self._make_step(self._optimizer)
-        self.untold.step()
+        self._untold.step()
         self._values.learn()
         self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
         named = self.named
-        self._fragment = fragment_to_push(self._turn if named == OWN_TURN else named, self.untold.steps)
+        self._fragment = fragment_to_push(self._turn if named == OWN_TURN else named, self._untold.steps)
         self._rounds.follow()
         if self._times is not None and self._times.seconds:
             self._seconds = self._times.seconds
             self._rounds.tell_time(self._seconds)
-        self.untold.read(self.samples)
+        self._untold.read(self.samples)
         if self._exchanges is not None:
             self._exchanges.begin()
         yield
         self._values.end_push()
-        self.untold.push(self._fragment)
+        self._untold.push(self._fragment)
         self._turn = (self._fragment + 1) % self._schedule.fragments
         self._pushed_at = self._made
 
@@ -248,7 +252,7 @@ class InnerOptimizer(LocalOptimizer):
     # --- hooks of the worker -------------------------------------------------------------------------------------
 
     def weight(self) -> float:
-        return self.untold[self._fragment].weight(self._weigh)
+        return self._untold[self._fragment].weight(self._weigh)
 
     def before_step(self) -> None:
         self._made += 1
