@@ -98,6 +98,8 @@ class Slicing(str, Enum):
 class Agreement(str, Enum):
     kMaster = "kMaster"
     kRingAverage = "kRingAverage"
+    kElastic = "kElastic"
+    kGossip = "kGossip"
 
 
 class Weigh(str, Enum):
@@ -476,6 +478,7 @@ class Cluster(Checked):
     keep: Keep = Keep.kAdd
     blend: Share = 0.5
     quorum: Steps = 0
+    moving_rate: Share = 0.0
 
     @property
     def local_steps(self) -> int:
@@ -592,6 +595,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
+    + ["cluster.moving_rate"]
 )
 
 

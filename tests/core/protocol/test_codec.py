@@ -96,7 +96,7 @@ NUMBERS = {
     1: "SchemaPart Init Fetch Values Fail SharedBuffer StepRates",
     10: "Push BackwardEnd ReducedGradient GradientOverride Commit Applied Finish BackwardReduced GroupIdle LoopExited",
     20: "StepVote StepDecision StepDecisionRequest WorkerRejoined RestartRequest AppliedBatchesOfStreams",
-    26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue RingOffer RingReply",
+    26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue PairOffer PairReply",
     34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp",
     40: "ModelBufferValue FinalRequest BufferRequest",
     44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined",

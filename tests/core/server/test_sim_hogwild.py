@@ -6,7 +6,7 @@ from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, param
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Delta, Init, MasterValue, RingOffer, RingReply
+from topotrain.core.protocol import Delta, Init, MasterValue, PairOffer, PairReply
 from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
@@ -89,9 +89,9 @@ def slow_neighbors(cluster: ScriptedCluster) -> dict[tuple[Address, int], int]:
     depart, asked = cluster.transport._schedule, {}
 
     def slowly(me, to, message, late):
-        if isinstance(message, Delta | RingOffer):
+        if isinstance(message, Delta | PairOffer):
             asked.setdefault((me, message.bucket), cluster.sim_servers[me].server.state.version)
-        if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
+        if isinstance(message, Delta | MasterValue | PairOffer | PairReply):
             cluster.sim.at(cluster.sim.now + cluster.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
@@ -109,7 +109,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
         between: list[int] = []
 
         def look(sender, to, message, cluster=cluster, asked=asked, between=between):
-            if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
+            if isinstance(message, MasterValue | PairReply) and (to, message.bucket) in asked:
                 between.append(cluster.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
 
         cluster.transport.observers.append(look)

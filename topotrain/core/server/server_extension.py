@@ -18,10 +18,11 @@ from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import ServerBodyCodec
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import BucketValues, FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings, StagedGradient
+from topotrain.core.server.group_sync import GroupSync
 
 
 def makes_partial_steps(job: Job) -> bool:
@@ -279,6 +280,10 @@ class RegroupExtension(ServerExtension):
 class ExchangeExtension(ServerExtension):
     """An extension that takes part in the exchange of server groups."""
 
+    def group_sync(self, values: BucketValues) -> GroupSync | None:
+        """How the server agrees with the other server groups, if this extension decides that."""
+        return None
+
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
         """Take a message of another server group. True: this extension handles it."""
         return False
@@ -358,6 +363,7 @@ class ExtensionHooks:
         starts = tuple(each for each in extensions if isinstance(each, StepStartExtension))
         self.before_apply = overriding(starts, StepStartExtension.before_apply)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
+        self.group_syncs = overriding(exchanges, ExchangeExtension.group_sync)
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)
         self.amend_exchange = overriding(exchanges, ExchangeExtension.amend_exchange)
@@ -372,6 +378,11 @@ class ExtensionHooks:
         """The gradient source of the first extension that brings one."""
         found = (extension.gradient_source(job, slice_map, settings) for extension in self.gradient_sources)
         return next((source for source in found if source is not None), None)
+
+    def group_sync(self, values: BucketValues) -> GroupSync | None:
+        """How the server agrees with others, by the first extension that decides it."""
+        found = (extension.group_sync(values) for extension in self.group_syncs)
+        return next((group_sync for group_sync in found if group_sync is not None), None)
 
 
 _Extension = TypeVar("_Extension", bound=ServerExtension)

@@ -7,7 +7,7 @@ them.
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from topotrain.config.job import Compression, Job
+from topotrain.config.job import Agreement, Compression, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Server
@@ -77,6 +77,10 @@ def _extensions(
         from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 
         yield OuterRounds(server, job)
+    if topology.synced and job.cluster.agreement in (Agreement.kElastic, Agreement.kGossip):
+        from topotrain.extensions.group_averaging.group_averaging import GroupAveraging
+
+        yield GroupAveraging(server, job, topology)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 
