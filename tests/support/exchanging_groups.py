@@ -20,9 +20,14 @@ class Groups:
     """Server groups and what is under way between them; `others`: what an extension does with messages of its own."""
 
     def __init__(
-        self, count: int, make: Callable[[int, Any, int], Any], freq: int = 1, others: tuple[type, ...] = ()
+        self,
+        count: int,
+        make: Callable[[int, Any, int], Any],
+        freq: int = 1,
+        others: tuple[type, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.values = [torch.zeros(192) for _ in range(count)]
+        self.values = [torch.zeros(192, dtype=dtype) for _ in range(count)]
         self.agreements = [
             make(g, SimpleNamespace(buckets=BUCKETS, values=self.view(g)), freq) for g in range(count)
         ]

@@ -97,7 +97,7 @@ NUMBERS = {
     10: "Push BackwardEnd ReducedGradient GradientOverride Commit Applied Finish BackwardReduced GroupIdle LoopExited",
     20: "StepVote StepDecision StepDecisionRequest WorkerRejoined RestartRequest AppliedBatchesOfStreams",
     26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue PairOffer PairReply",
-    34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp",
+    34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp PairTaken",
     40: "ModelBufferValue FinalRequest BufferRequest",
     44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined",
     50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,19 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
     assert found.topology.framework == "local SGD with an outer optimizer, rounds of 10 steps"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"agreement": "kElastic"}, "kElastic: after every update a group and the center move towards each other by 0.3"),
+        ({"agreement": "kGossip", "sync_freq": 4}, "kGossip: after every 4 updates a group averages with another one"),
+        ({"agreement": "kRingAverage"}, "kRingAverage: after every update a group averages with the next one"),
+    ],
+)
+def test_a_plan_says_how_server_groups_average(fields: dict[str, Any], words: str) -> None:
+    found = plan(Job(cluster=Cluster(nworker_groups=3, nserver_groups=3, **fields), seed=17))
+    said = " ".join(found.explain().split())
+    assert f"agreement: {words}" in said and found.as_data()["agreement"].startswith(words)
+    assert ("seed 17" in said) is (fields["agreement"] == "kGossip")
+    assert "agreement" not in plan(Job(cluster=Cluster(nworker_groups=3, nserver_groups=3))).as_data()

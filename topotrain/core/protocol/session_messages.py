@@ -156,7 +156,7 @@ class PairOffer(Message):
     updates: int = 0
 
     def is_valid(self) -> bool:
-        return 0 <= self.sync < MOST
+        return 0 <= self.sync < MOST and 0 <= self.updates < MOST_EPOCHS
 
 
 @message(33, _BETWEEN_GROUPS, handled="agree")

@@ -13,7 +13,7 @@ result of a job is the center, after a last exchange of every group that has upd
 import torch
 
 from topotrain.core.model.schema import BucketValues
-from topotrain.core.protocol import PairOffer, PairReply
+from topotrain.core.protocol import PairOffer, PairReply, ProtocolError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.group_sync import GroupMessages, PairwiseSync
 
@@ -67,7 +67,10 @@ class ElasticAveraging(PairwiseSync):
         return self._exchange(message.bucket) if due else []
 
     def _offered_to(self, bucket: int) -> torch.Tensor:
-        return self._center[bucket]
+        center = self._center.get(bucket)
+        if center is None:
+            raise ProtocolError(f"an offer of bucket {bucket}, of which group {self._group} has no center")
+        return center
 
     def _count_offer(self, group: int, message: PairOffer) -> None:
         self._tell(group, message.bucket, message.updates)
