@@ -109,7 +109,7 @@ def test_a_job_is_the_same_twice_and_another_with_another_seed():
     assert not all(map(torch.equal, run(5), run(6)))
 
 
-# --- faults, snapshots, and what each rule is for ------------------------------------------------------------------------
+# --- faults, snapshots, and what each rule is for --------------------------------------------------------------------
 
 NAMES = ("ring average", "elastic averaging", "gossip")
 

@@ -93,7 +93,7 @@ class ElasticAveraging(PairwiseSync):
         # The value itself stays: at the end of a job another group may still take a snapshot.
         return self._center.get(bucket, value)
 
-    # --- snapshots: the center, as if every group exchanged with it once more at that moment ---------------------------
+    # --- snapshots: the center, as if every group exchanged with it once more at that moment --------------------------
 
     def begin_cut(self, bucket: int, frozen: torch.Tensor) -> None:
         mine = frozen.clone()
