@@ -205,6 +205,7 @@ def test_a_late_word_about_an_earlier_reply_keeps_the_last_one():
         groups.update(0, 2, [0])
         groups.deliver((0, 1))
         groups.deliver((1, 0))
+        groups.ways[0, 1].clear()  # the word is late
     groups.agreements[1].forget_reply(0, PairTaken(0, 1))
     assert groups.agreements[1].state_dict()["answers"][0, 0][1] is not None
     groups.agreements[1].forget_reply(0, PairTaken(0, 2))
