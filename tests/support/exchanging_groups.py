@@ -28,9 +28,7 @@ class Groups:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.values = [torch.zeros(192, dtype=dtype) for _ in range(count)]
-        self.agreements = [
-            make(g, SimpleNamespace(buckets=BUCKETS, values=self.view(g)), freq) for g in range(count)
-        ]
+        self.agreements = [make(g, SimpleNamespace(buckets=BUCKETS, values=self.view(g)), freq) for g in range(count)]
         self.ways: dict[tuple[int, int], deque[Any]] = {(a, b): deque() for a in range(count) for b in range(count)}
         self.said: list[tuple[int, int, Any, torch.Tensor]] = []
         self._others = others

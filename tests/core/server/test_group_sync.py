@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
 from topotrain.core.server.group_sync import MasterSync, NoSync, RingSync
 
+
 def master(group, values, freq):
     return MasterSync(group, values, freq)
 

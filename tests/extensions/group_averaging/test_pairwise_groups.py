@@ -114,6 +114,30 @@ def test_the_drain_is_a_last_exchange_of_every_group_with_updates():
         assert agreement.result(0, value) is (center(groups, 0) if agreement is groups.agreements[0] else value)
 
 
+def test_a_snapshot_is_the_center_after_one_more_exchange_of_every_group():
+    groups = elastic(freq=9)
+    groups.update(0, 8, [0])
+    groups.update(1, 4, [0])
+    frozen = groups.view(0)(0).clone()
+    at_master = groups.agreements[0]
+    at_master.begin_cut(0, frozen)
+    assert frozen[0] == 2.0, "a quarter of 8, and not the 8 of the master's own copy"
+    at_master.join_cut(frozen, groups.view(1)(0))
+    at_master.end_cut(frozen)
+    assert frozen[0] == 2.0 + (4.0 - 2.0) / 4
+    assert center(groups, 0)[0] == 0.0 and groups.view(0)(0)[0] == 8.0, "training goes on as if there was none"
+
+
+def test_a_snapshot_of_gossip_is_the_mean_of_all_groups():
+    made = gossip(3)
+    frozen = torch.full((64,), 3.0, dtype=EXACT)
+    made.agreements[0].begin_cut(0, frozen)
+    for value in (6.0, 12.0):
+        made.agreements[0].join_cut(frozen, torch.full((64,), value, dtype=EXACT))
+    made.agreements[0].end_cut(frozen)
+    assert torch.equal(frozen, torch.full((64,), 7.0, dtype=EXACT))
+
+
 def test_updates_during_an_exchange_leave_with_the_next_one_at_the_end():
     groups = elastic(freq=2)
     for _ in range(3):
@@ -197,6 +221,29 @@ def test_a_reply_that_has_arrived_is_not_kept():
     before = [value.clone() for value in groups.values]
     assert groups.agreements[1].meet(0, offer, offer.body.clone()) == []
     assert all(map(torch.equal, before, groups.values))
+
+
+def test_a_repeated_reply_tells_on_which_side_of_a_snapshot_the_value_moved():
+    """The group that awaits it may hear the repeated one first."""
+    groups = gossip(2)
+    groups.update(0, 2, [0])
+    (offer,) = groups.ways[0, 1]
+    partner = groups.agreements[1]
+    ((_, first),) = partner.meet(0, offer, offer.body.clone())
+    partner.mark(5)
+    ((_, again),) = partner.meet(0, offer, offer.body.clone())
+    assert (first.cut, again.cut) == (0, 0) and torch.equal(first.body, again.body)
+    groups.update(1, 2, [1])
+    assert groups.ways[1, 0][-1].cut == 5, "an exchange from behind the snapshot"
+
+
+def test_a_group_with_a_reply_under_way_is_not_drained():
+    groups = gossip(2)
+    groups.update(0, 2, [0])
+    agreement = groups.agreements[0]
+    assert agreement.drain() == [] and not agreement.drained()
+    groups.run_dry(random.Random(0))
+    assert agreement.drained()
 
 
 def test_a_late_word_about_an_earlier_reply_keeps_the_last_one():

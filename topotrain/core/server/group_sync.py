@@ -15,7 +15,6 @@ One object per server. It owns no values: it reads and changes the shard's tenso
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -302,7 +301,7 @@ class MasterSync:
         self.distance = Distance(*state["distance"])
 
 
-class PairwiseSync(ABC):
+class PairwiseSync:
     """Averaging in pairs of groups, in which no group waits for another one.
 
     A group offers its value of a bucket to a partner. The partner moves towards it by a share of what lies between
@@ -334,9 +333,9 @@ class PairwiseSync(ABC):
         self.distance = Distance()
         self._draining = False
 
-    @abstractmethod
     def partner(self, bucket: int, sync: int) -> int:
         """The group to which this one offers a bucket in its exchange number `sync`."""
+        raise NotImplementedError
 
     def begin(self) -> None:
         pass
