@@ -8,7 +8,7 @@ the updates between request and reply no longer lost).
 
 `PairwiseSync`: a group offers its value to another one, which moves to the average and replies with what the offerer
 has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise averaging:
-Boyd et al., Randomized gossip algorithms, 2006). In `RingSync` the partner is the right neighbor; extensions have other
+Boyd et al., Randomized gossip algorithms, 2006). In `RingSync` the partner is the right neighbor. Extensions have other
 rules (`ExchangeExtension.group_sync`).
 
 One object per server. It owns no values: it reads and changes the shard's tensors in place.
@@ -83,7 +83,7 @@ class GroupSync(Protocol):
 
     @property
     def averages(self) -> bool:
-        """Whether the result of the job is the mean over all groups, and not the value of each bucket's master."""
+        """Whether the result is the mean of all groups, and not the masters' values."""
         ...
 
     def begin(self) -> None:
@@ -111,7 +111,10 @@ class GroupSync(Protocol):
         ...
 
     def result(self, bucket: int, value: torch.Tensor) -> torch.Tensor:
-        """Return the part of the result that this group has of a bucket with this value, after the drain."""
+        """Return this group's part of the result in a bucket, after the drain.
+
+        value: the group's value of the bucket.
+        """
         ...
 
     def state_dict(self) -> State:
@@ -438,7 +441,7 @@ class PairwiseSync:
         self._cut = number
 
     def begin_cut(self, bucket: int, frozen: torch.Tensor) -> None:
-        """`frozen` has this group's value of a bucket: make it the begin of the one of all groups."""
+        """Make this group's frozen value of a bucket the begin of that of all groups."""
 
     def join_cut(self, frozen: torch.Tensor, value: torch.Tensor) -> None:
         """Add what another group had of a bucket."""

@@ -281,7 +281,7 @@ class ExchangeExtension(ServerExtension):
     """An extension that takes part in the exchange of server groups."""
 
     def group_sync(self, values: BucketValues) -> GroupSync | None:
-        """How the server agrees with the other server groups, if this extension decides that."""
+        """How the server agrees with other groups, if this extension decides that."""
         return None
 
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:

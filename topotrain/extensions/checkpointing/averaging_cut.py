@@ -1,4 +1,4 @@
-"""A snapshot of server groups that average in pairs: what all groups had, in one model.
+"""A snapshot of server groups that average in pairs: one model of all groups.
 
 An exchange moves a part of a value from one group to another, and a reply under way has a part that is in no group. Its
 mark (`PairReply.cut`) tells on which side of the cut that part was taken away. If that was before, the group that
@@ -73,7 +73,7 @@ class AveragingCut(GroupCut):
         super()._report_if_complete()
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """Join what another group had with the frozen values. A repeated Remainder changes nothing."""
+        """Join the value of another group. A repeated Remainder changes nothing."""
         assert isinstance(message, Remainder)
         body = self._server.state.known.body(message)
         key = (sender.group, message.bucket)
@@ -92,7 +92,7 @@ class AveragingCut(GroupCut):
         return message.cut if isinstance(message, PairOffer | PairReply) else -1
 
     def take_exchange(self, sender: Address, message: Message, body: torch.Tensor) -> bool:
-        """Hold a message from behind the cut; a reply to an offer from before it completes this group's value."""
+        """Hold a message from behind the cut, and use a reply that the cut awaits."""
         if self._hold(sender, message, body):
             return True
         if isinstance(message, PairReply) and message.bucket in self._awaited and self._group_sync.awaits(message):

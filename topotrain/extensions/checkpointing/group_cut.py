@@ -1,4 +1,4 @@
-"""What the snapshots of several server groups have in common: messages that cross a snapshot.
+"""The messages between server groups that cross a snapshot.
 
 Each group freezes behind a step of its own. No message crosses this cut backwards (Lai and Yang, On distributed
 snapshots, 1987): what a group sends behind its freeze waits until the receiver has frozen, too. What was sent before,
@@ -76,7 +76,7 @@ class GroupCut(ExchangeExtension, ABC):
 
     @abstractmethod
     def mark_of(self, message: Message) -> int:
-        """The last snapshot for which the sender had frozen before this message; -1: it has none."""
+        """The last snapshot for which the sender had frozen before; -1: no mark."""
 
     def _hold(self, sender: Address, message: Message, body: torch.Tensor) -> bool:
         """Hold a message that was sent behind a snapshot that is still to come here."""

@@ -1,4 +1,4 @@
-"""Combinations of job fields that elastic averaging and gossip exclude, and the default of the moving rate."""
+"""Combinations of fields that averaging groups exclude, and the moving rate."""
 
 from topotrain.config.combinations import Combination
 from topotrain.config.job import Agreement, Cluster

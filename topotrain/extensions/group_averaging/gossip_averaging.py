@@ -48,7 +48,7 @@ class GossipAveraging(PairwiseSync):
 
 
 def drawn_number(*words: int) -> int:
-    """A number below 2^64 that is drawn by these words, as by a generator with this seed."""
+    """Return a number below 2^64 that these words draw, as the seed of a generator."""
     # SplitMix64 (Steele, Lea and Flood, 2014): without state, so a second copy and a late bucket draw the same.
     found = 0
     for word in words:

@@ -592,22 +592,10 @@ class Trial(SimCluster):
                 raise InvariantViolated(
                     f"{me} still waits for votes about {sim_server.server.decisions.undecided} steps after the end"
                 )
-        self._check_sums()
-        return self
-
-    def _check_sums(self) -> None:
-        """Check the sums over all server groups, where the result does not show them."""
         # Without a result `wrong` says so.
-        if not self.counts.elastic or not self.final:
-            return
-        cells = [self.batches * self.epochs * self.topology.workers_per_group] * len(self.map.parameters)
-        start = [torch.zeros(p.count) for p in self.map.parameters]
-        for part, p in zip(start, self.map.parameters, strict=True):
-            if self.resumed is not None:
-                self.resumed.values(p.name, 0, part)
-        for shard in range(self.topology.shards):
-            servers = [self.server(group, shard) for group in range(self.topology.server_groups)]
-            self.counts.check_sums(servers, cells, start)
+        if self.final:
+            self.counts.check_sums(self, self.batches * self.epochs * self.topology.workers_per_group, self.resumed)
+        return self
 
     def committed(self, worker: Address) -> None:
         """Record the time of a step."""
