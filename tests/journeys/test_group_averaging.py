@@ -37,6 +37,25 @@ def test_gossip_goes_on_from_a_snapshot_of_all_groups(runner: JobRunner) -> None
     assert torch.allclose(cells * 3, torch.full_like(cells, 3), atol=1e-3), cells
 
 
+def test_a_dead_server_ends_the_attempt_and_the_next_one_counts_every_sample_once(runner: JobRunner) -> None:
+    words = (str(runner.folder / "job"), "server 1/0", "0", "4", "snapshot")
+    ended = runner.run(GOSSIP, "mortal.py", *words, extra="reduce: kSum snapshot_s: 0.1")
+    cells = ended.final["cells"]
+    assert torch.allclose(cells * 3, torch.full_like(cells, 3), atol=1e-3), cells
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "server 1/0" and incident["action"] == "the whole job starts again"
+    assert f"the whole job starts again from {ended.workspace}" in ended.err
+
+
+def test_a_dead_worker_starts_again_beside_its_server(runner: JobRunner) -> None:
+    words = (str(runner.folder / "job"), "worker 1/0", "1", "3")
+    ended = runner.run(GOSSIP, "mortal.py", *words, extra="reduce: kSum")
+    cells = ended.final["cells"]
+    assert torch.allclose(cells * 3, torch.full_like(cells, 3), atol=1e-3), cells
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "worker 1/0", incident
+
+
 def test_elastic_averaging_goes_on_from_its_center(runner: JobRunner) -> None:
     """Every sample of three epochs has moved the center, and none of them by more than it counts."""
     workspace = killed(runner, ELASTIC, "ledger", "snapshot_s: 0.1 reduce: kSum", 12)

@@ -1,7 +1,7 @@
 """The messages between server groups that cross a snapshot.
 
 Each group freezes behind a step of its own. No message crosses this cut backwards (Lai and Yang, On distributed
-snapshots, 1987): what a group sends behind its freeze waits until the receiver has frozen, too. What was sent before,
+snapshots, 1987): messages from behind a freeze wait until the receiver has frozen, too. What was sent before,
 and arrives behind the receiver's freeze, is added to the frozen values. Then the masters' frozen values are one model.
 """
 

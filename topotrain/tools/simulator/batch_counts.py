@@ -41,7 +41,7 @@ class BatchCounts:
         return _rounded(values * self._groups)
 
     def check_sums(self, cluster: SimCluster, cells: int, before: SnapshotSource | None) -> None:
-        """Check an ended job with elastic averaging, of which the result does not show it all.
+        """Check an ended job with elastic averaging by the sums of all groups.
 
         cells: how many each parameter begins with. before: the snapshot that the job has started from.
 
