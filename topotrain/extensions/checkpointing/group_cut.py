@@ -1,8 +1,9 @@
 """The messages between server groups that cross a snapshot.
 
 Each group freezes behind a step of its own. No message crosses this cut backwards (Lai and Yang, On distributed
-snapshots, 1987): messages from behind a freeze wait until the receiver has frozen, too. What was sent before,
-and arrives behind the receiver's freeze, is added to the frozen values. Then the masters' frozen values are one model.
+snapshots, 1987): messages from behind a freeze wait until the receiver has frozen, too. Changes that were sent
+before a freeze, and arrive behind the receiver's, are added to the frozen values. Then the masters' frozen values are
+one model.
 """
 
 from abc import ABC, abstractmethod
