@@ -1,4 +1,4 @@
-"""How server groups agree: `kMaster` and `kRingAverage`, `python -m benchmarks.agreement`.
+"""How server groups agree, `python -m benchmarks.agreement`.
 
 Accuracies of Distributed Hogwild with three groups in virtual time, as in `asynchrony`. They do not depend on the speed
 of the machine.
@@ -50,12 +50,14 @@ def _adaptive(rate: float, seeds: int) -> list[Row]:
         line("one process", [one_group(seed, rate) for seed in range(seeds)], ""),
         line("one process with a third of the data", [one_group(seed, rate, GROUPS) for seed in range(seeds)], ""),
     ]
-    master, ring = Agreement.kMaster, Agreement.kRingAverage
+    master = Agreement.kMaster
     for freq in ADAM_FREQS:
         for agreement, used, words in (
             (master, rate, ""),
             (master, rate / GROUPS, " at a third of it"),
-            (ring, rate, ""),
+            (Agreement.kRingAverage, rate, ""),
+            (Agreement.kElastic, rate, ""),
+            (Agreement.kGossip, rate, ""),
         ):
             found = [in_turn(seed, 0.0, TRIPS[0][0], freq, agreement, used) for seed in range(seeds)]
             lines.append(line(f"3 groups{words}, sync_freq {freq}", found, agreement.value))

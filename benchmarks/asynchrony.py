@@ -4,7 +4,7 @@ Accuracies, no times. Handwritten digits, SGD with rate 0.05, from a start that 
 
     in step   a plain loop of three groups, each with a copy and a momentum of its own; all that the others add arrives
               so many steps late
-    in turn   three groups in virtual time, and between them the product's own `MasterSync`; a message takes so
+    in turn   three groups in virtual time, and between them the product's own way to agree; a message takes so
               many times as long as a step
     job       real processes, with and without the job's `correction`
     limit     the largest learning rate times curvature at which three such groups are stable on a quadratic: from the
@@ -31,10 +31,13 @@ from torch import nn
 from benchmarks.harness import Figure, Row, row
 from benchmarks.programs.momentum import accuracy, build, read_digits, warm_up
 from benchmarks.record import ROOT, run_table, say
-from topotrain.config.job import Agreement
+from topotrain.config.job import Agreement, Cluster
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.model.schema import BucketValues, FlatBuffers, PrivateMemory
-from topotrain.core.server.group_sync import MasterSync, RingSync
+from topotrain.core.server.group_sync import GroupSync, MasterSync, RingSync
+from topotrain.extensions.group_averaging.averaging_rules import moving_rate
+from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
+from topotrain.extensions.group_averaging.gossip_averaging import GossipAveraging
 
 NAME, TITLE, GOALS = "asynchrony", "Momentum, and groups that do not wait", ()
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3
@@ -103,8 +106,8 @@ def in_turn(
     velocity = [torch.zeros(size) for _ in range(GROUPS)]
     slice_map = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS)
     buckets = slice_map.buckets
-    ring = agreement is Agreement.kRingAverage
-    values, agreements, optimizers = [], [], []
+    values, optimizers = [], []
+    agreements: list[GroupSync] = []
     for group in range(GROUPS):
         flats = FlatBuffers(slice_map, 0, PrivateMemory())
         values.append(flats.flat("values", 0))
@@ -112,7 +115,7 @@ def in_turn(
         # In place: the parameter is the group's own buffer.
         optimizers.append(torch.optim.Adam([nn.Parameter(values[group][:size])], lr=adam) if adam else None)
         here = BucketValues(flats, buckets)
-        agreements.append(RingSync(group, GROUPS, here, sync_freq) if ring else MasterSync(group, here, sync_freq))
+        agreements.append(_group_sync(agreement, group, here, sync_freq, seed))
         agreements[-1].begin()
     ahead: list[tuple[float, int, tuple[Any, ...]]] = []
     arrived: dict[tuple[int, int], float] = {}
@@ -136,7 +139,9 @@ def in_turn(
         while ahead:
             now, _, (group, what, more) = heapq.heappop(ahead)
             if isinstance(what, int):
-                post(now, group, agreements[group].meet(what, more, more.body.clone()))
+                # A message without a body says only that a reply has arrived.
+                if more.body is not None:
+                    post(now, group, agreements[group].meet(what, more, more.body.clone()))
                 continue
             gradient, optimizer = digits.gradient(more, what), optimizers[group]
             if optimizer is None:
@@ -147,9 +152,22 @@ def in_turn(
                 optimizer.step()
             post(now, group, agreements[group].updated([bucket.id for bucket in buckets]))
             begin(now, group)
-    if ring:
+    if agreements[0].averages:
         return digits.accuracy((sum(values, torch.zeros(len(values[0]))) / GROUPS)[:size])
-    return digits.accuracy(torch.cat([values[b.master][b.lo : b.hi] for b in buckets])[:size])
+    ends = (agreements[b.master].result(b.id, values[b.master][b.lo : b.hi]) for b in buckets)
+    return digits.accuracy(torch.cat(list(ends))[:size])
+
+
+def _group_sync(agreement: Agreement, group: int, here: BucketValues, sync_freq: int, seed: int) -> GroupSync:
+    """The synchronization of a group under an agreement."""
+    match agreement:
+        case Agreement.kRingAverage:
+            return RingSync(group, GROUPS, here, sync_freq)
+        case Agreement.kElastic:
+            return ElasticAveraging(group, GROUPS, here, sync_freq, moving_rate(Cluster(GROUPS, GROUPS)))
+        case Agreement.kGossip:
+            return GossipAveraging(group, GROUPS, here, sync_freq, seed)
+    return MasterSync(group, here, sync_freq)
 
 
 def one_group(seed: int, adam: float, share: int = 1) -> float:

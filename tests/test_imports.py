@@ -36,6 +36,7 @@ PURE = """
     config/* core/* *_messages.py training/data/batch_ranges.py training/data/lease_queue.py
     extensions/backup_workers/backup_rules.py extensions/backup_workers/quorum.py
     extensions/checkpointing/cross_group_cut.py
+    extensions/checkpointing/averaging_cut.py extensions/checkpointing/group_cut.py extensions/group_averaging/*
     extensions/checkpointing/checkpoint_extension.py extensions/checkpointing/data_position.py
     core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
@@ -59,6 +60,7 @@ HEAVY = frozenset({"torch", "numpy"})
 LIGHT = """
     config/* core/events.py core/profiling/spans.py extensions/backup_workers/backup_rules.py
     extensions/collectives/collective_rules.py extensions/compression/compression_rules.py parallel/split_rules.py
+    extensions/group_averaging/averaging_rules.py
     core/optim/state_table.py extensions/elastic/eligibility.py
     extensions/replication/replica_placement.py core/model/safetensors_layout.py
     extensions/checkpointing/table_file_layout.py

@@ -54,6 +54,7 @@ _contribute(
     "topotrain.extensions.compression.compression_rules",
     "topotrain.extensions.backup_workers.backup_rules",
     "topotrain.extensions.outer_optimizer.outer_rules",
+    "topotrain.extensions.group_averaging.averaging_rules",
     "topotrain.parallel.split_rules",
 )
 # Fields of a job that must have their defaults where a package is deleted.
@@ -65,6 +66,12 @@ _need(
     *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
     *(f"cluster.{field}" for field in ("slack", "merge", "pace")),
     "updater.delay",
+)
+_need(
+    "topotrain.extensions.group_averaging",
+    "cluster.agreement: kElastic",
+    "cluster.agreement: kGossip",
+    "cluster.moving_rate",
 )
 _need("topotrain.extensions.replication", "cluster.replicas")
 _need("topotrain.extensions.elastic", "start_groups")

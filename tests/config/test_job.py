@@ -61,7 +61,10 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Cluster(start_port=70000), "start_port = 70000: must be a whole number, 1 to 65535"),
         (lambda: Cluster(share_memory=1), "share_memory = 1: must be true or false"),  # type: ignore[arg-type]
         (lambda: Cluster(workspace=None), "workspace: must be a text"),  # type: ignore[arg-type]
-        (lambda: Cluster(agreement="kMasters"), "agreement = 'kMasters': must be one of kMaster, kRingAverage"),  # type: ignore[arg-type]
+        (
+            lambda: Cluster(agreement="kMasters"),  # type: ignore[arg-type]
+            "agreement = 'kMasters': must be one of kMaster, kRingAverage, kElastic, kGossip",
+        ),
         (lambda: Cluster(shares="12"), "shares = '12': must be a list"),  # type: ignore[arg-type]
         (lambda: Cluster(nworkers_per_group=2, shares=(1, -1)), r"shares\[1\] = -1: must be a number >= 0"),
         (lambda: Cluster(shares=(float("nan"),)), "must be a number >= 0"),
@@ -93,6 +96,7 @@ ROWS = (*COMBINATIONS, *contributed())
 IN_MEMORY = Cluster(nworker_groups=2, nworkers_per_procs=2)
 UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
 PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
+TWO_COPIES = {"nworker_groups": 2, "nserver_groups": 2}
 RING = Cluster(algorithm="kRing", **PAIR)  # type: ignore[arg-type]
 ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
 SPLIT = {"partition": (Partition(match="fc", partition_dim=1),)}
@@ -239,6 +243,12 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, OUTER | {"placement": "kAuto"}, OUTER),
     (Job, OUTER | {"updater": Updater(clip_norm=1)}, OUTER | {"updater": Updater()}),
     (Job, OUTER | {"updater": Updater(clip_low=-1, clip_high=1)}, OUTER | {"updater": Updater()}),
+    (Cluster, {"agreement": "kGossip"}, TWO_COPIES | {"agreement": "kGossip"}),
+    (
+        Cluster,
+        TWO_COPIES | {"agreement": "kGossip", "moving_rate": 0.5},
+        TWO_COPIES | {"agreement": "kElastic", "moving_rate": 0.5},
+    ),
     (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
     (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
     (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
@@ -295,6 +305,12 @@ def test_every_row_belongs_to_a_block() -> None:
         ("extensions.backup_workers", "backup_rules", "Cluster(nworkers_per_group=3, backup=1)", "cluster.backup"),
         ("extensions.collectives", "collective_rules", "Cluster(algorithm='kRing', **PAIR)", "cluster.algorithm"),
         ("extensions.compression", "compression_rules", "Cluster(compression='kFp16')", "cluster.compression"),
+        (
+            "extensions.group_averaging",
+            "averaging_rules",
+            "Cluster(2, 2, agreement='kGossip')",
+            "cluster.agreement",
+        ),
         ("parallel", "split_rules", "Job(microbatches=2)", "microbatches"),
     ],
 )
@@ -371,6 +387,9 @@ OTHER = [
     Job(cluster=Cluster(nworker_groups=2)),
     Job(cluster=Cluster(slicing=Slicing.kTensor)),
     Job(cluster=Cluster(agreement=Agreement.kRingAverage)),
+    Job(cluster=Cluster(2, 2, agreement=Agreement.kElastic)),
+    Job(cluster=Cluster(2, 2, agreement=Agreement.kElastic, moving_rate=0.3)),
+    Job(cluster=Cluster(2, 2, agreement=Agreement.kGossip)),
     Job(cluster=Cluster(max_staleness=0)),
     Job(partition=(Partition(match="fc"),)),
     Job(partition=(Partition(match="fc", partition_dim=-1),)),

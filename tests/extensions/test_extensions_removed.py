@@ -65,6 +65,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
         ("extensions.backup_workers", "all"),
         ("extensions.collectives", "all"),
         ("extensions.outer_optimizer", "all"),
+        ("extensions.group_averaging", "server"),  # a simulation checks the sums over elastic groups
         ("extensions.compression", "all"),
         ("extensions.host_sums", ""),  # a simulation has its links between workers
         ("extensions.checkpointing", "server"),  # the process of a simulated server imports the writer of snapshots

@@ -43,7 +43,10 @@ def contribute(*modules: str) -> None:
 
 
 def need(package: str, *paths: str) -> None:
-    """Name fields that need a package, before the first job is checked."""
+    """Name fields that need a package, before the first job is checked.
+
+    paths: of fields, or of values of them, such as "cluster.agreement: kGossip".
+    """
     _FIELDS[package] = paths
 
 
@@ -54,13 +57,23 @@ def contributed() -> tuple[Combination, ...]:
     for package, paths in _FIELDS.items():
         if not _exists(package):
             accepted = f"needs {package}, which this installation does not have"
-            rows += [Combination(path, partial(_differs, path.rpartition(".")[2]), accepted) for path in paths]
+            rows += [_missing(path, accepted) for path in paths]
     return tuple(rows)
 
 
 def _exists(module: str) -> bool:
     # In this order: to look for a module imports its package, and raises if that is missing.
     return bool(find_spec(module.rpartition(".")[0]) and find_spec(module))
+
+
+def _missing(path: str, accepted: str) -> Combination:
+    field, _, value = path.partition(": ")
+    name = field.rpartition(".")[2]
+    return Combination(field, partial(_has, name, value) if value else partial(_differs, name), accepted)
+
+
+def _has(name: str, value: str, block: Any) -> bool:
+    return bool(getattr(block, name) == value)
 
 
 def _differs(name: str, block: Any) -> bool:

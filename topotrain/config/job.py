@@ -99,6 +99,8 @@ class Slicing(str, Enum):
 class Agreement(str, Enum):
     kMaster = "kMaster"
     kRingAverage = "kRingAverage"
+    kElastic = "kElastic"
+    kGossip = "kGossip"
 
 
 class Weigh(str, Enum):
@@ -492,6 +494,7 @@ class Cluster(Checked):
     slack: Share = 0.9
     merge: Merge = Merge.kMean
     pace: Pace = Pace.kAuto
+    moving_rate: Share = 0.0
 
     @property
     def local_steps(self) -> int:
@@ -613,7 +616,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction", "updater.delay", "cluster.merge"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
-    + ["cluster.slack", "cluster.pace"]
+    + ["cluster.slack", "cluster.pace", "cluster.moving_rate"]
 )
 
 

@@ -218,6 +218,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bounded": {"groups": 2, "max_staleness": 1},
     "groups": {"groups": 2, "nserver_groups": 2},
     "ring of groups": {"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage},
+    "elastic groups": {"groups": 2, "nserver_groups": 2, "agreement": Agreement.kElastic},
+    "gossip of groups": {"groups": 2, "nserver_groups": 2, "agreement": Agreement.kGossip},
     "ring": {"workers": 2, "shards": 2, "algorithm": Algorithm.kRing, "server_worker_separate": False},
 }
 

@@ -20,7 +20,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Apart, Event, Notice
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
-from topotrain.core.protocol import Delta, MasterValue, RingOffer, RingReply
+from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.launch import JobOutcome
 from topotrain.parallel.api.dry_run import PreparedArguments
@@ -86,9 +86,9 @@ def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
         right.updated([0])
     values[0][:64] += 2.0
     ((_, offer),) = left.updated([0])
-    assert isinstance(offer, RingOffer)
+    assert isinstance(offer, PairOffer)
     ((_, reply),) = right.meet(0, offer, offer.body.clone())
-    assert isinstance(reply, RingReply) and reply.updates == 4
+    assert isinstance(reply, PairReply) and reply.updates == 4
     left.meet(1, reply, reply.body.clone())
     assert (left.distance.exchanges, left.distance.updates, left.distance.most) == (1, 4, 4)
     assert left.distance.share == pytest.approx(2 / 4)  # 3 and 5 meet at 4

@@ -139,7 +139,7 @@ class Synced:
 
 def synced(rng: Random) -> Event:
     number, sync = rng.randrange(2), rng.randrange(1, 4)
-    kind = rng.choice([m.Delta, m.MasterValue, m.RingOffer, m.RingReply])
+    kind = rng.choice([m.Delta, m.MasterValue, m.PairOffer, m.PairReply])
     message, body = kind(number, sync), torch.full((4,), float(rng.randrange(5)))
 
     def update(each: Synced) -> Any:

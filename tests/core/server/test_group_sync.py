@@ -1,85 +1,23 @@
 """How server groups agree: every update reaches the master once, and averaging keeps the sum."""
 
 import random
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import torch
+from exchanging_groups import BUCKETS, Groups, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.config.sharding import Parameter, cut
-from topotrain.core.protocol import Delta, MasterValue, RingOffer, RingReply
+from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
 from topotrain.core.server.group_sync import MasterSync, NoSync, RingSync
 
-MAP = cut([Parameter("w", (192,), (1,), "float32", True)], 1, groups=3)
-BUCKETS = MAP.buckets  # one per master group
 
-
-class Groups:
-    """Server groups and what is under way between them."""
-
-    def __init__(self, count, make, freq=1):
-        self.values = [torch.zeros(192) for _ in range(count)]
-        self.agreements = [make(g, self.view(g), freq) for g in range(count)]
-        self.ways = {(a, b): deque() for a in range(count) for b in range(count) if a != b}
-        self.said = []
-        for agreement in self.agreements:
-            agreement.begin()
-
-    def view(self, group):
-        return lambda bucket: self.values[group][BUCKETS[bucket].lo : BUCKETS[bucket].hi]
-
-    def update(self, group, amount, buckets=(0, 1, 2)):
-        for bucket in buckets:
-            self.view(group)(bucket).add_(amount)
-        self.post(group, self.agreements[group].updated(buckets))
-
-    def post(self, sender, out):
-        for to, message in out:
-            # A body is a snapshot: what happens to the sender's values meanwhile does not show in it.
-            self.ways[sender, to].append(message)
-            self.said.append((sender, to, message, message.body.clone()))
-
-    def deliver(self, way, twice=False):
-        message = self.ways[way].popleft()
-        for _ in range(1 + twice):
-            self.post(way[1], self.agreements[way[1]].meet(way[0], message, message.body.clone()))
-
-    def run_dry(self, rng, duplicates=0.0):
-        while ways := [way for way, queue in self.ways.items() if queue]:
-            self.deliver(rng.choice(ways), rng.random() < duplicates)
-
-    def drain(self, rng, duplicates=0.0):
-        for group, agreement in enumerate(self.agreements):
-            assert not agreement.drained()
-            self.post(group, agreement.drain())
-        self.run_dry(rng, duplicates)
-        assert all(agreement.drained() for agreement in self.agreements)
-        for sender, _, message, body in self.said:
-            assert torch.equal(message.body, body), f"a body of {sender} changed after it was sent"
-
-
-def master(group, view, freq):
-    return MasterSync(group, SimpleNamespace(buckets=BUCKETS, values=view), freq)
+def master(group, values, freq):
+    return MasterSync(group, values, freq)
 
 
 def ring_of(count):
-    return lambda group, view, freq: RingSync(group, count, SimpleNamespace(buckets=BUCKETS, values=view), freq)
-
-
-def walk(groups, rng, updates, duplicates):
-    """Updates of integer size at random moments between random deliveries; returns their sum."""
-    total = 0
-    for _ in range(updates):
-        amount = rng.randint(1, 9)
-        total += amount
-        groups.update(rng.randrange(len(groups.values)), amount)
-        for _ in range(rng.randint(0, 3)):
-            if ways := [way for way, queue in groups.ways.items() if queue]:
-                groups.deliver(rng.choice(ways), rng.random() < duplicates)
-    return total
+    return lambda group, values, freq: RingSync(group, count, values, freq)
 
 
 @given(st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
@@ -164,9 +102,9 @@ def test_both_neighbors_hold_the_average():
     groups.view(0)(0).fill_(6.0)
     groups.update(1, 2, [0])
     (offer,) = groups.ways[1, 0]
-    assert offer == RingOffer(0, 1)
+    assert offer == PairOffer(0, 1, updates=1)
     groups.deliver((1, 0))
-    assert groups.view(0)(0)[0] == 4 and groups.ways[0, 1][0] == RingReply(0, 1)
+    assert groups.view(0)(0)[0] == 4 and groups.ways[0, 1][0] == PairReply(0, 1)
     groups.update(1, 1, [0])  # meanwhile: stays on top
     groups.deliver((0, 1))
     assert groups.view(1)(0)[0] == 5

@@ -465,7 +465,7 @@ def final(harness):
     harness.say(worker(), server(), m.BufferRequest())
 
 
-@pytest.mark.parametrize(("agreement", "expected"), [("kMaster", -11.0), ("kRingAverage", -5.5)])
+@pytest.mark.parametrize(("agreement", "expected"), [("kMaster", -11.0), ("kRingAverage", -5.5), ("kGossip", -5.5)])
 def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     harness = started(nworker_groups=2, nserver_groups=2, agreement=agreement, sync_freq=5)
     harness.step(worker(0), 1)

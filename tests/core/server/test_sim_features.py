@@ -23,7 +23,7 @@ pytestmark = pytest.mark.simulated
 
 # --- warm-up -----------------------------------------------------------------------------------------------------
 
-WARM = [(1, None), (2, Agreement.kMaster), (2, Agreement.kRingAverage)]
+WARM = [(1, None), *((2, agreement) for agreement in Agreement)]
 
 
 @pytest.mark.parametrize(("server_groups", "agreement"), WARM)

@@ -6,7 +6,7 @@ from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, param
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Delta, Init, MasterValue, RingOffer, RingReply
+from topotrain.core.protocol import Delta, Init, MasterValue, PairOffer, PairReply
 from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
@@ -40,6 +40,9 @@ def hogwild(
     return [torch.full_like(part, start) for part in everything], everything, final
 
 
+MEANS = [Agreement.kRingAverage, Agreement.kGossip]
+"""Of these the result is the mean over the groups."""
+SUMS = [Agreement.kMaster, *MEANS]
 CASES = [(groups, shards, freq) for groups in (2, 3) for shards in (1, 2) for freq in (1, 3)]
 
 
@@ -51,12 +54,11 @@ def test_the_master_view_has_every_update_exactly_once(groups, shards, freq):
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
+@pytest.mark.parametrize("agreement", MEANS)
 @pytest.mark.parametrize(("groups", "shards", "freq"), CASES)
-def test_ring_averaging_keeps_the_sum_over_the_groups(groups, shards, freq):
-    for seed in range(40):
-        made = job(
-            groups, 1, shards, nserver_groups=groups, sync_freq=freq, agreement=Agreement.kRingAverage, warmup_steps=0
-        )
+def test_averaging_in_pairs_keeps_the_sum_over_the_groups(groups, shards, freq, agreement):
+    for seed in range(20):
+        made = job(groups, 1, shards, nserver_groups=groups, sync_freq=freq, agreement=agreement, seed=seed)
         cluster = ScriptedCluster(made, seed, STORM, DOUBLE)
         start, pushed, final = hogwild(cluster)
         wanted = [(a * groups - b) / groups for a, b in zip(start, pushed, strict=True)]
@@ -72,12 +74,12 @@ def test_several_worker_groups_on_each_server_group():
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
-@pytest.mark.parametrize("agreement", list(Agreement))
+@pytest.mark.parametrize("agreement", SUMS)
 def test_groups_agree_where_bodies_are_views(agreement):
     for seed in range(20):
         cluster = ScriptedCluster(job(3, 1, 2, nserver_groups=3, agreement=agreement), seed, VIEWS, DOUBLE)
         start, pushed, final = hogwild(cluster)
-        share = 3 if agreement is Agreement.kRingAverage else 1
+        share = 3 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
@@ -89,9 +91,9 @@ def slow_neighbors(cluster: ScriptedCluster) -> dict[tuple[Address, int], int]:
     depart, asked = cluster.transport._schedule, {}
 
     def slowly(me, to, message, late):
-        if isinstance(message, Delta | RingOffer):
+        if isinstance(message, Delta | PairOffer):
             asked.setdefault((me, message.bucket), cluster.sim_servers[me].server.state.version)
-        if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
+        if isinstance(message, Delta | MasterValue | PairOffer | PairReply):
             cluster.sim.at(cluster.sim.now + cluster.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
@@ -100,7 +102,7 @@ def slow_neighbors(cluster: ScriptedCluster) -> dict[tuple[Address, int], int]:
     return asked
 
 
-@pytest.mark.parametrize("agreement", list(Agreement))
+@pytest.mark.parametrize("agreement", SUMS)
 def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
     """A dozen updates are applied while one exchange is under way; all must be in the result."""
     for seed in range(10):
@@ -109,12 +111,12 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
         between: list[int] = []
 
         def look(sender, to, message, cluster=cluster, asked=asked, between=between):
-            if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
+            if isinstance(message, MasterValue | PairReply) and (to, message.bucket) in asked:
                 between.append(cluster.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
 
         cluster.transport.observers.append(look)
         start, pushed, final = hogwild(cluster, steps=20)
-        share = 2 if agreement is Agreement.kRingAverage else 1
+        share = 2 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
         assert max(between) >= 5, "this test must have updates between request and reply"
 
@@ -138,7 +140,7 @@ def test_training_goes_on_while_an_exchange_is_missing():
 
 def test_an_update_that_is_faster_than_the_start_is_not_overwritten():
     """Group 1 has its start and sends what it learned to group 2, whose start is still on its way."""
-    for agreement in Agreement:
+    for agreement in SUMS:
         cluster = ScriptedCluster(job(3, 1, 1, nserver_groups=3, agreement=agreement), 0, None, DOUBLE)
         depart, last = cluster.transport._schedule, Address(Role.SERVER, 2, 0)
 
@@ -148,5 +150,5 @@ def test_an_update_that_is_faster_than_the_start_is_not_overwritten():
 
         cluster.transport._schedule = slow_start
         start, pushed, final = hogwild(cluster)
-        share = 3 if agreement is Agreement.kRingAverage else 1
+        share = 3 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)])

@@ -7,7 +7,7 @@ import torch
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
 from snapshot_archive import Archive
 
-from topotrain.config.job import Agreement, Apply, Grads
+from topotrain.config.job import Apply, Grads
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
@@ -138,7 +138,6 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage}, "kRingAverage"),
         ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
     ],
 )

@@ -26,6 +26,7 @@ from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerPause,
 )
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
+from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker_stats import StepBatches

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,19 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
     ) in text
     framework = "local SGD with an outer optimizer, rounds of 10 steps, in synchronous groups of 2 workers"
     assert found.topology.framework == framework
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"agreement": "kElastic"}, "kElastic: after every update a group and the center move towards each other by"),
+        ({"agreement": "kGossip", "sync_freq": 4}, "kGossip: after every 4 updates a group averages with another one"),
+        ({"agreement": "kRingAverage"}, "kRingAverage: after every update a group averages with the next one"),
+    ],
+)
+def test_a_plan_says_how_server_groups_average(fields: dict[str, Any], words: str) -> None:
+    found = plan(Job(cluster=Cluster(nworker_groups=3, nserver_groups=3, **fields), seed=17))
+    said = " ".join(found.explain().split())
+    assert f"agreement: {words}" in said and found.as_data()["agreement"].startswith(words)
+    assert ("seed 17" in said) is (fields["agreement"] == "kGossip")
+    assert "agreement" not in plan(Job(cluster=Cluster(nworker_groups=3, nserver_groups=3))).as_data()

@@ -140,30 +140,41 @@ class MasterValue(Message):
 
 @message(32, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
-class RingOffer(Message):
-    """Server -> server of the right neighbor group: the sender's value of a bucket.
+class PairOffer(Message):
+    """Server -> server of another group: the sender's value of a bucket.
 
-    Snapshot. `sync` numbers the rounds of this pair.
+    Snapshot. `sync` numbers the exchanges of the sender in this bucket.
+
+    Attributes:
+        cut: the last snapshot for which the sender had frozen its state before this message.
+        updates: the number of local updates since its last exchange.
     """
 
     bucket: int
     sync: int
+    cut: int = 0
+    updates: int = 0
 
     def is_valid(self) -> bool:
-        return 0 <= self.sync < MOST
+        return 0 <= self.sync < MOST and 0 <= self.updates < MOST_EPOCHS
 
 
 @message(33, _BETWEEN_GROUPS, handled="agree")
 @dataclass(frozen=True, slots=True)
-class RingReply(Message):
-    """Server of the right neighbor group -> server: the difference to add.
+class PairReply(Message):
+    """Reply to PairOffer: the difference to add, which this server has subtracted.
 
-    With it both hold the average. Snapshot. `updates` is the number of updates of the neighbor since the start.
+    Snapshot.
+
+    Attributes:
+        updates: the number of updates since the start that the exchange brings.
+        cut: the last snapshot for which the sender had frozen its state before it subtracted the difference.
     """
 
     bucket: int
     sync: int
     updates: int = 0
+    cut: int = 0
 
     def is_valid(self) -> bool:
         return 0 <= self.sync < MOST

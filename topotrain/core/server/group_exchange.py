@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
@@ -22,8 +21,8 @@ class Shutdown:
 
     The result of a job is the values of the masters after the drain. A server that has applied its last update sends
     Drained to the same shard of the other groups, when all its messages are answered. Then each master's value of a
-    bucket is final and goes to server group 0, where worker (0,0) reads it. With ring averaging the values of all
-    groups go there, and their mean is final. The workers send the model's buffers (BatchNorm statistics) to server
+    bucket is final and goes to server group 0, where worker (0,0) reads it. Where groups average, the values of all go
+    there, and their mean is final. The workers send the model's buffers (BatchNorm statistics) to server
     (0,0), where worker (0,0) collects them.
 
     Args:
@@ -35,7 +34,6 @@ class Shutdown:
         self._me = me
         self._groups = set(range(topology.server_groups)) if topology.synced else {me.group}
         self._worker_groups = set(range(topology.worker_groups))
-        self._ring = topology.cluster.agreement is Agreement.kRingAverage
         self._drained: set[int] = set()
         self._handed_on = False
         self._finals: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -114,7 +112,7 @@ class Shutdown:
 
     def _keep_final(self, group: int, number: int, body: torch.Tensor, shard: ParameterShard) -> None:
         bucket = shard.buckets[number - shard.buckets[0].id]
-        if self._ring:
+        if shard.group_sync.averages:
             # The body is a view of a receive buffer, which the next message of this group overwrites.
             self._finals[(group, number)] = body.clone()
         elif (group, number) not in self._finals:
@@ -151,31 +149,34 @@ class Shutdown:
         if self._me.group == 0:
             return []
         home = Address(Role.SERVER, 0, self._me.index)
-        mine = [b for b in shard.buckets if self._ring or b.master == self._me.group]
-        return [(home, m.FinalValue(b.id, body=shard.values(b.id))) for b in mine] if len(self._groups) > 1 else []
+        sync = shard.group_sync
+        mine = [b.id for b in shard.buckets if sync.averages or b.master == self._me.group]
+        found: Out = [(home, m.FinalValue(b, body=sync.result(b, shard.values(b)))) for b in mine]
+        return found if len(self._groups) > 1 else []
 
     def _complete(self, shard: ParameterShard) -> bool:
         others = sorted(self._groups - {0})
-        if not self._ring:
+        if not shard.group_sync.averages:
             return all((b.master, b.id) in self._finals for b in shard.buckets if b.master != 0)
         if not all((group, b.id) in self._finals for b in shard.buckets for group in others):
             return False
-        # Once only, because it changes the values in place: the caller keeps the result.
         for bucket in shard.buckets:
-            total = shard.values(bucket.id)
+            # Beside the values, which a snapshot of all groups may still need.
+            total = shard.values(bucket.id).clone()
             # In group order, since the order of a floating-point sum is part of the result.
             for group in others:
                 theirs = self._finals[(group, bucket.id)]
                 assert theirs is not None
                 total.add_(theirs)
-            total.div_(len(self._groups))
+                self._finals[(group, bucket.id)] = None
+            self._finals[(0, bucket.id)] = total.div_(len(self._groups))
         return True
 
     def _answer(self, to: Address, ask: m.Message, shard: ParameterShard) -> Out | None:
         if isinstance(ask, m.FinalRequest):
             if not self._final:
                 return None
-            return [(to, m.Values(ask.round, b.id, -1, body=shard.values(b.id))) for b in shard.buckets]
+            return [(to, m.Values(ask.round, b.id, -1, body=self._final_value(shard, b.id))) for b in shard.buckets]
         # Groups that have left send no buffers.
         there = self._worker_groups - self._away
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
@@ -183,6 +184,10 @@ class Shutdown:
             return None
         found: Out = [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
         return [*found, (to, m.ModelBufferValue(len(there), -1))]
+
+    def _final_value(self, shard: ParameterShard, bucket: int) -> torch.Tensor:
+        mean = self._finals.get((0, bucket))
+        return shard.group_sync.result(bucket, shard.values(bucket)) if mean is None else mean
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""

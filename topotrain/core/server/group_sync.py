@@ -6,9 +6,10 @@ adds it to its own value and replies with that; meanwhile training goes on, and 
 Every local update thus reaches the master exactly once, however long the reply takes (SINGA's Distributed Hogwild, with
 the updates between request and reply no longer lost).
 
-`RingSync`: a group offers its value to its right neighbor, which moves to the average and replies with what the
-offerer has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise
-averaging: Boyd et al., Randomized gossip algorithms, 2006).
+`PairwiseSync`: a group offers its value to another one, which moves to the average and replies with what the offerer
+has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise averaging:
+Boyd et al., Randomized gossip algorithms, 2006). In `RingSync` the partner is the right neighbor. Extensions have other
+rules (`ExchangeExtension.group_sync`).
 
 One object per server. It owns no values: it reads and changes the shard's tensors in place.
 """
@@ -21,7 +22,7 @@ from typing import Protocol
 import torch
 
 from topotrain.core.model.schema import BucketValues
-from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
+from topotrain.core.protocol import Delta, MasterValue, Message, PairOffer, PairReply
 from topotrain.core.server.component_state import State, field_values
 
 GroupMessages = list[tuple[int, Message]]  # (server group, message)
@@ -80,6 +81,11 @@ class GroupSync(Protocol):
         """How far the other groups were away at the exchanges."""
         ...
 
+    @property
+    def averages(self) -> bool:
+        """Whether the result is the mean of all groups, and not the masters' values."""
+        ...
+
     def begin(self) -> None:
         """All groups start from the values that are now in place."""
         ...
@@ -104,6 +110,13 @@ class GroupSync(Protocol):
         """After `drain`: whether no message of this server is under way."""
         ...
 
+    def result(self, bucket: int, value: torch.Tensor) -> torch.Tensor:
+        """Return this group's part of the result in a bucket, after the drain.
+
+        value: the group's value of the bucket.
+        """
+        ...
+
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""
         ...
@@ -115,6 +128,8 @@ class GroupSync(Protocol):
 
 class NoSync:
     """A single server group, or groups that are not synchronized."""
+
+    averages = False
 
     def __init__(self) -> None:
         self.distance = Distance()
@@ -137,6 +152,9 @@ class NoSync:
     def drained(self) -> bool:
         return True
 
+    def result(self, bucket: int, value: torch.Tensor) -> torch.Tensor:
+        return value
+
     def state_dict(self) -> State:
         return {}
 
@@ -152,6 +170,8 @@ class MasterSync:
         values: the buckets of this shard, and their values.
         sync_freq: local updates of a bucket between two exchanges.
     """
+
+    averages = False
 
     def __init__(self, group: int, values: BucketValues, sync_freq: int) -> None:
         self._masters = {b.id: b.master for b in values.buckets if b.master != group}
@@ -254,6 +274,9 @@ class MasterSync:
     def drained(self) -> bool:
         return self._draining and not self._waiting and not any(self._updates.values())
 
+    def result(self, bucket: int, value: torch.Tensor) -> torch.Tensor:
+        return value
+
     def state_dict(self) -> State:
         return {
             "snap": self._snap,
@@ -281,27 +304,41 @@ class MasterSync:
         self.distance = Distance(*state["distance"])
 
 
-class RingSync:
-    """Pairwise averaging with the right neighbor in the ring of server groups.
+class PairwiseSync:
+    """Averaging in pairs of groups, in which no group waits for another one.
+
+    A group offers its value of a bucket to a partner. The partner moves towards it by a share of what lies between
+    them, and replies with the opposite change. The offerer adds that change whenever it arrives, to whatever its value
+    is by then. So all changes of an exchange add up to zero: the sum over the groups is kept, with what is in replies
+    under way, and no order of exchanges is a deadlock.
 
     Args:
         group, groups: this server's group, and how many there are (>= 2).
         values, sync_freq: as for MasterSync.
+        rate: the share of the difference by which each of the two moves; 0.5: both are at the mean.
     """
 
-    def __init__(self, group: int, groups: int, values: BucketValues, sync_freq: int) -> None:
-        self._right = (group + 1) % groups
+    averages = True
+
+    def __init__(self, group: int, groups: int, values: BucketValues, sync_freq: int, rate: float = 0.5) -> None:
+        self._group, self._groups = group, groups
         self._buckets = [b.id for b in values.buckets]
         self._view = values.values
-        self._freq = sync_freq
+        self._freq, self._rate = sync_freq, rate
         self._updates = dict.fromkeys(self._buckets, 0)
         self._round = dict.fromkeys(self._buckets, 0)
         self._waiting: set[int] = set()
-        self._answers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        # The last exchange of each group in a bucket, its reply, and the reply's mark.
+        self._answers: dict[tuple[int, int], tuple[int, torch.Tensor | None, int]] = {}
         self._made = dict.fromkeys(self._buckets, 0)
-        self._seen = dict.fromkeys(self._buckets, 0)  # updates of the right neighbor
+        self._seen: dict[tuple[int, int], int] = {}  # updates of others that exchanges with a group have brought
+        self._cut = 0
         self.distance = Distance()
         self._draining = False
+
+    def partner(self, bucket: int, sync: int) -> int:
+        """The group to which this one offers a bucket in its exchange number `sync`."""
+        raise NotImplementedError
 
     def begin(self) -> None:
         pass
@@ -312,41 +349,76 @@ class RingSync:
             self._made[bucket] += 1
             self._updates[bucket] += 1
             if self._updates[bucket] >= self._freq and bucket not in self._waiting:
-                self._updates[bucket] = 0
-                self._round[bucket] += 1
-                self._waiting.add(bucket)
-                # A copy: the next update may come before the offer is sent.
-                out.append((self._right, RingOffer(bucket, self._round[bucket], body=self._view(bucket).clone())))
+                out += self._exchange(bucket)
         return out
 
+    def _exchange(self, bucket: int) -> GroupMessages:
+        """Begin an exchange of a bucket."""
+        updates, self._updates[bucket] = self._updates[bucket], 0
+        self._round[bucket] = sync = self._round[bucket] + 1
+        self._waiting.add(bucket)
+        # A copy: the next update may come before the offer is sent.
+        body = self._view(bucket).clone()
+        return [(self.partner(bucket, sync), PairOffer(bucket, sync, self._cut, updates, body=body))]
+
     def meet(self, group: int, message: Message, body: torch.Tensor) -> GroupMessages:
-        if isinstance(message, RingOffer):
+        if isinstance(message, PairOffer):
             return self._average(group, message, body)
         # A reply that came twice must not be added twice.
-        awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
-        if isinstance(message, RingReply) and awaited and message.bucket in self._waiting:
-            self._waiting.discard(message.bucket)
-            value = self._view(message.bucket)
-            value.add_(body)
-            # Both move by half of what lay between them.
-            self.distance.add(message.updates - self._seen[message.bucket], 2 * body, value)
-            self._seen[message.bucket] = message.updates
+        if isinstance(message, PairReply) and self.awaits(message):
+            return self._move(group, message, body)
         return []
 
-    def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> GroupMessages:
-        key = (group, message.bucket)
-        number, answer = self._answers.get(key, (0, body))
+    def awaits(self, message: PairReply) -> bool:
+        """Whether this is the reply to the offer that is under way."""
+        return message.bucket in self._waiting and message.sync == self._round[message.bucket]
+
+    def waits(self, bucket: int) -> bool:
+        """Whether an offer of a bucket is under way."""
+        return bucket in self._waiting
+
+    def _move(self, group: int, message: PairReply, change: torch.Tensor) -> GroupMessages:
+        """Add the change of a reply."""
+        bucket = message.bucket
+        self._waiting.discard(bucket)
+        value = self._view(bucket)
+        value.add_(change)
+        self._measure(group, bucket, message.updates, change, value)
+        return []
+
+    def _measure(self, group: int, bucket: int, updates: int, change: torch.Tensor, value: torch.Tensor) -> None:
+        """Count an exchange with a group, which brought its updates up to this number."""
+        seen = self._seen.get((group, bucket), 0)
+        # The value has moved by a share of what lay between the two.
+        self.distance.add(updates - seen, change / self._rate, value)
+        self._seen[group, bucket] = updates
+
+    def _average(self, group: int, message: PairOffer, body: torch.Tensor) -> GroupMessages:
+        bucket, key = message.bucket, (group, message.bucket)
+        number, change, mark = self._answers.get(key, (0, None, 0))
         if message.sync > number:
-            current = self._view(message.bucket)
-            # Half of the difference for each of the two, so the sum over the groups stays.
-            answer = (current - body).mul_(0.5)
-            current.sub_(answer)
-            # Kept for an offer that comes twice: this value has moved since.
-            self._answers[key] = (message.sync, answer)
-        elif message.sync < number:
-            return []  # a repeated offer that was answered before the last one
-        made = self._made.get(message.bucket, 0)
-        return [(group, RingReply(message.bucket, message.sync, made, body=answer))]
+            current = self._offered_to(bucket)
+            # The offerer moves by as much as this side, the other way.
+            change, mark = (current - body).mul_(self._rate), self._cut
+            current.sub_(change)
+            # Kept for an offer that comes twice: this value has moved since. So has the mark, if a snapshot came.
+            self._answers[key] = message.sync, change, mark
+            self._count_offer(group, message)
+        # A repeated offer that was answered before the last one, or whose reply has arrived.
+        elif message.sync < number or change is None:
+            return []
+        return [(group, PairReply(bucket, message.sync, self._brings(group, bucket), mark, body=change))]
+
+    def _offered_to(self, bucket: int) -> torch.Tensor:
+        """The value that moves when another group offers its own."""
+        return self._view(bucket)
+
+    def _count_offer(self, group: int, message: PairOffer) -> None:
+        """A group has offered its value for the first time in this exchange."""
+
+    def _brings(self, group: int, bucket: int) -> int:
+        """Updates since the start that a reply to a group brings."""
+        return self._made.get(bucket, 0)
 
     def taken(self, group: int, bucket: int) -> int:
         return 0
@@ -359,6 +431,28 @@ class RingSync:
     def drained(self) -> bool:
         return self._draining and not self._waiting
 
+    def result(self, bucket: int, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    # --- snapshots -----------------------------------------------------------------------------------------------
+
+    def mark(self, number: int) -> None:
+        """This group freezes for a snapshot: mark what it sends from here on."""
+        self._cut = number
+
+    def begin_cut(self, bucket: int, frozen: torch.Tensor) -> None:
+        """Make this group's frozen value of a bucket the begin of that of all groups."""
+
+    def join_cut(self, frozen: torch.Tensor, value: torch.Tensor) -> None:
+        """Add what another group had of a bucket."""
+        frozen.add_(value)
+
+    def end_cut(self, frozen: torch.Tensor) -> None:
+        """All groups have joined."""
+        frozen.div_(self._groups)
+
+    # --- a second copy -------------------------------------------------------------------------------------------
+
     def state_dict(self) -> State:
         return {
             "updates": self._updates,
@@ -367,6 +461,7 @@ class RingSync:
             "answers": self._answers,
             "made": self._made,
             "seen": self._seen,
+            "cut": self._cut,
             "distance": field_values(self.distance),
             "draining": self._draining,
         }
@@ -375,3 +470,11 @@ class RingSync:
         self._updates, self._round, self._waiting = dict(state["updates"]), dict(state["round"]), set(state["waiting"])
         self._answers, self._made, self._seen = dict(state["answers"]), dict(state["made"]), dict(state["seen"])
         self.distance, self._draining = Distance(*state["distance"]), state["draining"]
+        self._cut = state["cut"]
+
+
+class RingSync(PairwiseSync):
+    """Pairwise averaging with the right neighbor in the ring of server groups."""
+
+    def partner(self, bucket: int, sync: int) -> int:
+        return (self._group + 1) % self._groups

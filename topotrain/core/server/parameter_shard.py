@@ -482,7 +482,8 @@ def open_model(
             hyper_differs=resumed,
         )
         staging[group] = hooks.gradient_source(job, slice_map, settings) or _source(job, settings)
-    group_sync = _group_sync(me.group, job, topology, BucketValues(flats, buckets))
+    mine = BucketValues(flats, buckets)
+    group_sync = hooks.group_sync(mine) or _group_sync(me.group, job, topology, mine)
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)

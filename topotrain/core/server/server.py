@@ -193,7 +193,7 @@ class Server:
             m.GroupIdle: decisions.idle,
             m.Finish: self._finish,
         }
-        handlers |= dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply), exchange.receive)
+        handlers |= dict.fromkeys((m.Delta, m.MasterValue, m.PairOffer, m.PairReply), exchange.receive)
         ends = (m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest)
         return handlers | dict.fromkeys(ends, exchange.close)
 
@@ -260,7 +260,7 @@ class Server:
                 # A buffer per worker: the sum has a fixed order, so it waits for the parts of all. An override comes
                 # after the mean, when the worker's part is not needed any more.
                 return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-            case m.Delta() | m.MasterValue() | m.RingOffer() | m.RingReply() | m.FinalValue():
+            case m.Delta() | m.MasterValue() | m.PairOffer() | m.PairReply() | m.FinalValue():
                 # The next message of this group overwrites it, so handlers copy what they keep.
                 return model.flats.view(f"from {sender.group}", bucket)
         return None

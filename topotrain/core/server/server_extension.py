@@ -19,10 +19,11 @@ from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.events import Event
 from topotrain.core.model.body_codec import ServerBodyCodec
-from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.model.schema import BucketValues, FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings, StagedGradient
+from topotrain.core.server.group_sync import GroupSync
 
 
 def makes_partial_steps(job: Job) -> bool:
@@ -287,6 +288,10 @@ class RegroupExtension(ServerExtension):
 class ExchangeExtension(ServerExtension):
     """An extension that takes part in the exchange of server groups."""
 
+    def group_sync(self, values: BucketValues) -> GroupSync | None:
+        """How the server agrees with other groups, if this extension decides that."""
+        return None
+
     def take_exchange(self, sender: Address, message: m.Message, body: torch.Tensor) -> bool:
         """Take a message of another server group. True: this extension handles it."""
         return False
@@ -385,6 +390,7 @@ class ExtensionHooks:
         reporting = tuple(each for each in extensions if isinstance(each, ReportingExtension))
         self.reporting = overriding(reporting, ReportingExtension.events)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
+        self.group_syncs = overriding(exchanges, ExchangeExtension.group_sync)
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)
         self.exchanged = overriding(exchanges, ExchangeExtension.exchanged)
         self.amend_exchange = overriding(exchanges, ExchangeExtension.amend_exchange)
@@ -399,6 +405,11 @@ class ExtensionHooks:
         """The gradient source of the first extension that brings one."""
         found = (extension.gradient_source(job, slice_map, settings) for extension in self.gradient_sources)
         return next((source for source in found if source is not None), None)
+
+    def group_sync(self, values: BucketValues) -> GroupSync | None:
+        """How the server agrees with others, by the first extension that decides it."""
+        found = (extension.group_sync(values) for extension in self.group_syncs)
+        return next((group_sync for group_sync in found if group_sync is not None), None)
 
 
 _Extension = TypeVar("_Extension", bound=ServerExtension)

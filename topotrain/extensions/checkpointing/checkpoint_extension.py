@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from topotrain.config.intervals import StepInterval
-from topotrain.config.job import Job
+from topotrain.config.job import Agreement, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import State
@@ -25,8 +25,10 @@ from topotrain.core.server.server_extension import (
     StepStartExtension,
     makes_partial_steps,
 )
+from topotrain.extensions.checkpointing.averaging_cut import AveragingCut
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.freeze_moment import FreezeMoment
+from topotrain.extensions.checkpointing.group_cut import GroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, takes_snapshots
 from topotrain.extensions.checkpointing.shard_snapshot import (
     SnapshotParticipant,
@@ -80,7 +82,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         self._synced = topology.synced
         # With backup workers each worker has data streams of its own, so epochs are counted by worker.
         self._apart = makes_partial_steps(job)
-        self.cut = CrossGroupCut(server, topology.server_groups) if topology.synced else None
+        self.cut = _cut(server, topology)
         """The extension for jobs with several server groups."""
         participants = [each for each in others if isinstance(each, SnapshotParticipant)]
         self._keepers = [each for each in others if isinstance(each, WorkerStateKeeper)]
@@ -297,6 +299,13 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         self._moment.load_state_dict(state)
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])
+
+
+def _cut(server: Server, topology: Topology) -> GroupCut | None:
+    if not topology.synced:
+        return None
+    adds = topology.cluster.agreement is Agreement.kMaster
+    return (CrossGroupCut if adds else AveragingCut)(server, topology.server_groups)
 
 
 def snapshots_of(server: Server) -> ServerSnapshots:

@@ -5,15 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from topotrain.config.intervals import wants_snapshots
-from topotrain.config.job import Agreement, Apply, Job
+from topotrain.config.job import Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import MessageQueue
-from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.data_position import DataPosition
+from topotrain.extensions.checkpointing.group_cut import GroupCut
 from topotrain.extensions.checkpointing.shard_snapshot import (
     FrozenShard,
     ShardFreezer,
@@ -38,8 +38,6 @@ def refusal(job: Job, topology: Topology) -> str:
     """Why no snapshot can be taken of a job. Empty: they can."""
     if topology.server_groups > 1 and not topology.synced:
         return "its groups go their own ways"
-    if topology.synced and job.cluster.agreement is Agreement.kRingAverage:
-        return "with agreement: kRingAverage no one model has all updates in it before the end"
     if job.apply is Apply.kOnArrival and topology.worker_groups > 1:
         return "with apply: kOnArrival parts of other groups' steps are in the values at any moment"
     return ""
@@ -68,7 +66,7 @@ class ServerSnapshots:
         source: SnapshotSource | None,
         queue: MessageQueue,
         participants: Sequence[SnapshotParticipant] = (),
-        cut: CrossGroupCut | None = None,
+        cut: GroupCut | None = None,
     ) -> None:
         self._me, self._queue, self._participants, self._cut = me, queue, participants, cut
         self.refusal = refusal(job, topology)

@@ -75,7 +75,10 @@ class SnapshotPart(Message):
 @message(66, Route(Sender.SAME_SHARD, Receiver.SERVER, Condition.SERVER_GROUPS))
 @dataclass(frozen=True, slots=True)
 class Remainder(Message):
-    """Server -> master server: the changes of a bucket since exchange `sync`."""
+    """Server -> master server: the changes of a bucket since exchange `sync`.
+
+    Of groups that average, it is the value that the group had when it froze, and `sync` is 0.
+    """
 
     number: int
     bucket: int

@@ -7,7 +7,7 @@ them.
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from topotrain.config.job import Compression, Job, Merge
+from topotrain.config.job import Agreement, Compression, Job, Merge
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory
 from topotrain.core.server.server import Server
@@ -88,6 +88,10 @@ def _extensions(
             from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
 
             yield RoundTurns(server, job)
+    if topology.synced and job.cluster.agreement in (Agreement.kElastic, Agreement.kGossip):
+        from topotrain.extensions.group_averaging.group_averaging import GroupAveraging
+
+        yield GroupAveraging(server, job, topology)
     if topology.server_collective:
         from topotrain.extensions.collectives.collective_server import CollectiveServer
 

@@ -16,6 +16,7 @@ from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
+from topotrain.tools.plan.group_agreement import agreement_in_words
 from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
@@ -114,6 +115,7 @@ class LayoutPlan:
 
     Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
     link: how the workers of a host use its link. traffic: of a round of an outer optimizer.
+    agreement: how server groups average.
     """
 
     topology: Topology
@@ -124,10 +126,11 @@ class LayoutPlan:
     note: str = ""
     link: str = ""
     traffic: "RoundTraffic | None" = None
+    agreement: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
-        said = {"warning": self.warning, "link": self.link}
+        said = {"warning": self.warning, "link": self.link, "agreement": self.agreement}
         data = self.topology.as_data() | {name: text for name, text in said.items() if text}
         if self.slices is None:
             return data
@@ -145,6 +148,7 @@ class LayoutPlan:
         """Return the plan as text: the layout, then slices and memory where known."""
         text = self.topology.explain().rstrip("\n")
         text += "\n\n" + textwrap.fill(f"slices: {sizes_in_words(self.topology)}", _WIDTH)
+        text += "\n\n" + textwrap.fill(f"agreement: {self.agreement}", _WIDTH) if self.agreement else ""
         text += f"\n\nwarning: {self.warning}" if self.warning else ""
         text += "\n\n" + textwrap.fill(f"link: {self.link}", _WIDTH) if self.link else ""
         text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
@@ -180,7 +184,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         # Without a program only the job's updater block can name an optimizer.
         momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
         warning = async_momentum.warning(job, topology, momentum, names)
-        return LayoutPlan(topology, warning=warning, note=store_advice(job, topology), link=link_advice(job))
+        note, agreement = store_advice(job, topology), agreement_in_words(job, topology)
+        return LayoutPlan(topology, warning=warning, note=note, link=link_advice(job), agreement=agreement)
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -190,7 +195,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
     note, link, traffic = store_advice(job, topology), link_advice(job), _round_traffic(job, topology, shares)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic)
+    agreement = agreement_in_words(job, topology)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic, agreement)
 
 
 def _round_traffic(job: Job, topology: Topology, shares: Sequence[ServerShare]) -> RoundTraffic | None:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from topotrain.config.job import (
+    Agreement,
     Apply,
     ChangeMethod,
     Cluster,
@@ -35,6 +36,7 @@ from topotrain.config.job import (
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
+from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_assigns, draw_moves
 from topotrain.tools.simulator.group_churn import ElasticTrial
 
@@ -70,6 +72,9 @@ LAYOUTS: Mapping[str, Job] = {
     "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
     "outer optimizer": _job(3, 1, 2, outer=_OUTER),
     "quorum": _job(4, 1, 2, outer=_OUTER, quorum=2),
+    "ring average": _job(3, 1, 2, nserver_groups=3, agreement=Agreement.kRingAverage),
+    "elastic averaging": _job(3, 1, 2, nserver_groups=3, sync_freq=2, agreement=Agreement.kElastic, moving_rate=0.25),
+    "gossip": _job(4, 1, 1, nserver_groups=4, sync_freq=2, agreement=Agreement.kGossip),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -134,7 +139,8 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
     # A batch that goes to another server group with the lease of a dead group would be assigned in both.
-    assigns = not singly(job) and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
+    exact = not singly(job) and BatchCounts(topology).exact
+    assigns = exact and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
     return replace(schedule, faults=(*schedule.faults, *moves), assigns=assigns)
 
 

@@ -26,6 +26,7 @@ from topotrain.extensions.checkpointing.snapshot_messages import (
     snapshot_parts,
 )
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
+from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import ASSIGNED, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.worker_observer import InvariantViolated
@@ -116,6 +117,7 @@ class SimDisks:
     ) -> None:
         self._cluster, self._schedule, self._singly = cluster, schedule, singly
         self._values: dict[int, dict[str, torch.Tensor]] = {}
+        self._counts = BatchCounts(cluster.topology)
         # The former snapshot has all batches of epochs before this one, so snapshots do not list them any more.
         self._over = 0 if before is None else before.first
         self.last = before
@@ -195,7 +197,7 @@ class SimDisks:
             for first, last in listed:  # the last range of a pass may exceed the number of batches
                 cells[epoch * of_epoch :][first * each : min(last * each, of_epoch)] = 1.0
         for name, found in values.items():
-            there = found[: cells.numel()].to(cells.dtype)
+            there = self._counts.of(found[: cells.numel()].to(cells.dtype))
             if self._schedule.assigns and name == f"p{ASSIGNED}" and self._cluster.topology.worker_groups > 1:
                 # Another group may be between an assignment and its step.
                 there = torch.where((cells == 0) & (there == 1), cells, there)

@@ -29,6 +29,7 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
@@ -64,7 +65,9 @@ class TrialScript:
         """Read all batches, with one step for each."""
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
         observer = WorkerObserver(
-            f"{worker.me} of incarnation {process.incarnation}", trial.batches * trial.epochs * workers
+            f"{worker.me} of incarnation {process.incarnation}",
+            trial.batches * trial.epochs * workers,
+            trial.counts.exact,
         )
         worker.open(0.0)
         if trial.singly:
@@ -281,6 +284,7 @@ class Trial(SimCluster):
         self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.epochs = schedule.batches, schedule.epochs
         self.singly = singly(job)
+        self.counts = BatchCounts(layout(job.cluster))
         self.repeats = 0
         """Steps that a worker has repeated because its group had lost, or got back, another one."""
         self._choices = random.Random(f"{seed} in place")
@@ -588,6 +592,9 @@ class Trial(SimCluster):
                 raise InvariantViolated(
                     f"{me} still waits for votes about {sim_server.server.decisions.undecided} steps after the end"
                 )
+        # Without a result `wrong` says so.
+        if self.final:
+            self.counts.check_sums(self, self.batches * self.epochs * self.topology.workers_per_group, self.resumed)
         return self
 
     def committed(self, worker: Address) -> None:
@@ -609,7 +616,7 @@ class Trial(SimCluster):
             return [(-1, -1, 0.0)]
         return [
             (index, cell, float(part[cell]))
-            for index, part in enumerate(self.final)
+            for index, part in enumerate(map(self.counts.of, self.final))
             for cell in range(cells)
             if float(part[cell]) != 1.0
         ]

@@ -14,11 +14,14 @@ class InvariantViolated(Exception):
 
 
 class WorkerObserver:
-    """Observes one process of a worker; cells: how many each parameter begins with."""
+    """Observes one process of a worker.
 
-    def __init__(self, name: str, cells: int) -> None:
+    cells: how many each parameter begins with. exact: a cell is 0 or 1 at any moment.
+    """
+
+    def __init__(self, name: str, cells: int, exact: bool = True) -> None:
         self._name = name
-        self._cells = cells
+        self._cells, self._exact = cells, exact
         self._before: list[torch.Tensor] = []
         self._mine = torch.zeros(cells, dtype=torch.bool)
 
@@ -28,6 +31,9 @@ class WorkerObserver:
 
     def check(self, values: Sequence[torch.Tensor]) -> None:
         """Check the present parameters. Raises InvariantViolated."""
+        # Where server groups average, a worker sees parts of batches, and those become larger and smaller.
+        if not self._exact:
+            return
         # Copies: the values change in place before the next check. Behind the cells there is padding.
         seen = [part[: self._cells].clone() for part in values]
         for number, found in enumerate(seen):

@@ -1,0 +1,1 @@
+"""Server groups that average: with a center, or with partners by chance."""
