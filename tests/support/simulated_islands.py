@@ -86,7 +86,7 @@ class IslandScript(TrialScript):
         assert isinstance(trial, IslandTrial)
         model = Cells(trial.job.cluster.fragments, trial.batches * trial.epochs)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), SimClock(trial.sim))
+        local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), clock=SimClock(trial.sim))
         parts, memory = describe_model(model, (), local.optimizers), WorkerMemory(PrivateMemory())
         worker = Worker(me, trial.job, trial.topology, parts, (inner,), self._worker.client, memory, local)
         worker.start()

@@ -26,6 +26,7 @@ from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerPause,
 )
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
+from topotrain.extensions.outer_optimizer.round_client import RoundClient
 from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -45,6 +46,7 @@ class OneWorker:
         self.flats = FlatBuffers(self.map, None, PrivateMemory())
         self.client.model.open(self.map, self.flats, BodyCodec())
         self.batches = StepBatches()
+        self.client.attach(RoundClient(1))
         self.reduction = GroupReduction(self.me, wanted, topology)
         self.reduction.open(self.map, self.flats, self.batches)
 

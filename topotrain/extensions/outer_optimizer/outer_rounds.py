@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from topotrain.config.job import Job, Reduce
+from topotrain.config.job import Job, Reduce, UpdaterType
 from topotrain.config.sharding import Bucket, Segment, SliceMap
 from topotrain.core.events import Event, Rounds
 from topotrain.core.protocol import Commit
@@ -107,6 +107,10 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         self._quorum, self._fragments = job.cluster.quorum, job.cluster.fragments
         self._mean = OrderedMean((tuple(server.groups),), job.reduce is Reduce.kMean)
         self._schedule = OuterSchedule(job.cluster.outer)
+        # What each worker has learned counts as much as in a round of all, whichever others are in the round. Delayed
+        # momentum divides by its own number of updates.
+        mean, delayed = job.reduce is Reduce.kMean, job.cluster.outer.type is UpdaterType.kDelayedNesterov
+        self._by_share = mean and not delayed and self._quorum > 0
         fragments = job.cluster.fragments
         # A run with other fragments has counted the rounds of other parts of the model.
         self.history = RoundHistory(server.groups, before if len(before) == fragments else [0] * fragments)
@@ -140,7 +144,8 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         """As `StepPolicy.before_update`: a round begins."""
         made = self.history.add(first.optimizer, groups)
         spec = self._server.state.known.schema.optimizer
-        return self._schedule.settings(hyper, spec, made.fragment, made.number)
+        share = made.share if self._by_share else 1.0
+        return self._schedule.settings(hyper, spec, made.fragment, made.number, share)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
         """As `StepPolicy.joint_gradient`."""

@@ -20,17 +20,18 @@ class OuterSchedule:
         schedule = outer.learning_rate
         self._changes = schedule is not None and schedule.type is not ChangeMethod.kFixed
 
-    def settings(self, hyper: bytes, spec: str, fragment: int, number: int) -> bytes:
+    def settings(self, hyper: bytes, spec: str, fragment: int, number: int, share: float = 1.0) -> bytes:
         """Return hyper-parameters with the rate of a round.
 
-        hyper: those of round 0, as messages have them. spec: of the servers' optimizers. number: of the round.
+        hyper: those of round 0, as messages have them. spec: of the servers' optimizers. number: of the round. share:
+        the rate is multiplied by it.
         """
-        if not self._changes:
+        if not self._changes and share == 1.0:
             return hyper
         groups, rate = json.loads(hyper), lr_schedules.lr(self._outer, number)
         for index in self._groups_of(spec, fragment):
             # As `updater_block.set_lr`, so that the rate has the same bits.
-            groups[index]["lr"] = rate * groups[index]["lr_scale"]
+            groups[index]["lr"] = rate * groups[index]["lr_scale"] * share
         return json.dumps(groups).encode()
 
     def _groups_of(self, spec: str, fragment: int) -> Sequence[int]:

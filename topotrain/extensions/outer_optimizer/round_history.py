@@ -18,11 +18,13 @@ class Round:
         fragment: the part of the model.
         number: of this round of the fragment, from 0, over all starts of the job.
         groups: those with a part in it.
+        share: their share of the groups that take part in rounds of the fragment.
     """
 
     fragment: int
     number: int
     groups: tuple[int, ...]
+    share: float = 1.0
 
 
 class RoundHistory:
@@ -42,8 +44,11 @@ class RoundHistory:
         self.members: dict[int, int] = {}
         """The number of rounds of this start with so many groups."""
         self.last: deque[Round] = deque(maxlen=MOST_LISTED)
+        found = tuple(groups)
+        # If each of them pushes as often as the others, so many rounds have had all.
+        self._recent = [deque[tuple[int, ...]](maxlen=len(found)) for _ in before]
         self.ages, self.age_sum, self.age_max = 0, 0, 0
-        self._base = {(group, fragment): made for group in groups for fragment, made in enumerate(before)}
+        self._base = {(group, fragment): made for group in found for fragment, made in enumerate(before)}
 
     def add(self, fragment: int, groups: Sequence[int]) -> Round:
         """Count a round, and return it."""
@@ -58,9 +63,17 @@ class RoundHistory:
             self._base[group, fragment] = number + 1
         self.made[fragment] += 1
         self.members[len(groups)] = self.members.get(len(groups), 0) + 1
-        made = Round(fragment, number, tuple(groups))
+        made = Round(fragment, number, tuple(groups), self._share(fragment, groups))
         self.last.append(made)
         return made
+
+    def _share(self, fragment: int, groups: Sequence[int]) -> float:
+        # From the rounds alone, and not from the groups that live now: all servers must find the same.
+        recent = self._recent[fragment]
+        recent.append(tuple(groups))
+        if recent.maxlen is not None and len(recent) < recent.maxlen:
+            return len(groups) / recent.maxlen
+        return len(groups) / len({group for each in recent for group in each})
 
     def forget(self, group: int) -> None:
         """The group has new processes, which begin with the present values."""
@@ -72,9 +85,10 @@ class RoundHistory:
         return {
             "made": self.made,
             "members": self.members,
-            "last": [(each.fragment, each.number, each.groups) for each in self.last],
+            "last": [(each.fragment, each.number, each.groups, each.share) for each in self.last],
             "ages": (self.ages, self.age_sum, self.age_max),
             "base": self._base,
+            "recent": [list(each) for each in self._recent],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -82,3 +96,6 @@ class RoundHistory:
         self.made, self.members, self._base = list(state["made"]), dict(state["members"]), dict(state["base"])
         self.last = deque((Round(*each) for each in state["last"]), maxlen=MOST_LISTED)
         self.ages, self.age_sum, self.age_max = state["ages"]
+        for known, found in zip(self._recent, state["recent"], strict=True):
+            known.clear()
+            known.extend(found)
