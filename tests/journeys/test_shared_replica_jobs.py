@@ -42,6 +42,27 @@ def test_a_killed_worker_costs_no_sample_and_stops_no_other_group(runner: JobRun
     assert starts == {0: "x", 1: "x", 2: "xx", 3: "xx"}, "the other group went on"
 
 
+def test_a_server_that_dies_costs_nothing_where_there_are_two_copies(runner: JobRunner) -> None:
+    words = (str(runner.folder / "job"), "server 0/1", "3", "4")
+    ended = runner.run(f"{ROUNDS} replicas: 2 transport: kTcp", "mortal.py", *words, extra="reduce: kSum")
+    ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "server 0/1" and "second copy" in incident["action"], incident
+
+
+def test_groups_of_two_leave_and_come(runner: JobRunner) -> None:
+    apart = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
+    cluster = f"nworker_groups: 3 {apart} sync_freq: 5 quorum: 1 transport: kTcp {MEAN}"
+    extra = "on_failure: kContinue reduce: kSum start_groups: 2"
+    ended = runner.run(cluster, "coming.py", str(runner.folder / "job"), "2", extra=extra)
+    ended.check_ledger(2)
+    changes = [(change["group"], change["what"]) for change in ended.report["groups"]]
+    joins = [(1, "joins (incarnation 1)"), (2, "joins (incarnation 1)")]
+    assert changes == [(2, "is not there yet"), (1, "has left"), *joins]
+    assert ended.report["samples"] == 960 * 2 and ended.report["incidents"] == []
+
+
 def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner) -> None:
     cluster, program = f"{TWO_BY_TWO} sync_freq: 5 {NESTEROV}", ("resuming.py", "net", "--epochs", "5")
     undisturbed = runner.run(cluster, *program, name="undisturbed").final

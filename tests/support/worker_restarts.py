@@ -220,6 +220,7 @@ class JobRun:
             me=who,
             place=place,
             kept=script.kept(),
+            alike=set(),
             loader=None,
             resumed=self.past,
             owner=ProcessOwner(),
