@@ -45,8 +45,9 @@ class RoundHistory:
         """The number of rounds of this start with so many groups."""
         self.last: deque[Round] = deque(maxlen=MOST_LISTED)
         found = tuple(groups)
+        self._groups = len(found)
         # If each of them pushes as often as the others, so many rounds have had all.
-        self._recent = [deque[tuple[int, ...]](maxlen=len(found)) for _ in before]
+        self._recent = [deque[tuple[int, ...]](maxlen=self._groups) for _ in before]
         self.ages, self.age_sum, self.age_max = 0, 0, 0
         self._base = {(group, fragment): made for group in found for fragment, made in enumerate(before)}
 
@@ -71,8 +72,8 @@ class RoundHistory:
         # From the rounds alone, and not from the groups that live now: all servers must find the same.
         recent = self._recent[fragment]
         recent.append(tuple(groups))
-        if recent.maxlen is not None and len(recent) < recent.maxlen:
-            return len(groups) / recent.maxlen
+        if len(recent) < self._groups:
+            return len(groups) / self._groups
         return len(groups) / len({group for each in recent for group in each})
 
     def forget(self, group: int) -> None:
@@ -88,7 +89,7 @@ class RoundHistory:
             "last": [(each.fragment, each.number, each.groups, each.share) for each in self.last],
             "ages": (self.ages, self.age_sum, self.age_max),
             "base": self._base,
-            "recent": [list(each) for each in self._recent],
+            "recent": (self._groups, [list(each) for each in self._recent]),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -96,6 +97,5 @@ class RoundHistory:
         self.made, self.members, self._base = list(state["made"]), dict(state["members"]), dict(state["base"])
         self.last = deque((Round(*each) for each in state["last"]), maxlen=MOST_LISTED)
         self.ages, self.age_sum, self.age_max = state["ages"]
-        for known, found in zip(self._recent, state["recent"], strict=True):
-            known.clear()
-            known.extend(found)
+        self._groups, recent = state["recent"]
+        self._recent = [deque((tuple(groups) for groups in each), maxlen=self._groups) for each in recent]
