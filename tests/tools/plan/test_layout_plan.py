@@ -157,4 +157,4 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     assert found.as_data()["round"] == {"steps": 10, "worker_bytes": 4000, "server_bytes": 12000}
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
-    assert found.topology.framework == "local SGD with an outer optimizer, rounds of 10 steps"
+    assert found.topology.framework == "DiLoCo (rounds of 10 steps)"
