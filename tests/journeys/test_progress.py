@@ -48,4 +48,7 @@ def test_with_leases_a_slow_worker_comes_to_the_end_of_its_schedule(
         # In the last of three epochs, and each rate is that of the job.
         assert shares == sorted(shares) and 0 < shares[0] < 1 / 3 and 2 / 3 < shares[-1] <= 1.0
         assert [rate for _, rate in each] == pytest.approx([0.01 * (1 - share) for share in shares], abs=1e-12)
-    assert len(seen[1]) < len(seen[0])
+    # Where workers wait for each other in each round, all make as many steps.
+    assert (
+        len(seen[1]) <= len(seen[0]) if "quorum" not in cluster and "outer" in cluster else len(seen[1]) < len(seen[0])
+    )
