@@ -133,7 +133,7 @@ def test_e3m0_rounds_to_the_nearest_power_of_two() -> None:
 
 
 def test_e3m0_writes_the_recorded_bytes() -> None:
-    """Two versions of topotrain may be in one job: the bytes of an encoding, and what they decode to, must not change."""
+    """Two versions of topotrain may be in one job: neither the bytes nor what they decode to may change."""
     draw = np.random.RandomState(17)
     drawn = draw.randint(0, 1 << 32, 5001, dtype=np.uint64).astype(np.uint32)
     finite = np.where((drawn >> 23) & 255 == 255, drawn & 0x807FFFFF, drawn)

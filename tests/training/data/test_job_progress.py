@@ -28,7 +28,6 @@ from topotrain.training.data.job_progress import EpochProgress, EpochShare
 from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.map_dataset import DataPlan
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:Detected call of")
 
 

@@ -271,8 +271,8 @@ class E3M0Codec(Codec):
         # Room for an even number, as `_pack` needs it.
         codes = self.scratch.buffer("codes", numel + numel % 2, torch.uint8)[:numel]
         signs, some = (self.scratch.buffer(name, numel, torch.uint8) for name in ("signs", "some"))
-        # By numpy, which needs less time here. The low byte becomes the exponent of the nearest power of two, and the bits
-        # above it the sign. Bytes as early as may be: they are a quarter of the memory.
+        # By numpy, which needs less time here. The low byte becomes the exponent of the nearest power of two, and
+        # the bits above it the sign. Bytes as early as may be: they are a quarter of the memory.
         bits = work.view(torch.int32).numpy()
         np.right_shift(np.add(bits, self._ROUND, out=bits), self._EXPONENT, out=bits)
         np.copyto(codes.numpy(), bits, casting="unsafe")
