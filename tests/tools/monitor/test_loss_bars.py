@@ -23,6 +23,7 @@ def test_bars_of_all_jobs_have_one_scale_of_time_and_loss() -> None:
     # The highest and the lowest loss of all have the highest and the lowest bar; between two points the last one stays.
     assert slow == "█" * 4 + "▆" * 4 + "▂" * 2
     assert bars([[(1.0, 0.5)], [(2.0, 0.5)]], width=4) == ["  ▁", "   ▁"]
+    assert bars([[(0.0, 100.0), (1.0, 10.0), (2.0, 1.0)]], width=3) == ["█▅▁"]  # by the logarithm
     assert bars([[]]) == [""] and bars([[(0.0, 1.0)]], width=5) == ["▁"]
 
 

@@ -4,11 +4,15 @@ It shows at a glance what the picture shows, on a terminal and without matplotli
 """
 
 from collections.abc import Sequence
+from math import log
 
 from topotrain.tools.monitor.job_report import Point
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+
+LOGARITHMIC = 30
+"""From this ratio of the largest loss to the smallest on, losses are shown on a logarithmic scale."""
 
 
 def common_loss(curves: Sequence[Sequence[Point]]) -> float | None:
@@ -31,7 +35,12 @@ def bars(curves: Sequence[Sequence[Point]], width: int = WIDTH) -> list[str]:
     if not points:
         return [""] * len(curves)
     end = max(seconds for seconds, _ in points)
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    losses = [loss for _, loss in points]
+    low, high = min(losses), max(losses)
+    # As the picture has it: a loss that falls far is shown by its logarithm.
+    if low > 0 and high / low > LOGARITHMIC:
+        low, high = log(low), log(high)
+        curves = [[(seconds, log(loss)) for seconds, loss in curve] for curve in curves]
     return [_line(curve, width, end, low, high) for curve in curves]
 
 
