@@ -26,10 +26,11 @@ from topotrain.config.job import ConfigError
 from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.iterable_dataset import IterableEpoch
-from topotrain.training.data.job_progress import PassProgress
+from topotrain.training.data.job_progress import EpochShare, batches_in
 from topotrain.training.data.map_dataset import (
     PLAIN,
     STATIC,
+    BatchPosition,
     DataPlan,
     EpochReader,
     EpochStart,
@@ -94,6 +95,45 @@ class BatchReplay(ABC):
     @abstractmethod
     def begin(self, epoch: int) -> PassReplay:
         """The pass of this epoch begins."""
+
+
+class PassProgress:
+    """Progress of one pass over a loader.
+
+    Args:
+        loader: the script's.
+        plan: this worker's part of it.
+        done: batches of an earlier start of the job, as `ResumePoint` has them.
+    """
+
+    def __init__(self, loader: Any, plan: DataPlan, done: Runs = ()) -> None:
+        self._loader, self._plan, self._done = loader, plan, done
+        self._share: EpochShare | None = None
+        self._last: BatchPosition | None = None
+        self._over = False
+
+    def given(self, place: BatchPosition) -> None:
+        """The script is given the batch at this position."""
+        self._last = place
+
+    def end(self) -> None:
+        """There is no batch left."""
+        self._over = True
+
+    @property
+    def share(self) -> float:
+        """The share of the epoch that is done, with the batch that was given last.
+
+        Raises:
+            ConfigError: the loader has no length.
+        """
+        if self._over:
+            return 1.0
+        # Only when it is asked for: torch compares the length of a stream, once named, with what it reads.
+        if self._share is None:
+            self._share = EpochShare.of(batches_in(self._loader), self._plan, self._done)
+        last = self._last
+        return self._share.behind(0 if last is None else last.before + last.seq + 1)
 
 
 class ShardedLoader:

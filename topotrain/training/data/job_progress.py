@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.training.data.batch_ranges import Runs
-from topotrain.training.data.map_dataset import BatchPosition, DataPlan
+from topotrain.training.data.map_dataset import DataPlan
 
 NEEDS_LENGTH = (
     "needs the number of batches in an epoch: give the loader to tt.prepare, and the dataset of a stream a __len__"
@@ -55,45 +55,6 @@ class EpochShare:
         # One division of whole numbers: a job that goes on from a snapshot gets the figure of one that never stopped.
         # What another layout has left over is stretched, so that each worker ends at 1.
         return min(1.0, (self.done * self.left + units * (self.total - self.done)) / (self.left * self.total))
-
-
-class PassProgress:
-    """Progress of one pass over a loader.
-
-    Args:
-        loader: the script's.
-        plan: this worker's part of it.
-        done: batches of an earlier start of the job, as `ResumePoint` has them.
-    """
-
-    def __init__(self, loader: Any, plan: DataPlan, done: Runs = ()) -> None:
-        self._loader, self._plan, self._done = loader, plan, done
-        self._share: EpochShare | None = None
-        self._last: BatchPosition | None = None
-        self._over = False
-
-    def given(self, place: BatchPosition) -> None:
-        """The script is given the batch at this position."""
-        self._last = place
-
-    def end(self) -> None:
-        """There is no batch left."""
-        self._over = True
-
-    @property
-    def share(self) -> float:
-        """The share of the epoch that is done, with the batch that was given last.
-
-        Raises:
-            ConfigError: the loader has no length.
-        """
-        if self._over:
-            return 1.0
-        # Only when it is asked for: torch compares the length of a stream, once named, with what it reads.
-        if self._share is None:
-            self._share = EpochShare.of(_batches_in(self._loader), self._plan, self._done)
-        last = self._last
-        return self._share.behind(0 if last is None else last.before + last.seq + 1)
 
 
 class Passes(Protocol):
@@ -138,10 +99,11 @@ class PlainPasses:
 
     def share_since(self, position: int) -> float:
         """As `Passes` has it."""
-        return min(1.0, (self._backwards - position) / max(1, _batches_in(self._loader)))
+        return min(1.0, (self._backwards - position) / max(1, batches_in(self._loader)))
 
 
-def _batches_in(loader: Any) -> int:
+def batches_in(loader: Any) -> int:
+    """The length of a loader. Raises ConfigError if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
