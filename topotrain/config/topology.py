@@ -413,7 +413,7 @@ def _with_outer_optimizer(t: Topology) -> str:
 
 
 def _kind_of_rounds(cluster: Cluster) -> str:
-    """Name the local SGD of a block with an outer optimizer, where the literature has a name."""
+    """Name the local SGD of a block as the literature does."""
     assert cluster.outer is not None
     if not cluster.outer.momentum:
         return "local SGD with an outer optimizer"

@@ -261,7 +261,7 @@ class E3M0Codec(Codec):
         return found
 
     def _magnitudes(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the code of each element: three bits of exponent, and 8 where negative."""
+        """Return the codes: three bits of exponent, and 8 where negative."""
         numel = x.numel()
         work = self.scratch.buffer("work", numel, torch.float32)
         inverse = torch.reciprocal(scales, out=self.scratch.buffer("inverse", scales.numel(), torch.float32))

@@ -1,4 +1,4 @@
-"""Loss over time of several jobs as text: one bar for each part of the longest job's time.
+"""Loss over time of several jobs as text, as bars.
 
 It shows at a glance what the picture shows, on a terminal and without matplotlib.
 """

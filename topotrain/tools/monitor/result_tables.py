@@ -32,7 +32,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of reports (`Report.as_data`), each with a `label`, and perhaps a `curve`."""
+    """Return a table of reports, each with a `label` and perhaps a `curve`."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     # Accuracy first; the sort keeps the others in their order.
     names.sort(key=lambda name: name != "accuracy")
