@@ -24,7 +24,7 @@ NEEDS_EPOCHS = "needs the number of epochs: write the loop as `for epoch in tt.e
 
 @dataclass(frozen=True, slots=True)
 class EpochShare:
-    """The units of an epoch that a worker counts: batches, or one batch for each worker.
+    """The units of an epoch that a worker counts, of one or several batches.
 
     Attributes:
         total: all of them. done: those of an earlier start of the job. left: those of this pass.
