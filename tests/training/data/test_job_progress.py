@@ -215,6 +215,16 @@ def test_with_leases_a_slow_group_goes_by_the_job_and_not_by_its_own_steps() -> 
     assert quarters == pytest.approx([0.25, 0.5, 0.75], abs=0.2)
 
 
+def test_with_leases_the_batches_of_other_groups_count() -> None:
+    """Of 200 batches of one epoch the slow group reads a third."""
+    run = JobRun(Shape(1, 2, "lease"), Script(partial(shuffled, 400, 2), epochs=1))
+    figures = []
+    while run.step(1):
+        figures.append(figure(run, Address(Role.WORKER, 1, 0)))
+        run.run(2, group=0)
+    assert len(figures) < 90 and figures[-1] > 0.9
+
+
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.mode != "lease"], ids=name_of)
 def test_a_worker_that_comes_back_goes_on_with_the_same_figures(shape: Shape) -> None:
     script = Script(shuffled, epochs=2)
