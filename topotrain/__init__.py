@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         keep,
         local,
         prepare,
+        progress,
         rank,
         report,
         weight,
@@ -81,7 +82,7 @@ _need("topotrain.parallel.auto_placement", "placement")
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "keep"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "keep", "progress"), "topotrain.training.api"),
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
@@ -121,6 +122,7 @@ __all__ = [
     "notebook_launch",
     "place",
     "prepare",
+    "progress",
     "rank",
     "report",
     "state_dict",

@@ -61,11 +61,13 @@ class LoaderClient:
     drawn_: list[tuple[int, int, float, int]] = field(default_factory=list)
     left: list[tuple[int, int]] = field(default_factory=list)
     lost_: int = 0
+    done_by_others: int = 0
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
         reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
+        self.done_by_others = reply.done_by_others
         return reply.lease, reply.first, reply.last
 
     def applied(self, stream: int) -> int:

@@ -125,6 +125,7 @@ class RestartableClient(LoaderClient):
         self.run.waiting.discard(self.who.group)
         reply = self.lease_server.replies[self.who].get(timeout=1)
         assert isinstance(reply, Lease), reply
+        self.done_by_others = reply.done_by_others
         if reply.first < reply.last:
             self.run.leases[(epoch << 32) | reply.lease] = reply.first
         return reply.lease, reply.first, reply.last

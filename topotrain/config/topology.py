@@ -409,11 +409,22 @@ def _with_outer_optimizer(t: Topology) -> str:
     """Name a layout in which worker groups train alone between two exchanges."""
     steps, parts = t.cluster.sync_freq, t.cluster.fragments
     workers = t.workers_per_group
-    return (
-        f"local SGD with an outer optimizer, rounds of {_count(steps, 'step')}"
+    rounds = (
+        f"rounds of {_count(steps, 'step')}"
         + (f" in {parts} fragments" if parts > 1 else "")
         + (f", in synchronous groups of {_count(workers, 'worker')}" if workers > 1 else "")
     )
+    return f"{_kind_of_rounds(t.cluster)} ({rounds})"
+
+
+def _kind_of_rounds(cluster: Cluster) -> str:
+    """Name the local SGD of a block as the literature does."""
+    assert cluster.outer is not None
+    if not cluster.outer.momentum:
+        return "local SGD with an outer optimizer"
+    if cluster.quorum:
+        return "Decoupled DiLoCo"
+    return "Streaming DiLoCo" if cluster.fragments > 1 or cluster.overlap else "DiLoCo"
 
 
 def _asynchronous(t: Topology) -> str:

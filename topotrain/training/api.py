@@ -28,6 +28,7 @@ from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.context import Connections, Context, Metric, PrepareRequest
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
+from topotrain.training.data.job_progress import NEEDS_EPOCHS, EpochProgress, PlainPasses
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
@@ -146,7 +147,8 @@ def _plan(call: PreparedObjects, later: int) -> Any:
 def _prepare_plainly(call: PreparedObjects) -> Any:
     if call.needs_updater:
         raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
-    process.note_prepared()
+    counted = call.loader is not None and call.optimizers
+    process.note_prepared(PlainPasses(call.loader, call.optimizers) if counted else None)
     for optimizer in call.optimizers:
         _warn_of_wrong_kernels(optimizer)
     rows = [module for model in call.models for module in model.modules() if isinstance(module, RowModule)]
@@ -343,15 +345,18 @@ class EpochLoop:
         position = None if here is None else here.continuing
         if here is not None:
             here.check_open("tt.epochs")
-        loop = process.begin_loop()
+        loop = EpochProgress(self._count)
+        process.begin_loop(loop)
         # Asked before the loop begins, after which the script's "next loop" is another one.
         self._begun = self._remaining()
         for number in self._begun if position is None else position.epochs(self._count):
+            loop.begin(number, process.passes())
             yield number
             # The epochs of two nested loops cannot be told apart after a restart.
             if not process.is_latest(loop):
                 accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
                 raise ConfigError("tt.epochs", self._count, accepted)
+        loop.end()
 
 
 def epochs(count: int) -> EpochLoop:
@@ -371,6 +376,34 @@ def epochs(count: int) -> EpochLoop:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError("tt.epochs", count, "must be a whole number >= 0")
     return EpochLoop(count)
+
+
+def progress() -> float:
+    """The share of the job's samples that are done, for learning rate schedules.
+
+    A group that trains alone makes more or fewer steps than others, so a schedule by its own steps ends too early or
+    too late. `LambdaLR(optimizer, lambda _: rate_at(tt.progress()))` is one by the job. A batch counts from when the
+    loader gives it, so a scheduler's `step()` behind `optimizer.step()` has the figure with this batch. The figure
+    never falls within a process. Where each group has a fixed part of the data, it is the share of the own part: all
+    runs have the same. With leases it has the batches of this group, and those that the others had done when its
+    present lease began.
+
+    Returns:
+        a number from 0.0, before the first batch, to 1.0, behind the last. Of several loops over `tt.epochs`, that of
+        the present one. With `tt.Trainer` the share of `train_steps`.
+
+    Raises:
+        ConfigError: the number of epochs is not known, since the loop is not over `tt.epochs`; or that of the batches
+            in one, since the loader has no length or `prepare` got none.
+    """
+    loop = process.latest_loop()
+    if loop is not None:
+        return loop.share()
+    passes = process.passes()
+    if passes is not None and passes.position():
+        raise ConfigError("tt.progress", None, NEEDS_EPOCHS)
+    # A scheduler calls its function when it is made, before the loop.
+    return 0.0
 
 
 def keep(**objects: Any) -> None:

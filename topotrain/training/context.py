@@ -24,6 +24,7 @@ from topotrain.core.events import Connects, Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.transport_contract import MessageSender
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
+from topotrain.training.data.job_progress import LoopProgress, Passes
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.local_steps import LocalOptimizer
@@ -360,7 +361,8 @@ _current: Context | None = None
 _planning = False
 _calls: list[PreparedObjects] = []  # of a script that is only planned
 _prepared = False  # an ordinary process has called `tt.prepare`
-_loops = 0  # so many loops over `tt.epochs` have begun
+_plain: Passes | None = None  # over the loader that it has given
+_loop: LoopProgress | None = None  # of the training loop that began last
 _outside_step = _OutsideStep()
 
 
@@ -371,8 +373,8 @@ def current() -> Context | None:
 
 def enter(context: Context | None) -> None:
     """Make this process part of a job; with None, of none any more."""
-    global _current
-    _current = context
+    global _current, _loop
+    _current, _loop = context, None
     # A process that joins or leaves a job may call `tt.prepare` once more.
     forget()
 
@@ -382,16 +384,16 @@ def prepared() -> bool:
     return _prepared
 
 
-def note_prepared() -> None:
-    """An ordinary process calls `tt.prepare`."""
-    global _prepared
-    _prepared = True
+def note_prepared(passes: Passes | None) -> None:
+    """An ordinary process calls `tt.prepare`, perhaps with a loader."""
+    global _prepared, _plain
+    _prepared, _plain = True, _plain if passes is None else passes
 
 
 def forget() -> None:
     """Let an ordinary process join a job."""
-    global _prepared
-    _prepared = False
+    global _prepared, _plain
+    _prepared, _plain = False, None
 
 
 def again(optimizers: Sequence[Optimizer]) -> ConfigError:
@@ -405,16 +407,26 @@ def again(optimizers: Sequence[Optimizer]) -> ConfigError:
     return ConfigError("tt.prepare", names, accepted)
 
 
-def begin_loop() -> int:
-    """A loop over `tt.epochs` begins; returns its number."""
-    global _loops
-    _loops += 1
-    return _loops
+def begin_loop(loop: LoopProgress) -> None:
+    """A training loop begins."""
+    global _loop
+    _loop = loop
 
 
-def is_latest(loop: int) -> bool:
-    """Whether no other loop over `tt.epochs` has begun since."""
-    return loop == _loops
+def is_latest(loop: LoopProgress) -> bool:
+    """Whether no other training loop has begun since."""
+    # None: this process has left its job within the loop.
+    return _loop is None or loop is _loop
+
+
+def latest_loop() -> LoopProgress | None:
+    """The training loop of this job, or of an ordinary process, that began last."""
+    return _loop
+
+
+def passes() -> Passes | None:
+    """The passes over the prepared loader. None: there is none."""
+    return _plain if _current is None else _current.loader
 
 
 def plan_only() -> None:

@@ -40,20 +40,26 @@ def client(fragments: int = 3) -> RoundClient:
     return made
 
 
+def named(here: RoundClient) -> int:
+    """The fragment that was named for a push, which is made now."""
+    found = here.named
+    here.follow()
+    return found
+
+
 def test_a_worker_that_is_back_follows_until_its_push() -> None:
     here = client()
     here.handle(SERVER, NextRound(3, 1, 0.4))
-    assert (here.is_named, here.take_fragment(0), here.fastest) == (False, 0, 0.4), "it goes on with its own turn"
+    assert (named(here), here.fastest) == (OWN_TURN, 0.4), "it goes on with its own turn"
     here.handle(SERVER, NextRound(4, 1, 0.5, back=True))
     here.handle(SERVER, NextRound(5, 2, 0.5))
-    assert here.is_named
-    assert (here.take_fragment(0), here.take_fragment(0), here.fastest) == (2, 0, 0.5)
+    assert (named(here), named(here), here.fastest) == (2, OWN_TURN, 0.5)
     here.handle(SERVER, NextRound(4, 1, 0.7, back=True))
     here.handle(SERVER, NextRound(6, 1, 0.6))
-    assert (here.take_fragment(0), here.fastest) == (0, 0.6), "a word that came twice, and one from before its push"
+    assert (named(here), here.fastest) == (OWN_TURN, 0.6), "a word that came twice, and one from before its push"
     here.handle(SERVER, NextRound(7, 2, 0.0, back=True))
     here.handle(SERVER, NextRound(8, OWN_TURN, 0.1))
-    assert (here.take_fragment(0), here.fastest) == (2, 0.1), "the word about the pace names no fragment"
+    assert (named(here), here.fastest) == (2, 0.1), "the word about the pace names no fragment"
 
 
 def test_a_fragment_that_does_not_exist_is_refused() -> None:

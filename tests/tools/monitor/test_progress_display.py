@@ -499,10 +499,20 @@ def test_the_comparison_has_the_columns_of_the_four_frameworks() -> None:
     done = {**a_report().as_data(JobOutcome(0, 3.5)), "label": "Downpour"}
     failed = {**Report(JOB, TOPOLOGY).as_data(JobOutcome(1, 1.0)), "label": "AllReduce"}
     text = printed(comparison([done, failed]))
-    for title in ("framework", "units", "samples/s", "time", "held-out accuracy", "staleness mean", "max", "MB sent"):
+    for title in (
+        "framework",
+        "units",
+        "samples/s",
+        "time",
+        "held-out accuracy",
+        "staleness mean",
+        "max",
+        "MB sent",
+        "MB over TCP",
+    ):
         assert title in text
     downpour, allreduce = (next(line for line in text.splitlines() if name in line) for name in ("Downp", "AllRe"))
-    assert downpour.split() == ["Downpour", "6", "320", "2.0", "s", "97.5%", "0.50", "4", "0.1"]
+    assert downpour.split() == ["Downpour", "6", "320", "2.0", "s", "97.5%", "0.50", "4", "0.1", "0.0"]
     assert "AllReduce: failed" in allreduce
     assert "–" in allreduce
 

@@ -165,7 +165,7 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     }
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
-    assert found.topology.framework == "local SGD with an outer optimizer, rounds of 10 steps"
+    assert found.topology.framework == "DiLoCo (rounds of 10 steps)"
 
 
 def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> None:
@@ -182,7 +182,7 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
         "with servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its "
         "group"
     ) in text
-    framework = "local SGD with an outer optimizer, rounds of 10 steps, in synchronous groups of 2 workers"
+    framework = "local SGD with an outer optimizer (rounds of 10 steps, in synchronous groups of 2 workers)"
     assert found.topology.framework == framework
 
 

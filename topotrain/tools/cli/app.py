@@ -458,14 +458,15 @@ def compare(
 ) -> None:
     """Train one program under several job files, in turn.
 
-    Ends with one table, and with one picture: loss over time, a line per job. Without matplotlib there is no picture.
+    Ends with one table, and with the loss over time: as bars, and as one picture with a line per job. Without
+    matplotlib there is no picture.
     """
     with refusing():
         from topotrain.launch.agent import forkserver
         from topotrain.tools.cli.resume import asked_for
         from topotrain.tools.monitor import compare_jobs as side_by_side
         from topotrain.tools.monitor import loss_plot
-        from topotrain.tools.monitor.result_tables import comparison, console
+        from topotrain.tools.monitor.result_tables import comparison, console, losses
 
         confs, program, args = _sort_out(files)
         # Where one file can be made, the others can be made, too.
@@ -494,6 +495,9 @@ def compare(
             print(json.dumps({"jobs": rows}, indent=2))
         else:
             console().print(comparison(rows))
+            drawn_losses = losses(rows)
+            if drawn_losses is not None:
+                console().print(drawn_losses)
         drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
         terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from topotrain.config.private_files import open_file
+from topotrain.tools.monitor.loss_bars import LOGARITHMIC
 
 ENDINGS = (".png", ".pdf", ".svg")
 """Endings of the files that a picture can be written to."""
@@ -52,7 +53,7 @@ def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title:
             linewidth=1.8,
         )
     losses = [loss for points in curves.values() for _, loss in points]
-    if losses and min(losses) > 0 and max(losses) / min(losses) > 30:
+    if losses and min(losses) > 0 and max(losses) / min(losses) > LOGARITHMIC:
         axes.set_yscale("log")
     axes.set_xlabel("seconds since the first step")
     axes.set_ylabel("training loss")

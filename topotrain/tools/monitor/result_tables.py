@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from topotrain.core.profiling.spans import PHASES
+from topotrain.tools.monitor.job_report import Point
 from topotrain.tools.monitor.live_terminal import redraws
+from topotrain.tools.monitor.loss_bars import bars, common_loss, seconds_to
 from topotrain.tools.monitor.trace_export import ProcessShare
 
 MB = 1_000_000
@@ -30,22 +32,40 @@ def console(stderr: bool = False) -> Console:
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of reports (`Report.as_data`), each with a `label`."""
+    """Return a table of reports, each with a `label` and perhaps a `curve`."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     # Accuracy first; the sort keeps the others in their order.
     names.sort(key=lambda name: name != "accuracy")
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("framework")
     apart = any(row["server_groups_apart"] for row in rows)
+    loss = common_loss([_curve(row) for row in rows])
+    # Where a part of the bytes stays inside hosts, what the links carry is another number.
+    links = any(0 < row["bytes_link"] < row["bytes_out"] for row in rows)
+    reached = [] if loss is None else [f"time to loss {loss:.3g}"]
     rounds = any(row.get("rounds") for row in rows)
     groups = [*(["server groups apart"] if apart else []), *(["rounds", "lost steps"] if rounds else [])]
-    numbers = ["units", "samples/s", "time", *map(_title, names), "staleness mean", "max", *groups, "MB sent"]
+    sent = ["MB sent", *(["MB over TCP"] if links else [])]
+    numbers = ["units", "samples/s", "time", *reached, *map(_title, names), "staleness mean", "max", *groups, *sent]
     for title in numbers:
         table.add_column(title, justify="right")
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
         # As Text: rich would read brackets in a name as markup.
-        table.add_row(Text(label), *map(Text, _cells(row, names, apart, rounds)))
+        table.add_row(Text(label), *map(Text, _cells(row, names, loss, apart, rounds, links)))
+    return table
+
+
+def losses(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return the loss over time of jobs as bars, or None if no job has one."""
+    points = [point for row in rows for point in _curve(row)]
+    if not points:
+        return None
+    end, found = max(seconds for seconds, _ in points), [loss for _, loss in points]
+    title = f"training loss, {max(found):.3g} to {min(found):.3g}, over {end:.1f} s"
+    table = Table(box=None, title=title, title_justify="left", title_style="", show_header=False, pad_edge=True)
+    for row, line in zip(rows, bars([_curve(row) for row in rows]), strict=True):
+        table.add_row(Text(str(row["label"])), Text(line))
     return table
 
 
@@ -101,18 +121,28 @@ def _round_cells(row: Mapping[str, Any]) -> list[str]:
     return [made, f"{found['lost_steps']:.4g}"]
 
 
-def _cells(row: Mapping[str, Any], names: Sequence[str], apart: bool, rounds: bool) -> list[str]:
+def _cells(
+    row: Mapping[str, Any], names: Sequence[str], loss: float | None, apart: bool, rounds: bool, links: bool
+) -> list[str]:
+    reached = None if loss is None else seconds_to(_curve(row), loss)
     return [
         str(row["layout"]["nprocs"]),
         f"{row['samples_per_s']:,.0f}",
         f"{row['seconds']:.1f} s",
+        *([] if loss is None else ["–" if reached is None else f"{reached:.1f} s"]),
         *(_value(name, row["metrics"].get(name)) for name in names),
         f"{row['staleness_mean']:.2f}",
         str(row["staleness_max"]),
         *([distance(row)] if apart else []),
         *(_round_cells(row) if rounds else []),
         f"{row['bytes_out'] / MB:,.1f}",
+        *([f"{row['bytes_link'] / MB:,.1f}"] if links else []),
     ]
+
+
+def _curve(row: Mapping[str, Any]) -> Sequence[Point]:
+    found: Sequence[Point] = row.get("curve", ())
+    return found
 
 
 def _title(metric: str) -> str:

@@ -40,6 +40,8 @@ class DataClient(ClientExtension):
         self._replies: list[m.Message] = []
         self.leaves = False
         """The group leaves the job, and is not to wait for batches that others may leave."""
+        self.done_by_others = 0
+        """As the last lease has it."""
         self._observer = DrawObserver()
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
@@ -71,6 +73,7 @@ class DataClient(ClientExtension):
         # Without `wait` only a lease that the group had to wait for ends its idle time. With `wait` the end of an epoch
         # does, for which each worker asks once: all workers of a group must fetch equally often.
         self.leaves = self.leaves or reply.lease == LEAVES
+        self.done_by_others = reply.done_by_others
         if self._bounded and not self.leaves and (reply.rested or (wait and reply.last < 0)):
             self._end_idle(m.GroupIdle(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last

@@ -53,6 +53,8 @@ class Lease(Message):
 
     Attributes:
         rested: the group had to wait for this lease. All workers of the group get the same reply.
+        done_by_others: batches of the epoch that other groups, or earlier processes of this one, have done. It is as of
+            the first reply, so that all workers of the group have the same number.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class Lease(Message):
     first: int
     last: int
     rested: bool = False
+    done_by_others: int = 0
 
 
 @message(52, TO_DATA_SERVICE)

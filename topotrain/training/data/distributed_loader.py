@@ -26,9 +26,11 @@ from topotrain.config.job import ConfigError
 from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.iterable_dataset import IterableEpoch
+from topotrain.training.data.job_progress import EpochShare, batches_in
 from topotrain.training.data.map_dataset import (
     PLAIN,
     STATIC,
+    BatchPosition,
     DataPlan,
     EpochReader,
     EpochStart,
@@ -95,6 +97,45 @@ class BatchReplay(ABC):
         """The pass of this epoch begins."""
 
 
+class PassProgress:
+    """Progress of one pass over a loader.
+
+    Args:
+        loader: the script's.
+        plan: this worker's part of it.
+        done: batches of an earlier start of the job, as `ResumePoint` has them.
+    """
+
+    def __init__(self, loader: Any, plan: DataPlan, done: Runs = ()) -> None:
+        self._loader, self._plan, self._done = loader, plan, done
+        self._share: EpochShare | None = None
+        self._last: BatchPosition | None = None
+        self._over = False
+
+    def given(self, place: BatchPosition) -> None:
+        """The script is given the batch at this position."""
+        self._last = place
+
+    def end(self) -> None:
+        """There is no batch left."""
+        self._over = True
+
+    @property
+    def share(self) -> float:
+        """The share of the epoch that is done, with the batch that was given last.
+
+        Raises:
+            ConfigError: the loader has no length.
+        """
+        if self._over:
+            return 1.0
+        # Only when it is asked for: torch compares the length of a stream, once named, with what it reads.
+        if self._share is None:
+            self._share = EpochShare.of(batches_in(self._loader), self._plan, self._done)
+        last = self._last
+        return self._share.behind(0 if last is None else last.before + last.seq + 1)
+
+
 class ShardedLoader:
     """Iterates over this worker's share of the batches.
 
@@ -124,6 +165,7 @@ class ShardedLoader:
         self._epochs = 0
         self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
+        self._progress: PassProgress | None = None  # of the last pass. None: it is being opened
         # A weak reference: a pass that the script drops must be collected, because `__del__` gives its batches back.
         self._live: Callable[[], _Pass | None] = lambda: None
 
@@ -133,13 +175,17 @@ class ShardedLoader:
             self.close()
         epoch = self._epochs
         self._epochs += 1
+        self._progress = None
         # An earlier process has finished this pass.
         if self._recorder is not None and epoch < self._recorder.first:
+            self._progress = PassProgress(self._loader, self._plan)
+            self._progress.end()
             return iter(())
         inner = self._kept or LoaderCopy(self._loader, self._plan)
         if self._loader.persistent_workers:
             self._kept = inner
         opening = self._opening(inner, epoch)
+        progress = self._progress = PassProgress(self._loader, self._plan, opening.done)
         if self._replay is not None:
             opening = self._replay.opening(epoch, opening)
         feed: EpochReader
@@ -148,7 +194,7 @@ class ShardedLoader:
         else:
             feed = MapEpoch(inner, inner.indices, self._plan, self._client, epoch, opening)
         repeats = None if self._replay is None else self._replay.begin(epoch)
-        live = _Pass(feed, self._accounting, epoch, self._recorder, repeats)
+        live = _Pass(feed, self._accounting, epoch, progress, self._recorder, repeats)
         self._live = ref(live)
         if self._recorder is not None:
             feed.catch_up(self._recorder)
@@ -178,6 +224,22 @@ class ShardedLoader:
     def passes(self) -> int:
         """Number of passes that were begun."""
         return self._epochs
+
+    def position(self) -> int:
+        """As `Passes` has it: the number of passes that were begun."""
+        return self._epochs
+
+    def share_since(self, position: int) -> float:
+        """As `Passes` has it."""
+        if self._epochs == position:
+            return 0.0
+        if self._progress is not None:
+            return self._progress.share
+        # A scheduler that is restored may step once more, and the pass is not begun yet. Leases are not known before.
+        if self._recorder is None or self._plan.mode == "lease" or _length(self._loader) is None:
+            return 0.0
+        own = max(1, len(self))
+        return (own - self._recorder.batches_left(self._epochs - 1)) / own
 
     def skip_to(self, epoch: int) -> None:
         """Begin the next pass at this epoch, unless it is a later one already."""
@@ -285,10 +347,12 @@ class _Pass(Iterator[Any]):
         feed: EpochReader,
         accounting: BatchAccounting,
         epoch: int,
+        progress: PassProgress,
         recorder: ResumeRecorder | None,
         repeats: PassReplay | None = None,
     ) -> None:
         self._feed, self._accounting, self._epoch, self._recorder = feed, accounting, epoch, recorder
+        self._progress = progress
         self._repeats, self._fresh = repeats, BatchSource(feed)
         self._given = 0
         self._open = True
@@ -303,6 +367,7 @@ class _Pass(Iterator[Any]):
         except StopIteration:
             self._open = False
             self._feed.end()
+            self._progress.end()
             if self._recorder is not None:
                 self._recorder.ended()
             raise
@@ -314,6 +379,7 @@ class _Pass(Iterator[Any]):
         # without this worker.
         self._feed.send_draw()
         self._accounting.drawn(place.stream, place.seq, float(samples), samples, place.made)
+        self._progress.given(place)
         self._given += 1
         return data
 

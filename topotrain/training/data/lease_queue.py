@@ -44,6 +44,7 @@ class _Run:
     first: int
     last: int
     rested: bool = False  # the group had to wait for it
+    done_by_others: int = 0  # batches of the epoch, when the lease was given
 
 
 def _stream(epoch: int, run: _Run) -> int:
@@ -75,6 +76,8 @@ class _Epoch:
     freed: list[tuple[int, int]] = field(default_factory=list)  # sorted
     tables: dict[int, list[_Run]] = field(default_factory=dict)  # by group; a lease's position is its `ordinal`
     passed: dict[Address, int] = field(default_factory=dict)  # leases that a worker has finished
+    done: int = 0  # batches of finished leases, and those that groups had read when they left or died
+    finished: dict[int, tuple[int, int]] = field(default_factory=dict)  # by group: leases, and batches, in `done`
     left: dict[int, "_Leaving"] = field(default_factory=dict)
     gone: set[Address] = field(default_factory=set)  # workers that have left the epoch
     held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)  # requests without a reply
@@ -112,6 +115,23 @@ class _Epoch:
         """Record the hash of the epoch's list, and the worker that named it first."""
         self.digest, self.witness = digest, witness
 
+    def finish(self, group: int, leases: int) -> None:
+        """Count the batches of the leases that a group has finished."""
+        before, batches = self.finished.get(group, (0, 0))
+        if leases > before:
+            more = sum(run.last - run.first for run in self.table(group)[before:leases])
+            self.finished[group] = leases, batches + more
+            self.done += more
+
+    def leave(self, group: int, batches: int) -> None:
+        """Count the batches that a group has read, which leaves."""
+        self.done += batches - self.finished.get(group, (0, 0))[1]
+        self.finished[group] = len(self.table(group)), batches
+
+    def done_by_others(self, group: int) -> int:
+        """Return the number of batches in `done` that are in no lease of this group."""
+        return self.done - self.finished.get(group, (0, 0))[1]
+
     def give_back(self, runs: list[tuple[int, int]]) -> None:
         """Return runs to the queue. Adjacent runs are joined."""
         merged: list[tuple[int, int]] = []
@@ -131,8 +151,9 @@ class _Epoch:
 
         number: that of the epoch. applied: as for `group_restarted`.
         """
-        rest = [(run.first + applied.get(_stream(number, run), 0), run.last) for run in self.tables.pop(group, [])]
-        self.give_back(rest)
+        runs = [(run, applied.get(_stream(number, run), 0)) for run in self.tables.pop(group, [])]
+        self.give_back([(run.first + count, run.last) for run, count in runs])
+        self.done += sum(count for _, count in runs) - self.finished.pop(group, (0, 0))[1]
         self.left.pop(group, None)
         self.passed = {worker: passed for worker, passed in self.passed.items() if worker.group != group}
         self.gone = {worker for worker in self.gone if worker.group != group}
@@ -163,7 +184,8 @@ class _Epoch:
     @classmethod
     def from_state(cls, state: State) -> "_Epoch":
         """Return the epoch of a `state_dict`."""
-        own = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
+        own: State = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
+        own["finished"] = dict(state["finished"])
         tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
         left = {
             group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
@@ -302,6 +324,7 @@ class LeaseQueue(RegroupExtension):
         self._absent.discard(sender)
         epoch.learn(ask.total)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
+        epoch.finish(sender.group, ask.passed)
         # After a reconnection a worker sends its request again, and needs one reply.
         if (sender, ask) not in epoch.held:
             epoch.held.append((sender, ask))
@@ -355,6 +378,7 @@ class LeaseQueue(RegroupExtension):
             table.append(replace(rest[0], last=free.first))
         given_back = [(run.first, run.last) for run in rest[1:]]
         epoch.give_back(given_back + [(free.first, run.last) for run in rest[:1]])
+        epoch.leave(sender.group, position)
 
     def _reply_to_all(self) -> Replies:
         return [reply for number in tuple(self._epochs) for reply in self._reply_ready(number)]
@@ -390,7 +414,7 @@ class LeaseQueue(RegroupExtension):
         run = None if sender.group in self._parting else epoch.take(self._length(epoch))
         if run is None:
             return None if ask.wait else Lease(ask.epoch, ask.ordinal, -1, epoch.frontier, epoch.frontier)
-        table.append(replace(run, rested=ask.wait))
+        table.append(replace(run, rested=ask.wait, done_by_others=epoch.done_by_others(sender.group)))
         return _lease(ask, table[-1])
 
     def _length(self, epoch: _Epoch) -> int:
@@ -438,7 +462,7 @@ class LeaseQueue(RegroupExtension):
 
 
 def _lease(ask: LeaseRequest, run: _Run) -> Lease:
-    return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last, run.rested)
+    return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last, run.rested, run.done_by_others)
 
 
 def _over(ask: LeaseRequest) -> Lease:

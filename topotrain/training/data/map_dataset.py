@@ -108,7 +108,7 @@ class BatchPosition(NamedTuple):
 
     stream, seq: its stream, and its number there. ordinal: number of its lease among those of the group. number: its
     number in the epoch. last: it ends the lease. made: the number of steps of an earlier process with this batch, which
-    count already.
+    count already. before: with leases, the batches of the epoch before this lease that are known to be done.
     """
 
     stream: int
@@ -117,6 +117,7 @@ class BatchPosition(NamedTuple):
     number: int
     last: bool
     made: int = 0
+    before: int = 0
 
 
 LoadedBatch = tuple[BatchPosition, int, Any]
@@ -227,6 +228,10 @@ class ResumeRecorder(ABC):
     @abstractmethod
     def ended(self) -> None:
         """There is no batch left: the pass is over."""
+
+    @abstractmethod
+    def batches_left(self, epoch: int) -> int:
+        """Batches that this worker's group has not yet had applied, of those of a pass."""
 
 
 class EpochReader(ABC):
@@ -393,6 +398,7 @@ class LeaseIterator:
         self.passed = 0  # leases with a last batch that the script has read
         self.asked = 0
         self.stream = self.first = self.at = self.last = 0
+        self._own = self._before = 0  # batches in earlier leases of the group, and with those of others that are done
 
     def ask(self, wait: bool) -> bool:
         """Get the next lease. False: there is none now, or with `wait`, no more.
@@ -405,6 +411,8 @@ class LeaseIterator:
         lease, first, last = self._client.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
         if last <= first:
             return False
+        self._own += self.last - self.first
+        self._before = self._own + self._client.done_by_others
         self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
         self.asked += 1
         if self._skips:
@@ -417,7 +425,8 @@ class LeaseIterator:
 
     def take(self) -> BatchPosition:
         """The next batch of the lease."""
-        place = BatchPosition(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
+        seq, ends = self.at - self.first, self.at + 1 == self.last
+        place = BatchPosition(self.stream, seq, self.asked - 1, self.at, ends, before=self._before)
         self.at += 1
         return place
 

@@ -18,10 +18,6 @@ class ScriptPosition(ResumeRecorder):
         """Steps that this worker had taken before this process began."""
 
     @abstractmethod
-    def batches_left(self, epoch: int) -> int:
-        """Batches that this worker's group has not yet had applied, of those of a pass."""
-
-    @abstractmethod
     def read_ahead(self) -> None:
         """The loop draws batches before it uses them, and calls `use` for each."""
 

@@ -21,6 +21,7 @@ from topotrain.core.optim.updater_block import build, clip, follow_schedule
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.context import Context
+from topotrain.training.data.job_progress import StepProgress
 from topotrain.training.data.sampling import leading
 from topotrain.training.trainer.evaluation import (
     EvaluationLoader,
@@ -159,8 +160,11 @@ class Trainer:
         if here is not None and here.continuing is not None and here.continuing.steps:
             done = here.continuing.steps
             loader.skip_to(here.continuing.first)
+        loop = StepProgress(job.train_steps)
+        process.begin_loop(loop)
         # An ordinary script's loop, so that a synchronous job has the bits of that script.
         for step, batch in enumerate(_batches(loader, job.train_steps, groups, done), done + 1):
+            loop.begin(step)
             optimizer.zero_grad()
             loss = self._objective.loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
