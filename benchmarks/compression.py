@@ -30,6 +30,7 @@ KINDS = {
     "kFp16": (Compression.kFp16, 1.0),
     "kBf16": (Compression.kBf16, 1.0),
     "kInt8": (Compression.kInt8, 1.0),
+    "kE3M0": (Compression.kE3M0, 1.0),
     "kTopK 1 %": (Compression.kTopK, 0.01),
     "kTopK 10 %": (Compression.kTopK, 0.1),
 }

@@ -26,17 +26,20 @@ from topotrain.config.job import (
     ConfigError,
     Grads,
     Job,
+    Keep,
     LRGen,
     Pull,
     Reduce,
     Updater,
     UpdaterType,
+    Weigh,
 )
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_assigns, draw_moves
 from topotrain.tools.simulator.group_churn import ElasticTrial
+from topotrain.tools.simulator.island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
@@ -70,6 +73,10 @@ LAYOUTS: Mapping[str, Job] = {
     "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
     "outer optimizer": _job(3, 1, 2, outer=_OUTER),
     "quorum": _job(4, 1, 2, outer=_OUTER, quorum=2),
+    "islands": _job(4, 1, 2, outer=_OUTER, quorum=1, sync_freq=4, fragments=2),
+    "islands in step": _job(3, 1, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
+    "islands of a quorum": _job(4, 1, 2, outer=_OUTER, quorum=2, sync_freq=3),
+    "islands that wait": _job(3, 1, 2, outer=_OUTER, sync_freq=3, overlap=2),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -112,10 +119,18 @@ def prepared(job: Job, name: str) -> Job:
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     grads = Grads.kHidden if singly(job) else Grads.kVisible
+    if cluster.outer is not None:
+        cluster = _counting(cluster)
     plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=grads, per_worker_batch=singly(job))
     # Without a link all units are on one host. With several, the sums of hosts need a network that keeps the order of
     # messages, and most of the simulated ones do not.
     return replace(plain, cluster=replace(cluster, link=None), reduce=Reduce.kSum)
+
+
+def _counting(cluster: Cluster) -> Cluster:
+    """Return the block with an outer optimizer by which each step of a worker counts as 1."""
+    fragments = next(n for n in range(FRAGMENTS, 0, -1) if n <= cluster.fragments and not cluster.sync_freq % n)
+    return replace(cluster, outer=_OUTER, weigh=Weigh.kEqual, keep=Keep.kAdd, blend=0.5, fragments=fragments)
 
 
 def layout_of(seed: int) -> str:
@@ -130,17 +145,27 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
+    if trains_alone(job):
+        # So many for each group, which makes several steps before it tells of them.
+        schedule = replace(schedule, batches=schedule.batches * topology.worker_groups)
+        if not job.cluster.quorum:
+            # As in a job by default: groups in step have equal parts of the data.
+            schedule = replace(schedule, mode="static")
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
     # A batch that goes to another server group with the lease of a dead group would be assigned in both.
-    assigns = not singly(job) and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
+    assigns = (
+        not (singly(job) or trains_alone(job))
+        and (schedule.mode == "static" or not topology.synced)
+        and draw_assigns(name, seed)
+    )
     return replace(schedule, faults=(*schedule.faults, *moves), assigns=assigns)
 
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
     """Run one simulation."""
-    trial = ElasticTrial(job, seed, schedule)
+    trial = (IslandTrial if trains_alone(job) else ElasticTrial)(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
 
