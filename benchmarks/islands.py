@@ -26,7 +26,7 @@ import torch
 from benchmarks.compression import BODY, Bodies, clocked
 from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
 from benchmarks.learning import run_program
-from benchmarks.models import char, parameters
+from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import text
 from benchmarks.record import run_table, say
 from benchmarks.sides import Refused, Side, Sides, cluster, gather
@@ -59,7 +59,7 @@ def islands(inside: str, groups: int = ISLANDS, servers: int = SERVERS, top: str
 def ring_s(workers: int) -> float:
     """Seconds of an all-reduce in a ring over the link: of its bytes, and of its messages one after the other."""
     steps = 2 * (workers - 1)
-    share = 4 * parameters(char()) / workers
+    share = 4 * parameters(CharacterModel()) / workers
     return steps * (share * 8 / (MBIT * 1e6) + DELAY_MS / 1000)
 
 
@@ -132,7 +132,7 @@ def _time_to_loss(steps: int, ddp: Samples, mine: Samples, how: str) -> Row:
 def _losses(sides: Sides, name: str, conf: str, workers: int, steps: int, every: int) -> dict[int, float]:
     """The held-out loss of the first worker after some of its steps. workers: in a group. Raises Refused."""
     say(f"  {name}: {steps} steps of {ISLANDS} workers")
-    sizes = ("--samples", str(2 * ISLANDS * steps), "--batch", str(2 * workers), "--steps", str(steps))
+    sizes = ("--samples", str(4 * ISLANDS * steps), "--batch", str(4 * workers), "--steps", str(steps))
     file = run_program(sides, name, conf, CHARACTERS, *sizes, "--every", str(every), limit_s=1200.0)
     return {int(step): loss for step, loss in map(json.loads, file.read_text().splitlines())}
 
@@ -142,7 +142,7 @@ def _losses(sides: Sides, name: str, conf: str, workers: int, steps: int, every:
 
 def traffic() -> list[Row]:
     """I3: what a round of all fragments adds to the bytes of a worker."""
-    elements, rows = parameters(char(text()[2])), []
+    elements, rows = parameters(CharacterModel(text()[2])), []
     ddp = 2 * (ISLANDS - 1) / ISLANDS * 4 * elements * SYNC_FREQ
     for compression, up, down in (("kNone", 4.0, 4.0), ("kE3M0", 0.5 + 4 / 256, 2.0)):
         what = f"{ISLANDS} islands, {compression}: bytes of a worker in {SYNC_FREQ} steps, both ways"
@@ -155,7 +155,9 @@ def traffic() -> list[Row]:
             rows.append(absent("I3", what, "× arithmetic", reason.args[0], "<= 1.01"))
             continue
         measured, counted = (long - short) / 4, elements * (up + down)
-        note = f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes; DDP {ddp / measured:.0f} times that"
+        note = (
+            f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes; DDP {ddp / measured:.0f} times that"
+        )
         rows.append(row("I3", what, measured / counted, "× arithmetic", "<= 1.01", note))
     return rows
 

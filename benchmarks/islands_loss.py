@@ -25,7 +25,7 @@ from benchmarks.sides import Refused, Sides, cluster
 
 NAME, TITLE, GOALS = "islands_loss", "Islands: held-out loss at equal samples", ()
 PROGRAM = Path(__file__).parent / "programs" / "characters.py"
-WORKERS, STEPS, BATCH, RATE = 4, 400, 2, 3e-3
+WORKERS, STEPS, BATCH, RATE = 4, 400, 4, 3e-3
 LIMIT_S = 900.0
 TCP = "transport: kTcp"
 """Bytes over loopback are counted as on any other link."""

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from benchmarks.models import GPT, char
+from benchmarks.models import CharacterModel
 
-LENGTH = 128
+LENGTH = 64
 """Characters in a sample."""
 HELD_OUT = 0.1
 
@@ -41,12 +41,10 @@ def windows(numbers: Tensor, starts: Tensor) -> TensorDataset:
     return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
-def fresh_model(words: int, seed: int) -> GPT:
+def fresh_model(words: int, seed: int) -> CharacterModel:
     """The model at the start of a run."""
     torch.manual_seed(seed)
-    model = char(words)
-    nn.init.normal_(model.places.weight, std=0.02)
-    return model
+    return CharacterModel(words, LENGTH)
 
 
 @torch.no_grad()
@@ -54,8 +52,8 @@ def held_out_loss(model: nn.Module, held: Tensor) -> float:
     """The mean loss of a character over the whole text that is held out."""
     starts = torch.arange(0, len(held) - LENGTH, LENGTH)
     inputs, targets = windows(held, starts).tensors
-    parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in zip(inputs.split(32), targets.split(32))]
-    sizes = torch.tensor([len(part) for part in inputs.split(32)], dtype=torch.float64)
+    parts = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in zip(inputs.split(64), targets.split(64))]
+    sizes = torch.tensor([len(part) for part in inputs.split(64)], dtype=torch.float64)
     return float((torch.stack(parts).double() * sizes).sum() / sizes.sum())
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.islands import DECOUPLED, EXACT, LEDGER, LINK, MEAN, NESTEROV, STREAMING, StepTimes, islands, ring_s
 from benchmarks.islands_loss import ALL, ALONE, STEPS, WAYS, Trained, rows_of
-from benchmarks.models import char, parameters
+from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import HELD_OUT, LENGTH, deaths_of, text, windows
 from benchmarks.sides import refusal
 
@@ -57,7 +57,7 @@ def test_the_times_of_steps() -> None:
 
 
 def test_the_ring_is_bound_by_bytes_and_by_the_delay() -> None:
-    sent = 2 * 7 / 8 * 4 * parameters(char()) * 8 / 1e8
+    sent = 2 * 7 / 8 * 4 * parameters(CharacterModel()) * 8 / 1e8
     assert ring_s(8) == pytest.approx(sent + 14 * 0.05)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from topotrain.core.server.step_execution import StepExecution
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.tools.simulator.island_trial import IslandTrial, trains_alone
-from topotrain.tools.simulator.seeded_runs import LAYOUTS, run_trial, schedule_of
+from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 
 pytestmark = pytest.mark.simulated
 
@@ -55,7 +56,7 @@ def test_a_batch_of_a_dead_worker_may_be_missing_in_a_fragment_and_in_no_other_c
     trial = IslandTrial(job, 0, schedule_of(job, "islands", 0))
     trial.run()
     cells = trial.batches * trial.epochs
-    trial.final = [torch.ones(cells) for _ in range(3)]
+    trial.final = [torch.ones(cells) for _ in range(4)]
     assert trial.wrong() == []
     makers = [trial.worker_processes[worker] for worker in trial.workers]
     trial.final[1][0] = 0
@@ -159,14 +160,8 @@ def test_each_rule_of_rounds_is_needed(
 
 def test_blended_steps_are_no_ledger() -> None:
     """The simulation replaces settings by which a step counts as another number than 1."""
-    from dataclasses import replace
-
-    from topotrain.tools.simulator.seeded_runs import prepared
-
     job = LAYOUTS["islands that wait"]
-    cluster = replace(job.cluster, keep=Keep.kBlend, blend=0.25, sync_freq=12, fragments=4, overlap=2)
-    found = prepared(replace(job, cluster=cluster), "some.conf").cluster
-    assert (found.keep, found.blend, found.fragments) == (Keep.kAdd, 0.5, 3)
-    assert not run_trial(
-        prepared(replace(job, cluster=cluster), "some.conf"), "some", 0, schedule_of(job, "some", 0)
-    ).wrong
+    cluster = replace(job.cluster, keep=Keep.kBlend, blend=0.25, sync_freq=12, fragments=6, overlap=1)
+    used = prepared(replace(job, cluster=cluster), "some.conf")
+    assert (used.cluster.keep, used.cluster.blend, used.cluster.fragments) == (Keep.kAdd, 0.5, 4)
+    assert not run_trial(used, "some.conf", 0, schedule_of(used, "some.conf", 0)).wrong

@@ -43,7 +43,7 @@ from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker, WorkerMemory
 
-FRAGMENTS = 3
+FRAGMENTS = 4
 """The number of parameters of the model, hence the most fragments."""
 
 
@@ -260,6 +260,11 @@ class IslandTrial(ElasticTrial):
         self._changed = False
         super().__init__(job, seed, schedule, network_faults, absent, before)
         self.transport.observers.append(self._observe)
+
+    def _lengths(self, cells: int) -> tuple[int, ...]:
+        """As `Trial._lengths`. Of two fragments each has a long and a short parameter."""
+        # Then the first server has the cells of the long ones, and the second server those of the short ones.
+        return (max(cells, 256), max(cells, 256), max(cells, 64), max(cells, 64))
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
         """As `SimCluster._describe`, with the outer optimizer of each fragment."""

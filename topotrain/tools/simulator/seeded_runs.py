@@ -146,8 +146,10 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
     if trains_alone(job):
-        # So many for each group, which makes several steps before it tells of them.
-        schedule = replace(schedule, batches=schedule.batches * topology.worker_groups)
+        # So many for each group, which makes several steps before it tells of them. One epoch: a worker that dies in a
+        # later one has no way back to what it had not told of an earlier one.
+        each = schedule.batches * schedule.epochs
+        schedule = replace(schedule, batches=each * topology.worker_groups, epochs=1)
         if not job.cluster.quorum:
             # As in a job by default: groups in step have equal parts of the data.
             schedule = replace(schedule, mode="static")
