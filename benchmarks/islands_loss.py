@@ -29,7 +29,9 @@ WORKERS, STEPS, BATCH, RATE = 4, 400, 4, 3e-3
 LIMIT_S = 900.0
 TCP = "transport: kTcp"
 """Bytes over loopback are counted as on any other link."""
-NESTEROV = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
+NESTEROV = "outer {{ type: kNesterov momentum: {} learning_rate {{ type: kFixed base_lr: 0.7 }} }}"
+SHORT, PAPER = NESTEROV.format(0.5), NESTEROV.format(0.9)
+"""The outer momentum of the papers is for jobs of many more rounds than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class Way:
         return [*sizes, *schedule, *(("--deaths", *self.deaths) if self.deaths else ())]
 
 
-def _islands(inside: str) -> str:
-    return cluster(1, 1, WORKERS, inside=f"{TCP} {NESTEROV} {inside}")
+def _islands(inside: str, outer: str = SHORT) -> str:
+    return cluster(1, 1, WORKERS, inside=f"{TCP} {outer} {inside}")
 
 
 def _server_groups(inside: str) -> str:
@@ -85,6 +87,7 @@ WAYS: Mapping[str, Way] = {
     "kmaster-quarter": Way("Hogwild, kMaster, sync_freq 10, a quarter of the rate", _server_groups(""), rate=RATE / 4),
     "ring": Way("Hogwild, kRingAverage, sync_freq 10", _server_groups("agreement: kRingAverage")),
     "diloco-10": Way("DiLoCo, sync_freq 10", _islands("sync_freq: 10"), "<= 4"),
+    "diloco-10-paper": Way("DiLoCo, sync_freq 10, outer momentum 0.9", _islands("sync_freq: 10", PAPER)),
     "diloco-50": Way("DiLoCo, sync_freq 50", _islands("sync_freq: 50"), "<= 6"),
     "diloco-10-e3m0": Way("DiLoCo, sync_freq 10, kE3M0", _islands("sync_freq: 10 compression: kE3M0"), "<= 4.5"),
     "streaming-2-add": _streaming(2, "kAdd"),

@@ -38,7 +38,7 @@ def test_groups_that_never_wait_have_the_goodput_of_the_formula(chips: int, isla
     found = simulated(ChipFailures(chips), islands)
     assert found.share == pytest.approx(found.failures.formula(islands), abs=0.01)
     assert found.share == pytest.approx(PUBLISHED[chips, islands], abs=0.02)
-    assert found.pushes >= 4000 and found.stalls > 1000
+    assert found.pushes >= 4000 and found.stalls > 500
 
 
 def test_a_job_without_failures_loses_only_what_is_lost_in_any_case() -> None:
@@ -75,9 +75,11 @@ def test_many_groups() -> None:
 
 def test_enough_failures_are_simulated() -> None:
     for failures, islands in published_layouts(ChipFailures(0)):
-        seen = pushes_for(failures, islands) * ROUND_S * failures.rate(islands)
-        assert seen >= 4000
-    assert pushes_for(ChipFailures(1_200_000, YEAR_S), 10_000) == 200_000
+        stalls = pushes_for(failures, islands) * ROUND_S * failures.rate(islands)
+        few, many = stalls - 3 * stalls**0.5, stalls + 3 * stalls**0.5
+        spread = [0.95 / (1 + failures.rate(islands) * failures.stall_s * each / stalls) for each in (few, many)]
+        assert spread[0] - spread[1] < 0.012, "three standard deviations either way"
+    assert pushes_for(ChipFailures(1_200_000, YEAR_S), 10_000) == 100_000
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -105,7 +107,7 @@ def test_the_command_prints_json() -> None:
     [
         (("--islands", "0", "--chips", "8"), "--islands = '0': must be a number from 1 to 50000, or published"),
         (("--islands", "many", "--chips", "8"), "--islands = 'many': must be a number"),
-        (("--islands", "8"), "--chips is required by --islands"),
+        (("--islands", "8"), "--chips: is required by --islands"),
         (("--islands", "8", "--chips", "4"), "--chips = '4': must be at least 8, one for each island"),
         (("--islands", "8", "--chips", "1.2G"), "--chips = '1.2G': must be a number above 0, such as"),
         (("--islands", "8", "--chips", "8", "--mtbi", "soon"), "--mtbi = 'soon': must be a time above 0"),

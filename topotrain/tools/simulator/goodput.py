@@ -224,15 +224,20 @@ class GoodputSimulation:
         return ROUND_S + stalls * self._failures.stall_s
 
 
-STALLS, LEAST_ROUNDS = 4000, 20
-"""Failures and rounds of each group that a simulation should see, for a goodput to a tenth of a point."""
-_MOST_PUSHES = 200_000
+LEAST_ROUNDS = 10
+"""The rounds of each group that a simulation has at least."""
+_ERROR = 0.0015
+"""The standard deviation of a simulated goodput."""
+_MOST_PUSHES = 100_000
 
 
 def pushes_for(failures: ChipFailures, islands: int) -> int:
     """The number of pushes of a simulation of these failures."""
-    for_stalls = math.ceil(STALLS / (failures.rate(islands) * ROUND_S))
-    return max(min(for_stalls, _MOST_PUSHES), LEAST_ROUNDS * islands)
+    rate = failures.rate(islands)
+    still = rate * failures.stall_s
+    # The number of failures is a Poisson number, so that its relative error is one over its square root.
+    stalls = (failures.formula(islands) * still / (1 + still) / _ERROR) ** 2
+    return max(min(math.ceil(stalls / (rate * ROUND_S)), _MOST_PUSHES), LEAST_ROUNDS * islands)
 
 
 def published_layouts(failures: ChipFailures) -> Sequence[tuple[ChipFailures, int]]:
