@@ -175,8 +175,9 @@ class IslandObserver:
 class IslandScript(TrialScript):
     """The script of one simulated process that trains alone between rounds."""
 
-    def __init__(self, trial: "IslandTrial", worker: SimWorker, process: WorkerProcess) -> None:
+    def __init__(self, trial: Trial, worker: SimWorker, process: WorkerProcess) -> None:
         super().__init__(trial, worker, process)
+        assert isinstance(trial, IslandTrial)
         self._islands, self._saved = trial, 0
 
     def run(self) -> None:
