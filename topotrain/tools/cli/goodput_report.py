@@ -1,4 +1,4 @@
-"""The goodput part of `topotrain simulate`: worker groups whose chips fail, in virtual time."""
+"""The goodput part of `topotrain simulate`: failures of chips, in virtual time."""
 
 import json
 import re
@@ -23,7 +23,10 @@ _COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(k|M|)")
 
 
 def seconds(option: str, text: str) -> float:
-    """Return the seconds of "18", "5min", "12h", "30d" or "1y". Raises ConfigError for anything else, and for 0."""
+    """Return the seconds of "18", "5min", "12h", "30d" or "1y".
+
+    Raises ConfigError for anything else, and for 0.
+    """
     found = _TIME.fullmatch(text.strip())
     length = float(found[1]) * _TIMES[found[2]] if found else 0.0
     if length <= 0:
@@ -32,7 +35,10 @@ def seconds(option: str, text: str) -> float:
 
 
 def count(option: str, text: str) -> int:
-    """Return the number of "4096", "512k" or "1.2M". Raises ConfigError for anything else, and for 0."""
+    """Return the number of "4096", "512k" or "1.2M".
+
+    Raises ConfigError for anything else, and for 0.
+    """
     found = _COUNT.fullmatch(text.strip())
     number = round(float(found[1]) * _COUNTS[found[2]]) if found else 0
     if number < 1:

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--islands",
                 metavar="M|published",
-                help="Instead: the goodput of so many worker groups whose chips fail.",
+                help="Instead: the goodput of so many worker groups with chips that fail.",
             ),
         ] = "",
         chips: Annotated[

@@ -1,4 +1,4 @@
-"""Goodput of worker groups whose chips fail, in virtual time.
+"""Goodput of worker groups with failures of chips, in virtual time.
 
 Each worker group has its share of the chips, and makes rounds of computing and of a push. The failures of chips are a
 Poisson process. A group stands still for a while when one of its chips fails. Failures while it stands still change
@@ -26,7 +26,7 @@ from topotrain.tools.simulator.sim_cluster import parameters
 
 YEAR_S = 365.25 * 24 * 3600
 ROUND_S = 24.0
-"""Seconds of computing between two pushes: 24 steps of a second, as in Decoupled DiLoCo."""
+"""Seconds of computing between two pushes, as in Decoupled DiLoCo."""
 _ELEMENTS = 64
 _REVISION = 1
 _SERVER = Address(Role.SERVER, 0, 0)

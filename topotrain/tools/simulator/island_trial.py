@@ -32,7 +32,7 @@ from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.tools.simulator.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.fault_schedule import FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
-from topotrain.tools.simulator.sim_cluster import SimWorker
+from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
@@ -110,7 +110,7 @@ class RoundPace:
 
 
 class WatchedOptimizer(InnerOptimizer):
-    """The product's inner optimizer, of which pushes and received values are observed."""
+    """The product's inner optimizer, observed at pushes and received values."""
 
     def __init__(self, model: nn.Module, cluster: Cluster, pace: RoundPace) -> None:
         self.plain = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -226,9 +226,8 @@ class IslandScript(TrialScript):
         """Make the step of one batch, with a gradient of -1 in this cell."""
         self._islands.made(cell, self._process)
         worker.drawn(*place, 1.0, 1)
-        for tensor in worker.parts.tensors:
-            tensor.grad = torch.zeros_like(tensor)
-            tensor.grad[cell] = -1.0
+        worker.optimizers[0].zero_grad()
+        (-torch.stack([tensor[cell] for tensor in worker.parts.tensors]).sum()).backward()
         worker.step()
 
     def _save(self, worker: Worker, epoch: int) -> None:
@@ -239,7 +238,7 @@ class IslandScript(TrialScript):
 
 
 class IslandTrial(ElasticTrial):
-    """A trial whose workers train alone between rounds."""
+    """A trial with workers that train alone between rounds."""
 
     script_class = IslandScript
 
@@ -262,19 +261,18 @@ class IslandTrial(ElasticTrial):
         super().__init__(job, seed, schedule, network_faults, absent, before)
         self.transport.observers.append(self._observe)
 
-    def _lengths(self, cells: int) -> tuple[int, ...]:
-        """As `Trial._lengths`. Of two fragments each has a long and a short parameter."""
-        # Then the first server has the cells of the long ones, and the second server those of the short ones.
-        return (max(cells, 256), max(cells, 256), max(cells, 64), max(cells, 64))
-
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        """As `SimCluster._describe`, with the outer optimizer of each fragment."""
-        plan = outer_plan(self.job, self.topology, schema)
+        """As `SimCluster._describe`, with other lengths, and the outer optimizer of each fragment."""
+        cells = schema[0].count
+        # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
+        # and the second server those of the short ones.
+        long, short = max(cells, 256), max(cells, 64)
+        plan = outer_plan(self.job, self.topology, parameters(long, long, short, short))
         return plan.schema, plan.slice_map
 
     @property
     def made_cells(self) -> set[int]:
-        """The cells of all steps that were made, in this start of the job and in those before."""
+        """The cells of all steps that were made, also in earlier starts of the job."""
         return self._made_before | self._makers.keys()
 
     def made(self, cell: int, process: WorkerProcess) -> None:

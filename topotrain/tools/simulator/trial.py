@@ -303,7 +303,9 @@ class Trial(SimCluster):
         self.disks: SimDisks | None = None
         self.resumed: PublishedSnapshot | None = None if before is None or before.disks is None else before.disks.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
-        schema = parameters(*self._lengths(cells))
+        # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
+        counts = (cells, max(cells, 150), max(cells, 256), *((max(cells, 64),) if schedule.assigns else ()))
+        schema = parameters(*counts)
         topology = layout(job.cluster)
         groups = range(topology.worker_groups)
         self.in_place = {group for group in groups if not in_place_refusal(job, topology, group)}
@@ -314,11 +316,6 @@ class Trial(SimCluster):
         if not snapshots_of(self.server(0, 0)).refusal:
             self.disks = SimDisks(self, schedule, self.singly, self.resumed)
         self._open()
-
-    def _lengths(self, cells: int) -> tuple[int, ...]:
-        """Return the lengths of the parameters, each of which begins with so many cells."""
-        # Long enough that several servers hold a part: cuts are at multiples of 64 elements.
-        return (cells, max(cells, 150), max(cells, 256), *((max(cells, 64),) if self.schedule.assigns else ()))
 
     def _continue(self, before: "Trial") -> None:
         """Take over time, random state, and statistics from the crashed trial."""
