@@ -59,7 +59,7 @@ class ChipFailures:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What one simulation has found.
+    """The result of one simulation.
 
     Attributes:
         failures, islands, quorum: what was simulated.

@@ -227,7 +227,7 @@ class IslandScript(TrialScript):
         self._islands.made(cell, self._process)
         worker.drawn(*place, 1.0, 1)
         worker.optimizers[0].zero_grad()
-        (-torch.stack([tensor[cell] for tensor in worker.parts.tensors]).sum()).backward()
+        torch.autograd.backward([-tensor[cell] for tensor in worker.parts.tensors])
         worker.step()
 
     def _save(self, worker: Worker, epoch: int) -> None:
@@ -262,7 +262,7 @@ class IslandTrial(ElasticTrial):
         self.transport.observers.append(self._observe)
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        """As `SimCluster._describe`, with other lengths, and the outer optimizer of each fragment."""
+        """As `SimCluster._describe`, with other lengths and the outer optimizers."""
         cells = schema[0].count
         # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
         # and the second server those of the short ones.

@@ -150,9 +150,9 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
         # later one has no way back to what it had not told of an earlier one.
         each = schedule.batches * schedule.epochs
         schedule = replace(schedule, batches=each * topology.worker_groups, epochs=1)
-        if not job.cluster.quorum:
-            # As in a job by default: groups in step have equal parts of the data.
-            schedule = replace(schedule, mode="static")
+        # With leases an epoch is over when all batches are read. A worker that dies then has no way back to those of
+        # which it had not told.
+        schedule = replace(schedule, mode="static")
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
