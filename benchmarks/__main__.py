@@ -77,6 +77,8 @@ ALONE = (
     "slicing",
     "starts",
     "time_split",
+    "islands",
+    "islands_loss",
 )
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 

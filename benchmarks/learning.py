@@ -29,16 +29,20 @@ def job(sides: Sides, name: str, conf: str, *args: str) -> list[Point]:
     return _points(run_program(sides, name, conf, LEARNER, "--digits", str(digits), *args))
 
 
-def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str) -> Path:
-    """Run a program as a job to its end; returns the file that it was given as `--out`. Raises Refused."""
+def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str, limit_s: float = LIMIT_S) -> Path:
+    """Run a program as a job to its end; returns the file that it was given as `--out`. Raises Refused.
+
+    Beside that file the job leaves report.json, and `work`, its workspace.
+    """
     why = refusal(conf)
     if why:
         raise Refused(why)
     folder = sides.room(name)
     (folder / "job.conf").write_text(conf)
     command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
-    command += ["--set", f"cluster.workspace={folder / 'work'}", str(folder / "job.conf"), str(program)]
-    _run(sides, folder, [[*command, "--out", str(folder / "points"), *args]], [{}])
+    command += ["--set", f"cluster.workspace={folder / 'work'}", "--report", str(folder / "report.json")]
+    command += [str(folder / "job.conf"), str(program), "--out", str(folder / "points"), *args]
+    _run(sides, folder, [command], [{}], limit_s)
     return folder / "points"
 
 
@@ -55,15 +59,21 @@ def _files(folder: Path) -> tuple[str, ...]:
     return "--out", str(folder / "points"), "--digits", str(folder.parent / "digits.pt")
 
 
-def _run(sides: Sides, folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]) -> None:
+def _run(
+    sides: Sides,
+    folder: Path,
+    commands: Sequence[Sequence[str]],
+    variables: Sequence[dict[str, str]],
+    limit_s: float = LIMIT_S,
+) -> None:
     started = [
         sides.spawn(folder / f"{number}.err", command, more)
         for number, (command, more) in enumerate(zip(commands, variables, strict=True))
     ]
     try:
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(limit_s) for process in started]
     except subprocess.TimeoutExpired:
-        raise Refused(f"did not end within {LIMIT_S} s") from None
+        raise Refused(f"did not end within {limit_s:g} s") from None
     finally:
         for process in started:
             if process.poll() is None:

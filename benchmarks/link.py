@@ -47,12 +47,15 @@ class Namespaces:
         return None
 
     @classmethod
-    def hosts(cls, number: int, mbit: float, control: str = "") -> Self | None:
-        """`number` networks on one switch; each sends and receives `mbit` Mbit/s at most. None if not permitted."""
+    def hosts(cls, number: int, mbit: float, control: str = "", delay_ms: float = 0.0) -> Self | None:
+        """`number` networks on one switch; each sends and receives `mbit` Mbit/s at most. None if not permitted.
+
+        delay_ms: from one host to another, one way.
+        """
         tag = f"{os.getpid() % 10000}x{next(_NUMBERS)}"
         names = tuple(f"bench{tag}h{n}" for n in range(number))
         made = cls((*names, f"bench{tag}sw"), tuple(f"10.77.0.{n + 1}" for n in range(number)), "wire0")
-        if made._build(control) and made._wire(number, mbit):
+        if made._build(control) and made._wire(number, mbit, delay_ms):
             return made
         made.close()
         return None
@@ -66,7 +69,7 @@ class Namespaces:
                 return False
         return True
 
-    def _wire(self, number: int, mbit: float) -> bool:
+    def _wire(self, number: int, mbit: float, delay_ms: float) -> bool:
         switch = self.names[-1]
         done = _run("ip", "-n", switch, "link", "add", "name", "switch0", "type", "bridge")
         done = done and _run("ip", "-n", switch, "link", "set", "switch0", "up")
@@ -77,7 +80,7 @@ class Namespaces:
                 ("ip", "-n", host, "addr", "add", f"{self.addresses[n]}/24", "dev", "wire0"),
                 ("ip", "-n", host, "link", "set", "wire0", "up"),
                 ("ip", "-n", switch, "link", "set", port, "master", "switch0", "up"),
-                ("tc", "-n", host, *_bucket("wire0", mbit)),
+                ("tc", "-n", host, *(_delayed("wire0", mbit, delay_ms) if delay_ms else _bucket("wire0", mbit))),
                 ("tc", "-n", switch, *_bucket(port, mbit)),
             )
             done = done and all(_run(*step) for step in steps)
@@ -91,6 +94,12 @@ class Namespaces:
 
 def _bucket(device: str, mbit: float) -> tuple[str, ...]:
     return ("qdisc", "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", _BURST, "latency", "100ms")
+
+
+def _delayed(device: str, mbit: float, delay_ms: float) -> tuple[str, ...]:
+    # The limit is in packets, of which more than the default of 1000 may be under way.
+    path = ("delay", f"{delay_ms:g}ms", "rate", f"{mbit}mbit", "limit", "20000")
+    return ("qdisc", "add", "dev", device, "root", "netem", *path)
 
 
 def _name() -> str:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BATCHES = 4
+CHARACTERS = 103
+"""Different characters in the text of the char model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,23 @@ class GPT(nn.Module):
         return F.linear(self.after(self.blocks(x)), self.words.weight)
 
 
+class CharacterModel(nn.Module):
+    """A transformer for text as characters: four blocks of width 96, and a head of its own."""
+
+    def __init__(self, words: int = CHARACTERS, length: int = 64, width: int = 96, heads: int = 4, depth: int = 4):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.after = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        out: Tensor = self.head(self.after(self.blocks(x)))
+        return out
+
+
 class ViT(nn.Module):
     """A vision transformer with 33 narrow blocks: 400 tensors, most of them small."""
 
@@ -146,8 +165,8 @@ def _classes(samples: int, *shape: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, *shape), torch.randint(10, (samples,))
 
 
-def _tokens(samples: int, length: int = 128) -> tuple[Tensor, Tensor]:
-    text = torch.randint(4096, (samples, length + 1))
+def _tokens(samples: int, length: int = 128, words: int = 4096) -> tuple[Tensor, Tensor]:
+    text = torch.randint(words, (samples, length + 1))
     return text[:, :-1], text[:, 1:].reshape(-1)
 
 
@@ -166,6 +185,8 @@ class _Recipe:
 _RECIPES: Mapping[str, _Recipe] = {
     "mlp": _Recipe(mlp, 80, lambda n: _classes(n, 1024)),
     "gpt": _Recipe(GPT, 2, _tokens, lambda out, target: F.cross_entropy(out.flatten(0, 1), target)),
+    "char": _Recipe(CharacterModel, 8, lambda n: _tokens(n, 64, CHARACTERS),
+                    lambda out, target: F.cross_entropy(out.flatten(0, 1), target)),
     "cnn": _Recipe(cnn, 4, lambda n: _classes(n, 3, 32, 32)),
     "twenty": _Recipe(lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
                                             nn.Linear(1024, 10)), 128, lambda n: _classes(n, 1024)),

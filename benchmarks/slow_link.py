@@ -33,11 +33,11 @@ def wire_s(model: str, factor: float = 1.0) -> float:
     return factor * 4 * parameters(build(model, 0).model) * 8 / (MBIT * 1e6)
 
 
-def shaped_ddp(sides: Sides, size: int, model: str) -> Side:
+def shaped_ddp(sides: Sides, size: int, model: str, delay_ms: float = 0.0) -> Side:
     """DDP on hosts that the kernel's link connects. Raises Refused without root."""
-    hosts = Namespaces.hosts(size, MBIT)
+    hosts = Namespaces.hosts(size, MBIT, delay_ms=delay_ms)
     if hosts is None:
-        raise Refused("network namespaces need root")
+        raise Refused("network namespaces need root" + (", and a delay needs the module sch_netem" if delay_ms else ""))
     sides.also_close(hosts)
     more = {"GLOO_SOCKET_IFNAME": hosts.interface, "MASTER_ADDR": hosts.addresses[0]}
     return sides.peer(f"DDP {size} {model}", "ddp", size, model, wrap=hosts.commands, **more)

@@ -7,7 +7,9 @@ messages. A pause of a process needs no action of its own: everything else may h
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import MethodType
+from typing import Protocol
 
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, Topology, layout
@@ -329,13 +331,14 @@ class JobState:
         return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.incarnations])
 
 
-_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_server"})
+# What is the same in all states, and what follows from the rest.
+_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_server", "_live"})
 
 
 def clone(value, known):
     """As `copy.deepcopy`, which takes four times as long; messages and addresses are never changed, and are shared."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, m.Message | Enum):
+    if kind in _PLAIN or isinstance(value, m.Message | Enum) or _is_frozen(kind):
         return value
     found = known.get(id(value))
     if found is not None:
@@ -361,7 +364,12 @@ def clone(value, known):
     return found
 
 
-_PLAIN = frozenset({int, str, float, bool, bytes, range, type(None), Address, Push})
+_PLAIN = frozenset({int, str, float, bool, bytes, range, type(None), Address})
+
+
+@cache
+def _is_frozen(kind: type) -> bool:
+    return is_dataclass(kind) and kind.__dataclass_params__.frozen
 
 
 def frozen(value: object) -> object:
@@ -383,9 +391,27 @@ def frozen(value: object) -> object:
     return (type(value).__name__, *(frozen(v) for k, v in sorted(vars(value).items()) if k not in _SKIPPED))
 
 
+class SearchState(Protocol):
+    """A state of a job, and what can happen next."""
+
+    def actions(self) -> list[tuple[str, object]]: ...
+
+    def act(self, kind: str, what: object) -> None: ...
+
+    def check_end(self) -> None: ...
+
+    def copy(self) -> "SearchState": ...
+
+    def key(self) -> object: ...
+
+
 def search(scope: Scope, most: int) -> tuple[int, int]:
     """(states, ends) of all that can happen. Raises AssertionError for a wrong one, or where there are too many."""
-    start = JobState(scope)
+    return search_from(JobState(scope), most)
+
+
+def search_from(start: "SearchState", most: int) -> tuple[int, int]:
+    """As `search`, from any state."""
     seen, stack, ends = {hash(start.key())}, [start], 0
     while stack:
         state = stack.pop()

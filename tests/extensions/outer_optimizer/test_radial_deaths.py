@@ -60,14 +60,19 @@ class Ledger(CrashableCluster):
         """What should not be. The cells of a round of k groups are there k at a time."""
         found = [each for each in super().wrong() if not each.startswith("cell ")]
         cells = [float(value) for value in self.final[0][:BATCHES]] if self.final else []
-        sizes = Counter((math.sqrt(1 + 8 / cell**2) - 1) / 2 if cell else 0.0 for cell in cells)
-        for size, count in sizes.items():
-            near = round(size)
-            if not (1 <= near <= GROUPS and math.isclose(size, near, rel_tol=1e-5)):
-                found.append(f"{count} cells have {size} groups")
         rounds = Counter[int]()
-        for size, count in sizes.items():
-            rounds[round(size)] += count
+        for cell, count in Counter(cells).items():
+            # With a quorum the rate of a round is its share of the groups that take part. No two of these are near.
+            wanted = {
+                math.sqrt(2 / (k + k * k)) * k / (of if self.job.cluster.quorum else k): k
+                for k in range(1, GROUPS + 1)
+                for of in range(k, GROUPS + 1)
+            }
+            near = min(wanted, key=lambda value, cell=cell: abs(value - cell))  # type: ignore[misc]
+            if math.isclose(cell, near, rel_tol=1e-5):
+                rounds[wanted[near]] += count
+            else:
+                found.append(f"{count} cells have {cell}, as no round has")
         found += [f"{count} cells of rounds of {size}" for size, count in rounds.items() if count % max(size, 1)]
         self.sizes = set(rounds)
         return found

@@ -36,6 +36,7 @@ from topotrain.extensions.outer_optimizer.inner_optimizer import outer_optimizer
 from topotrain.extensions.outer_optimizer.radial.radial_marks import MERGE, embeddings_of, mark_radial
 from topotrain.extensions.outer_optimizer.radial.radial_products import RadialTensors
 from topotrain.extensions.outer_optimizer.radial.radial_rounds import RadialRounds
+from topotrain.extensions.outer_optimizer.round_history import RoundHistory
 from topotrain.launch.runtime.server_composition import make_server
 
 
@@ -304,7 +305,7 @@ def test_a_reset_tells_steps_of_one_number_apart() -> None:
     assert state is not None and state["resets"] == {0: 0, 1: 1, 2: 1}
     second.load_state_dict(state)
     second.reset_group(1, True)
-    assert state["resets"] == {0: 0, 1: 1, 2: 1} and second.state_dict() == {"resets": {0: 0, 1: 2, 2: 1}}
+    assert state["resets"] == {0: 0, 1: 1, 2: 1} and second.state_dict()["resets"] == {0: 0, 1: 2, 2: 1}
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ def train(worker: ScriptedWorker) -> None:
 def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: int) -> None:
     sizes = set()
     for seed in range(12):
-        cluster, updates = scripted(seed, Merge.kRadial, quorum=quorum), []
+        cluster, updates = scripted(seed, Merge.kRadial, quorum=quorum, **({"slack": 0.0} if quorum else {})), []
         steps = cluster.server(0, 1).steps
         carry_out = steps.carry_out
 
@@ -354,10 +355,12 @@ def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: 
         steps.carry_out = noted  # type: ignore[method-assign]
         cluster.play(train)
         wanted = [torch.zeros(p.count) for p in MODEL]
+        history = RoundHistory(range(GROUPS), (0,))
         for update in updates:
+            share = history.add(0, [group for group, _ in update]).share if quorum else 1.0
             flat, wide = zip(*(drawn(group, step) for group, step in update), strict=True)
-            wanted[0] -= sum(flat[1:], flat[0]) / len(flat)
-            wanted[1] -= merged(list(wide)) if len(wide) > 1 else wide[0]
+            wanted[0] -= share * sum(flat[1:], flat[0]) / len(flat)
+            wanted[1] -= share * (merged(list(wide)) if len(wide) > 1 else wide[0])
         for found, value in zip(cluster.values(), wanted, strict=True):
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
         sizes |= {len(update) for update in updates}

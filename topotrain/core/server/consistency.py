@@ -10,7 +10,7 @@ for it by number and never guesses. This is two-phase commit (Gray, 1978). To ap
 state-machine replication (Schneider, 1990).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote, refused_pairs
@@ -31,6 +31,7 @@ class Clocks:
         self._clock = dict.fromkeys(groups, 0)
         self._bound = max_staleness
         self._away: set[int] = set()
+        self._live: list[int] | None = None  # the result of `live`, until a group leaves or joins
 
     def tick(self, group: int) -> None:
         """The group committed a step."""
@@ -50,12 +51,14 @@ class Clocks:
     def leave(self, group: int) -> None:
         """The group ended, or does not run yet. No group waits for it."""
         self._away.add(group)
+        self._live = None
 
     def join(self, group: int, clock: int | None = None) -> None:
         """The group runs (again): it is live, at its entry or at the given clock."""
         if group in self._away:
             self._clock[group] = self.entry(group) if clock is None else clock
             self._away.discard(group)
+            self._live = None
 
     def entry(self, group: int) -> int:
         """The clock at which a group that was away comes back: at least the slowest one."""
@@ -67,9 +70,12 @@ class Clocks:
         """Committed steps of a group."""
         return self._clock[group]
 
-    def live(self) -> list[int]:
+    def live(self) -> Sequence[int]:
         """The groups that others may have to wait for."""
-        return [g for g in self._clock if g not in self._away]
+        # Asked at every step of a job that may have thousands of groups.
+        if self._live is None:
+            self._live = [g for g in self._clock if g not in self._away]
+        return self._live
 
     def lead(self, group: int) -> int:
         """How far the group is ahead of the slowest live one (0 when it is the slowest)."""
@@ -93,7 +99,7 @@ class Clocks:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._clock, self._away = dict(state["clock"]), set(state["away"])
+        self._clock, self._away, self._live = dict(state["clock"]), set(state["away"]), None
 
 
 RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED, JOINS = 1, 2, 3, 4, 5, 6, 7, 8  # StepDecision.change

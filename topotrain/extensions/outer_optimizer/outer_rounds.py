@@ -144,7 +144,7 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         """As `StepPolicy.before_update`: a round begins."""
         made = self.history.add(first.optimizer, groups)
         spec = self._server.state.known.schema.optimizer
-        share = made.share if self._by_share else 1.0
+        share = made.share if self._by_share else None
         return self._schedule.settings(hyper, spec, made.fragment, made.number, share)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:

@@ -42,7 +42,7 @@ class ElasticTrial(Trial):
         """Return the next start of the job after a crash."""
         # A group that was leaving at the crash has no process any more, so it is absent.
         away = self.absent | self._leaving.keys()
-        return ElasticTrial(self.job, self.sim.seed, self._left_over, self._network_faults, away, self)
+        return type(self)(self.job, self.sim.seed, self._left_over, self._network_faults, away, self)
 
     @property
     def moves(self) -> list[Fault]:

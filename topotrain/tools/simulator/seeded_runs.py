@@ -27,11 +27,14 @@ from topotrain.config.job import (
     ConfigError,
     Grads,
     Job,
+    Keep,
     LRGen,
+    Merge,
     Pull,
     Reduce,
     Updater,
     UpdaterType,
+    Weigh,
 )
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
@@ -39,6 +42,7 @@ from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, sin
 from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_assigns, draw_moves
 from topotrain.tools.simulator.group_churn import ElasticTrial
+from topotrain.tools.simulator.island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
@@ -75,6 +79,10 @@ LAYOUTS: Mapping[str, Job] = {
     "ring average": _job(3, 1, 2, nserver_groups=3, agreement=Agreement.kRingAverage),
     "elastic averaging": _job(3, 1, 2, nserver_groups=3, sync_freq=2, agreement=Agreement.kElastic, moving_rate=0.25),
     "gossip": _job(4, 1, 1, nserver_groups=4, sync_freq=2, agreement=Agreement.kGossip),
+    "islands": _job(4, 1, 2, outer=_OUTER, quorum=1, sync_freq=4, fragments=2),
+    "islands in step": _job(3, 1, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
+    "islands of a quorum": _job(4, 1, 2, outer=_OUTER, quorum=2, sync_freq=3),
+    "islands that wait": _job(3, 1, 2, outer=_OUTER, sync_freq=3, overlap=2),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -117,10 +125,20 @@ def prepared(job: Job, name: str) -> Job:
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     grads = Grads.kHidden if singly(job) else Grads.kVisible
+    if cluster.outer is not None:
+        cluster = _counting(cluster)
     plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=grads, per_worker_batch=singly(job))
     # Without a link all units are on one host. With several, the sums of hosts need a network that keeps the order of
     # messages, and most of the simulated ones do not.
     return replace(plain, cluster=replace(cluster, link=None), reduce=Reduce.kSum)
+
+
+def _counting(cluster: Cluster) -> Cluster:
+    """Return the block with rules by which each step of a worker counts as 1."""
+    fragments = next(n for n in range(FRAGMENTS, 0, -1) if n <= cluster.fragments and not cluster.sync_freq % n)
+    return replace(
+        cluster, outer=_OUTER, weigh=Weigh.kEqual, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
+    )
 
 
 def layout_of(seed: int) -> str:
@@ -135,18 +153,26 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
+    if trains_alone(job):
+        # So many for each group, which makes several steps before it tells of them. One epoch: a worker that dies in a
+        # later one has no way back to what it had not told of an earlier one.
+        each = schedule.batches * schedule.epochs
+        schedule = replace(schedule, batches=each * topology.worker_groups, epochs=1)
+        # With leases an epoch is over when all batches are read. A worker that dies then has no way back to those of
+        # which it had not told.
+        schedule = replace(schedule, mode="static")
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()
     # A batch that goes to another server group with the lease of a dead group would be assigned in both.
-    exact = not singly(job) and BatchCounts(topology).exact
+    exact = not (singly(job) or trains_alone(job)) and BatchCounts(topology).exact
     assigns = exact and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
     return replace(schedule, faults=(*schedule.faults, *moves), assigns=assigns)
 
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
     """Run one simulation."""
-    trial = ElasticTrial(job, seed, schedule)
+    trial = (IslandTrial if trains_alone(job) else ElasticTrial)(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
 

@@ -120,7 +120,7 @@ class SimCluster:
         self.present = PresentWorkers(self.transport)
         self.random = random.Random(seed)  # the scripts' own random generator
         groups = self.topology.server_groups if self.topology.synced else 1
-        self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
+        self.schema, self.map = self._describe(schema, groups, rate)
         self.sim_servers: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
@@ -132,6 +132,10 @@ class SimCluster:
         self._connect_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.clients = {me: self._make_client(me) for me in self.workers}
+
+    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
+        """Return the description of the model, and its slices for so many server groups."""
+        return _plan(schema, self.topology.shards, groups, rate)
 
     def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
         return SimulatedTransport(self.sim, network_faults)

@@ -201,6 +201,9 @@ class SimDisks:
             if self._schedule.assigns and name == f"p{ASSIGNED}" and self._cluster.topology.worker_groups > 1:
                 # Another group may be between an assignment and its step.
                 there = torch.where((cells == 0) & (there == 1), cells, there)
+            if self._cluster.job.cluster.fragments > 1:
+                # A batch is listed with the first fragment that has it.
+                there = torch.where((cells == 1) & (there == 0), cells, there)
             if not torch.equal(there, cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
                 raise InvariantViolated(f"snapshot {number} lists {runs}, but {name} has cells {has}")

@@ -1,0 +1,167 @@
+"""Simulated workers with rounds of their own: what seeds find, and rules that are left out."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from topotrain.config.job import Keep
+from topotrain.core.protocol import StepDecision
+from topotrain.core.server.step_execution import StepExecution
+from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+from topotrain.tools.simulator.island_trial import IslandTrial, trains_alone
+from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
+
+pytestmark = pytest.mark.simulated
+
+ISLANDS = tuple(name for name, job in LAYOUTS.items() if trains_alone(job))
+"""The layouts in which workers make several steps between two rounds."""
+
+
+@pytest.fixture(autouse=True)
+def on_one_core() -> Iterator[None]:
+    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def verdict_of(name: str, seed: int) -> Any:
+    return run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
+
+
+def test_there_are_layouts_with_and_without_a_quorum_and_fragments() -> None:
+    found = {(job.cluster.quorum > 0, job.cluster.fragments > 1) for job in map(LAYOUTS.get, ISLANDS) if job}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_no_step_is_lost_or_counted_twice(name: str) -> None:
+    kills = crashes = snapshots = 0
+    for seed in range(25):
+        verdict = verdict_of(name, seed)
+        assert not verdict.wrong, f'topotrain simulate --seed {seed} --layout "{name}": {verdict.wrong}'
+        kills, crashes, snapshots = kills + verdict.kills, crashes + verdict.crashes, snapshots + verdict.snapshots
+    assert crashes and snapshots
+    assert kills or name == "islands in step", "workers die where they can start again"
+
+
+def test_a_batch_of_a_dead_worker_may_be_missing_in_a_fragment_and_in_no_other_case() -> None:
+    job = LAYOUTS["islands"]
+    trial = IslandTrial(job, 0, schedule_of(job, "islands", 0))
+    trial.run()
+    cells = trial.batches * trial.epochs
+    trial.final = [torch.ones(cells) for _ in range(4)]
+    assert trial.wrong() == []
+    makers = [trial.worker_processes[worker] for worker in trial.workers]
+    trial.final[1][0] = 0
+    trial.made(0, makers[1])
+    assert trial.wrong() == [(1, 0, 0.0)], "its maker has not died"
+
+
+# --- rules left out ----------------------------------------------------------------------------------------------
+
+
+def sent_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The values at the push are not kept, so that steps made meanwhile are those of the exchange."""
+
+    def take(
+        self: TakeRule, own: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        for mine, new in zip(own, received, strict=True):
+            mine.copy_(new)
+
+    patch.setattr(TakeRule, "take", take)
+
+
+def late_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """What was pushed to older values than those of now is added once more."""
+    update = StepExecution._update
+
+    def twice(self: StepExecution, steps: Sequence[Any]) -> None:
+        update(self, steps)
+        late = [step for step in steps if step.staleness]
+        if late:
+            for _ in self._applied(late):
+                pass
+
+    patch.setattr(StepExecution, "_update", twice)
+
+
+def nobody_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A round without a quorum is over with the first push."""
+    patch.setattr(OuterRounds, "updates", lambda self, steps: [(step,) for step in steps])
+
+
+def other_members_on_a_shard(patch: pytest.MonkeyPatch) -> None:
+    """The second shard makes the outer step without the last group of the round."""
+    joint = OuterRounds.joint_gradient
+
+    def fewer(self: OuterRounds, sources: Mapping[int, Any]) -> Any:
+        if self._server.me.index:
+            sources = {group: sources[group] for group in sorted(sources)[:-1]}
+        return joint(self, sources)
+
+    patch.setattr(OuterRounds, "joint_gradient", fewer)
+
+
+def base_not_moved(patch: pytest.MonkeyPatch) -> None:
+    """A worker subtracts its values from the first ones that it has received."""
+    write = LocalValues._write_difference
+
+    def from_the_first(self: LocalValues, fragments: Any) -> None:
+        flats = self._buffers.flats
+        kept = {space.index: flats.flat("params", space.index).clone() for space in self._spaces}
+        for number in kept:
+            flats.flat("params", number).zero_()
+        write(self, fragments)
+        for number, values in kept.items():
+            flats.flat("params", number).copy_(values)
+
+    patch.setattr(LocalValues, "_write_difference", from_the_first)
+
+
+def shards_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    """A shard makes an update of each decided step, also of those that are one round."""
+    carry_out = StepExecution.carry_out
+
+    def alone(self: StepExecution, decisions: Sequence[StepDecision]) -> None:
+        for decision in decisions[-1:] if self._state.me.index else decisions:
+            carry_out(self, [decision])
+
+    patch.setattr(StepExecution, "carry_out", alone)
+
+
+MUTANTS = [
+    (sent_forgotten, "islands of a quorum"),
+    (sent_forgotten, "islands that wait"),
+    (late_counted_twice, "islands"),
+    (nobody_awaited, "islands in step"),
+    (other_members_on_a_shard, "islands of a quorum"),
+    (other_members_on_a_shard, "islands in step"),
+    (base_not_moved, "islands"),
+    (base_not_moved, "islands in step"),
+    (shards_in_any_order, "islands in step"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{row[0].__name__}, {row[1]}" for row in MUTANTS])
+def test_each_rule_of_rounds_is_needed(
+    mutant: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert any(verdict_of(name, seed).wrong for seed in range(20)), "it makes no difference"
+
+
+def test_blended_steps_are_no_ledger() -> None:
+    """The simulation replaces settings by which a step counts as another number than 1."""
+    job = LAYOUTS["islands that wait"]
+    cluster = replace(job.cluster, keep=Keep.kBlend, blend=0.25, sync_freq=12, fragments=6, overlap=1)
+    used = prepared(replace(job, cluster=cluster), "some.conf")
+    assert (used.cluster.keep, used.cluster.blend, used.cluster.fragments) == (Keep.kAdd, 0.5, 4)
+    assert not run_trial(used, "some.conf", 0, schedule_of(used, "some.conf", 0)).wrong

@@ -1,0 +1,321 @@
+"""Simulated workers that train alone between rounds of an outer optimizer.
+
+A worker here is the product's own `Worker` with its inner optimizer, and a model of cells. Each batch has a cell of its
+own in each parameter, where the gradient is -1. The inner SGD has rate 1, and so has the outer one. Differences are
+added up. So a step that counts once makes its cell 1.
+
+Invariants, for each process of a worker at each of its steps:
+
+* Its own value is the received value plus what it has learned and the received value does not contain.
+* Each of its steps is in its own values, once. The same holds for each step of others that it has seen.
+
+And for the servers after each decision: every cell is 0 or 1, and none is 1 that no worker has made. So of every step
+that was made one of these holds: the servers have counted it, or the worker has not told it or is telling it, or the
+worker is dead.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from topotrain.config.job import Cluster, Job
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.core.client.value_pull import ValueObserver
+from topotrain.core.model.schema import PrivateMemory, Schema
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.tools.simulator.cell_model import CellModel, outer_plan
+from topotrain.tools.simulator.fault_schedule import FaultSchedule
+from topotrain.tools.simulator.group_churn import ElasticTrial
+from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
+from topotrain.tools.simulator.sim_disks import passes_of
+from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
+from topotrain.tools.simulator.trial import Trial, TrialScript
+from topotrain.tools.simulator.worker_observer import InvariantViolated
+from topotrain.training.data.data_client import DataClient
+from topotrain.training.parameters.device_parameters import ParameterHolder
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker, WorkerMemory
+
+FRAGMENTS = 4
+"""The number of parameters of the model, hence the most fragments."""
+
+
+def trains_alone(job: Job) -> bool:
+    """Whether workers make steps of their own between two rounds."""
+    return job.cluster.outer is not None and job.cluster.sync_freq > 1
+
+
+class ReceivedValues(ValueObserver):
+    """Knows whether new values of a worker are under way.
+
+    Args:
+        observer: takes the values.
+        pace: is told when they are taken.
+    """
+
+    def __init__(self, observer: ValueObserver, pace: "RoundPace") -> None:
+        self._observer, self._pace = observer, pace
+        self.under_way = False
+
+    def before_values(self) -> None:
+        """As `ValueObserver.before_values`."""
+        self._observer.before_values()
+        self.under_way = True
+
+    def after_values(self) -> None:
+        """As `ValueObserver.after_values`."""
+        self._observer.after_values()
+        self.under_way = False
+        self._pace.taken()
+
+
+class RoundPace:
+    """The number of pushes of one process, and of all others in the job.
+
+    Args:
+        trial: the job.
+        process: of the worker.
+    """
+
+    def __init__(self, trial: "IslandTrial", process: WorkerProcess) -> None:
+        self._trial, self._process = trial, process
+        self.pushes, self.ended = 0, False
+
+    def end(self) -> None:
+        """The worker has read all its batches. The others do not wait for it any more."""
+        self.ended = True
+
+    def push(self) -> None:
+        """The worker pushes a fragment."""
+        self.pushes += 1
+
+    def taken(self) -> None:
+        """The worker has new values. Raises InvariantViolated."""
+        if not self._trial.in_lock_step or not self.pushes:
+            return
+        for worker, process in self._trial.worker_processes.items():
+            behind = self._trial.paces.get(process)
+            count = 0 if behind is None else behind.pushes
+            if count < self.pushes and not process.over and (behind is None or not behind.ended):
+                raise InvariantViolated(
+                    f"{self._process.me} has the values of its round {self.pushes}, and {worker} has pushed {count}"
+                )
+
+
+class WatchedOptimizer(InnerOptimizer):
+    """The product's inner optimizer, observed at pushes and received values."""
+
+    def __init__(self, model: nn.Module, cluster: Cluster, pace: RoundPace) -> None:
+        self.plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        super().__init__(self.plain, cluster, model.named_parameters())
+        self._pace = pace
+        self.received = ReceivedValues(ValueObserver(), pace)
+
+    def observer(self, holder: ParameterHolder) -> ValueObserver:
+        """As `LocalSteps.observer`."""
+        self.received = ReceivedValues(super().observer(holder), self._pace)
+        return self.received
+
+    @contextmanager
+    def sum_as_gradient(self) -> Iterator[None]:
+        """As `LocalSteps.sum_as_gradient`."""
+        self._pace.push()
+        with super().sum_as_gradient():
+            yield
+
+
+class IslandObserver:
+    """Checks the values of one process of a worker.
+
+    Args:
+        name: of the process.
+        worker: the process.
+        cells: how many each parameter begins with.
+    """
+
+    def __init__(self, name: str, worker: Worker, cells: int) -> None:
+        self._name, self._worker, self._cells = name, worker, cells
+        self._made = torch.zeros(cells, dtype=torch.bool)
+        self._before = [torch.zeros(cells) for _ in worker.parts.tensors]
+
+    def made(self, cells: Iterable[int]) -> None:
+        """The worker has made the step of these cells."""
+        self._made[list(cells)] = True
+
+    def check(self, under_way: bool) -> None:
+        """Check the present values. Raises InvariantViolated.
+
+        under_way: "params" is being written.
+        """
+        for index, tensor in enumerate(self._worker.parts.tensors):
+            own = tensor.detach()[: self._cells].clone()
+            self._refuse(index, own, (own != 0) & (own != 1), "where 0 or 1 is right")
+            self._refuse(index, own, self._made & (own != 1), "which this worker has made")
+            self._refuse(index, own, own < self._before[index], "which was 1 before")
+            if not under_way:
+                received = self._worker.buffers.view("params", index)[: self._cells]
+                untold = self._made & (received == 0)
+                wrong = own != received + untold
+                self._refuse(index, own, wrong, "which is not the received value plus what is not told")
+            self._before[index] = own
+
+    def _refuse(self, index: int, own: torch.Tensor, where: torch.Tensor, why: str) -> None:
+        if where.any():
+            cell = int(where.nonzero()[0])
+            raise InvariantViolated(f"{self._name} has cell {cell} of p{index} as {float(own[cell]):g}, {why}")
+
+
+class IslandScript(TrialScript):
+    """The script of one simulated process that trains alone between rounds."""
+
+    def __init__(self, trial: Trial, worker: SimWorker, process: WorkerProcess) -> None:
+        super().__init__(trial, worker, process)
+        assert isinstance(trial, IslandTrial)
+        self._islands, self._saved = trial, 0
+
+    def run(self) -> None:
+        """Read all batches, with one step for each."""
+        trial, process, client = self._islands, self._process, self._worker.client
+        pace = trial.paces[process] = RoundPace(trial, process)
+        model = CellModel(trial.schema.parameters)
+        inner = WatchedOptimizer(model, trial.job.cluster, pace)
+        parts = describe_model(model, (), inner.optimizers)
+        memory = WorkerMemory(PrivateMemory())
+        worker = Worker(process.me, trial.job, trial.topology, parts, (inner.plain,), client, memory, inner)
+        worker.start()
+        name = f"{process.me} of incarnation {process.incarnation}"
+        observer = IslandObserver(name, worker, trial.batches * trial.epochs)
+        for epoch in self._epochs:
+            begins = True
+            for stream, seq, number in self._batches(epoch, False):
+                # A real worker stores its state at the begin of an epoch, and where a snapshot needs it.
+                if begins and trial.schedule.every:
+                    client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
+                begins = False
+                self._save(worker, epoch)
+                self._worker.sleep(0.0, 0.004)
+                # It may have been killed while it computed.
+                if process.over:
+                    raise Killed
+                observer.check(inner.received.under_way)
+                self._train(worker, epoch * trial.batches + number, (stream, seq))
+                observer.made([epoch * trial.batches + number])
+                observer.check(inner.received.under_way)
+                trial.committed(process.me)
+                if worker.leaves:
+                    trial.leave(process)
+            if client.extension(DataClient).leaves:
+                trial.leave(process)
+        pace.end()
+        worker.finish()
+        observer.check(inner.received.under_way)
+        self._save(worker, trial.epochs)
+        if process.me == trial.workers[0]:
+            client.values.fetch_final()
+            client.buffers.final()
+            self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
+
+    def _train(self, worker: Worker, cell: int, place: tuple[int, int]) -> None:
+        """Make the step of one batch, with a gradient of -1 in this cell."""
+        self._islands.made(cell, self._process)
+        worker.drawn(*place, 1.0, 1)
+        worker.optimizers[0].zero_grad()
+        torch.autograd.backward([-tensor[cell] for tensor in worker.parts.tensors])
+        worker.step()
+
+    def _save(self, worker: Worker, epoch: int) -> None:
+        """Store the state for the newest snapshot, once."""
+        if worker.snapshot > self._saved:
+            self._saved = worker.snapshot
+            worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(epoch))
+
+
+class IslandTrial(ElasticTrial):
+    """A trial with workers that train alone between rounds."""
+
+    script_class = IslandScript
+
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        schedule: FaultSchedule,
+        network_faults: NetworkFaults | None = None,
+        absent: Iterable[int] = (),
+        before: Trial | None = None,
+    ) -> None:
+        cluster = job.cluster
+        # Workers that could start again alone may be behind.
+        self.in_lock_step = not cluster.quorum and cluster.fragments > 1
+        self.paces: dict[WorkerProcess, RoundPace] = {}
+        self._makers: dict[int, set[WorkerProcess]] = {}  # cell -> processes of this start
+        self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
+        self._changed = False
+        super().__init__(job, seed, schedule, network_faults, absent, before)
+        self.transport.observers.append(self._observe)
+
+    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
+        """As `SimCluster._describe`, with other lengths and the outer optimizers."""
+        cells = schema[0].count
+        # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
+        # and the second server those of the short ones.
+        long, short = max(cells, 256), max(cells, 64)
+        plan = outer_plan(self.job, self.topology, parameters(long, long, short, short))
+        return plan.schema, plan.slice_map
+
+    @property
+    def made_cells(self) -> set[int]:
+        """The cells of all steps that were made, also in earlier starts of the job."""
+        return self._made_before | self._makers.keys()
+
+    def made(self, cell: int, process: WorkerProcess) -> None:
+        """A process makes the step of this cell."""
+        self._makers.setdefault(cell, set()).add(process)
+
+    # --- what the servers have -----------------------------------------------------------------------------------
+
+    def _observe(self, sender: Address, to: Address, message: m.Message) -> None:
+        # Before the delivery: the effects of the last decision are there.
+        if self._changed:
+            self._check_servers()
+        self._changed = isinstance(message, m.StepDecision)
+
+    def _check_servers(self) -> None:
+        """Check what the servers have counted. Raises InvariantViolated."""
+        made = self.made_cells
+        for me, sim_server in self.sim_servers.items():
+            model = sim_server.server.state.model
+            for segment in self.map.segments if model is not None else ():
+                if segment.shard != me.index:
+                    continue
+                part = sim_server.server.state.known.flats.segment("values", segment)
+                for at in part.nonzero()[:, 0].tolist():
+                    cell, value = segment.start + at, float(part[at])
+                    if value != 1 or cell not in made:
+                        raise InvariantViolated(f"{me} has counted cell {cell} of p{segment.parameter} {value:g} times")
+
+    def wrong(self) -> list[tuple[int, int, float]]:
+        """As `Trial.wrong`.
+
+        With several fragments a batch enters fragment by fragment, so that what a dead process had not told of one
+        fragment may be missing there.
+        """
+        found = super().wrong()
+        if self.job.cluster.fragments == 1 or not found or found[0][0] < 0:
+            return found
+        return [(parameter, cell, value) for parameter, cell, value in found if value or not self._may_miss(cell)]
+
+    def _may_miss(self, cell: int) -> bool:
+        """Whether a cell may be 0 in some fragments."""
+        makers = self._makers.get(cell, set())
+        there = [float(part[cell]) for part in self.final]
+        # Otherwise no fragment has told the batch, and another worker would have read it.
+        lost = all(process.dead for process in makers) and (makers or cell in self._made_before)
+        return bool(lost) and 1.0 in there
