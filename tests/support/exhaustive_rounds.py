@@ -215,7 +215,7 @@ class RoundWorker:
         self.go_on()
 
     def push(self, fetch: bool) -> None:
-        fragment = self.schedule.fragment(self.pushes)
+        fragment = self.pushes % self.scope.fragments
         self.awaited, self.fetches, self.answers = fragment, fetch, {}
         self.untold.push(fragment)
         for shard in range(SHARDS):
@@ -239,7 +239,7 @@ class RoundWorker:
         if self.awaited is not None and due and len(self.answers) == SHARDS:
             self._settle()
         while self.ends and not self.over and self.awaited is None:
-            fragment = self.schedule.fragment(self.pushes)
+            fragment = self.pushes % self.scope.fragments
             if self.untold[fragment].steps:
                 self.push(False)
                 return

@@ -98,7 +98,8 @@ class RoundPace:
 
     def taken(self) -> None:
         """The worker has new values. Raises InvariantViolated."""
-        if not self._trial.in_lock_step or not self.pushes:
+        # While a worker is away the others have rounds without it, and it counts from 0 when it is back.
+        if not self._trial.in_lock_step or not self.pushes or self._trial.deaths:
             return
         for worker, process in self._trial.worker_processes.items():
             behind = self._trial.paces.get(process)
