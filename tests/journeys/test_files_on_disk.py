@@ -76,7 +76,8 @@ def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(runner:
 
 def test_a_second_plain_start_says_what_it_moves(runner: JobRunner):
     for _ in range(3):
-        ended = runner.run(ALLREDUCE, "disk.py", "", "40", "", extra="checkpoint_freq: 2")
+        workspace = str(runner.folder / "job")
+        ended = runner.run(ALLREDUCE, "disk.py", "kept", "40", workspace, extra="checkpoint_freq: 2")
     assert "snapshots of the earlier run" in ended.err and "manifests.previous-2 from now on" in ended.err
     assert sorted(path.name for path in (runner.folder / "job").glob("manifests*")) == [
         "manifests",

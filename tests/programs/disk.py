@@ -27,8 +27,10 @@ for _ in tt.epochs(2):
             with suppress(OSError), (workspace / "filler").open("ab", buffering=0) as file:
                 while file.write(bytes(1 << 16)):
                     pass
-if how == "limit" and tt.is_main():
+if how in ("limit", "kept") and tt.is_main():
+    # A job may end before a snapshot that it has begun is whole.
     deadline = time.monotonic() + 60
     while not (workspace / "manifests" / "step-2" / "manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    if how == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
