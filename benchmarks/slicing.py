@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
-from benchmarks.record import run_table, say
-from benchmarks.sides import Side, Sides, attempt, cluster
+from benchmarks.record import run_table
+from benchmarks.sides import Side, Sides, cluster, gather
 
 NAME, TITLE, GOALS = "slicing", "Slicing and priority on a slow link", ()
 
@@ -30,15 +30,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
         starts = {f"{size} KB": partial(job, size) for size in SIZES}
         starts[LAZY] = partial(job, 128, "pull: kLazy")
-        living: dict[str, Side] = {}
-        missing: dict[str, str] = {}
-        for name, begin in starts.items():
-            found = attempt(begin)
-            if isinstance(found, Side):
-                living[name] = found
-            else:
-                missing[name] = found
-                say(f"  {name}: {found}")
+        living, missing = gather(starts)
         measured = interleave({name: partial(side.run, 3) for name, side in living.items()}, options.rounds)
     rows: list[Row] = []
     coarse = measured.get("1024 KB")

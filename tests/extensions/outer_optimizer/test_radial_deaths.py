@@ -60,14 +60,14 @@ class Ledger(CrashableCluster):
         """What should not be. The cells of a round of k groups are there k at a time."""
         found = [each for each in super().wrong() if not each.startswith("cell ")]
         cells = [float(value) for value in self.final[0][:BATCHES]] if self.final else []
+        # With a quorum the rate of a round is its share of the groups that take part. No two of these are near.
+        wanted = {
+            math.sqrt(2 / (k + k * k)) * k / (of if self.job.cluster.quorum else k): k
+            for k in range(1, GROUPS + 1)
+            for of in range(k, GROUPS + 1)
+        }
         rounds = Counter[int]()
         for cell, count in Counter(cells).items():
-            # With a quorum the rate of a round is its share of the groups that take part. No two of these are near.
-            wanted = {
-                math.sqrt(2 / (k + k * k)) * k / (of if self.job.cluster.quorum else k): k
-                for k in range(1, GROUPS + 1)
-                for of in range(k, GROUPS + 1)
-            }
             near = min(wanted, key=lambda value, cell=cell: abs(value - cell))  # type: ignore[misc]
             if math.isclose(cell, near, rel_tol=1e-5):
                 rounds[wanted[near]] += count

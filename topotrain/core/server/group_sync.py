@@ -404,7 +404,7 @@ class PairwiseSync:
             # Kept for an offer that comes twice: this value has moved since. So has the mark, if a snapshot came.
             self._answers[key] = message.sync, change, mark
             self._count_offer(group, message)
-        # A repeated offer that was answered before the last one, or whose reply has arrived.
+        # A repeated offer: it was answered before the last one, or its reply has arrived.
         elif message.sync < number or change is None:
             return []
         return [(group, PairReply(bucket, message.sync, self._brings(group, bucket), mark, body=change))]
