@@ -24,13 +24,14 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.tools.simulator.cell_model import CellModel, outer_plan
-from topotrain.tools.simulator.fault_schedule import FaultSchedule
+from topotrain.tools.simulator.fault_schedule import FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
@@ -193,12 +194,14 @@ class IslandScript(TrialScript):
         worker.start()
         name = f"{process.me} of incarnation {process.incarnation}"
         observer = IslandObserver(name, worker, trial.batches * trial.epochs)
-        for epoch in self._epochs:
+        self._accounting, states = worker, PassStates(client.extension(WorkerStateClient), worker)
+        for epoch in self._rest(client):
             begins = True
             for stream, seq, number in self._batches(epoch, False):
                 # A real worker stores its state at the begin of an epoch, and where a snapshot needs it.
-                if begins and trial.schedule.every:
-                    client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
+                states.save()
+                if begins and not states.holds:
+                    states.begin(epoch, passes_of(epoch))
                 begins = False
                 self._save(worker, epoch)
                 self._worker.sleep(0.0, 0.004)
@@ -223,6 +226,12 @@ class IslandScript(TrialScript):
             client.buffers.final()
             self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
 
+    def _rest(self, client: Client) -> range:
+        """The epochs from the one on that the state of an earlier process has."""
+        left = client.extension(WorkerStateClient).load(client.channel.me.index)[0] if self._process.incarnation else None
+        first = 0 if left is None else int(left.view(torch.int64))
+        return range(max(first, self._epochs.start), self._trial.epochs)
+
     def _train(self, worker: Worker, cell: int, place: tuple[int, int]) -> None:
         """Make the step of one batch, with a gradient of -1 in this cell."""
         self._islands.made(cell, self._process)
@@ -235,7 +244,8 @@ class IslandScript(TrialScript):
         """Store the state for the newest snapshot, once."""
         if worker.snapshot > self._saved:
             self._saved = worker.snapshot
-            worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(epoch))
+            first = worker.first_uncounted(epoch)
+            worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(first))
 
 
 class IslandTrial(ElasticTrial):
@@ -253,8 +263,8 @@ class IslandTrial(ElasticTrial):
         before: Trial | None = None,
     ) -> None:
         cluster = job.cluster
-        # Workers that could start again alone may be behind.
-        self.in_lock_step = not cluster.quorum and cluster.fragments > 1
+        # Workers that could start again alone may be behind. With leases one may have no batch left in an epoch.
+        self.in_lock_step = not cluster.quorum and cluster.fragments > 1 and schedule.mode == "static"
         self.paces: dict[WorkerProcess, RoundPace] = {}
         self._makers: dict[int, set[WorkerProcess]] = {}  # cell -> processes of this start
         self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
@@ -306,17 +316,21 @@ class IslandTrial(ElasticTrial):
         """As `Trial.wrong`.
 
         With several fragments a batch enters fragment by fragment, so that what a dead process had not told of one
-        fragment may be missing there.
+        fragment may be missing there. And of a group that has left no process comes back to an epoch that all others
+        have read.
         """
         found = super().wrong()
-        if self.job.cluster.fragments == 1 or not found or found[0][0] < 0:
+        if found and found[0][0] < 0:
             return found
         return [(parameter, cell, value) for parameter, cell, value in found if value or not self._may_miss(cell)]
 
     def _may_miss(self, cell: int) -> bool:
-        """Whether a cell may be 0 in some fragments."""
+        """Whether a cell may be 0 in some fragments, or in all."""
         makers = self._makers.get(cell, set())
         there = [float(part[cell]) for part in self.final]
-        # Otherwise no fragment has told the batch, and another worker would have read it.
         lost = all(process.dead for process in makers) and (makers or cell in self._made_before)
-        return bool(lost) and 1.0 in there
+        left = {fault.group for fault in self.moves if fault.what is not FaultKind.JOIN}
+        if any(process.me.group in left for process in makers):
+            return bool(lost)
+        # Otherwise no fragment has told the batch, and another worker would have read it.
+        return bool(lost) and self.job.cluster.fragments > 1 and 1.0 in there

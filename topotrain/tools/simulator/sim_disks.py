@@ -168,7 +168,6 @@ class SimDisks:
         self._over = max(self._over, facts["closed"])
         self._check(what.number, runs, values)
         first = facts["first_epoch"]
-        self._over = max(self._over, first or 0)
         passes = [int(left.view(torch.int64)) for left in what.states.values()]
         self.last = PublishedSnapshot(
             number=what.number,
@@ -185,6 +184,8 @@ class SimDisks:
             samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
             rounds=facts.get("rounds", ()),
         )
+        # Of an epoch that all have read, some batches may not count yet.
+        self._over = max(self._over, min(first or 0, self.last.first))
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
         workers = self._cluster.topology.workers_per_group
