@@ -159,9 +159,7 @@ class SnapshotCoordinator:
         late: workers make several steps before a commit, so batches may count when their epoch has been read.
     """
 
-    def __init__(
-        self, servers: tuple[Address, ...], position: DataPosition, apart: bool, late: bool = False
-    ) -> None:
+    def __init__(self, servers: tuple[Address, ...], position: DataPosition, apart: bool, late: bool = False) -> None:
         self._servers, self._apart, self._late = servers, apart, late
         group = servers[0].group
         # Only these are sent to directly. The first shard of another group forwards to the rest of its group.

@@ -228,9 +228,10 @@ class IslandScript(TrialScript):
 
     def _rest(self, client: Client) -> range:
         """The epochs from the one on that the state of an earlier process has."""
-        left = client.extension(WorkerStateClient).load(client.channel.me.index)[0] if self._process.incarnation else None
-        first = 0 if left is None else int(left.view(torch.int64))
-        return range(max(first, self._epochs.start), self._trial.epochs)
+        left = None
+        if self._process.incarnation:
+            left, _ = client.extension(WorkerStateClient).load(self._process.me.index)
+        return self._epochs if left is None else range(int(left.view(torch.int64)), self._trial.epochs)
 
     def _train(self, worker: Worker, cell: int, place: tuple[int, int]) -> None:
         """Make the step of one batch, with a gradient of -1 in this cell."""
