@@ -269,6 +269,7 @@ class IslandTrial(ElasticTrial):
         self.paces: dict[WorkerProcess, RoundPace] = {}
         self._makers: dict[int, set[WorkerProcess]] = {}  # cell -> processes of this start
         self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
+        self._left_before = before.left_cells if isinstance(before, IslandTrial) else set[int]()
         self._changed = False
         super().__init__(job, seed, schedule, network_faults, absent, before)
         self.transport.observers.append(self._observe)
@@ -286,6 +287,24 @@ class IslandTrial(ElasticTrial):
     def made_cells(self) -> set[int]:
         """The cells of all steps that were made, also in earlier starts of the job."""
         return self._made_before | self._makers.keys()
+
+    @property
+    def _left_groups(self) -> set[int]:
+        """The groups that have left, or were given up. They may be back."""
+        return {fault.group for fault in self.moves if fault.what is not FaultKind.JOIN}
+
+    @property
+    def left_cells(self) -> set[int]:
+        """The cells of steps that such a group has made, also in earlier starts of the job."""
+        left = self._left_groups
+        made = {cell for cell, makers in self._makers.items() if any(process.me.group in left for process in makers)}
+        return self._left_before | made
+
+    def may_be_lost(self, cell: int) -> bool:
+        """As `SimCluster.may_be_lost`."""
+        left = self._left_groups
+        makers = self._makers.get(cell, set())
+        return cell in self.left_cells and all(process.dead or process.me.group in left for process in makers)
 
     def made(self, cell: int, process: WorkerProcess) -> None:
         """A process makes the step of this cell."""
@@ -327,11 +346,10 @@ class IslandTrial(ElasticTrial):
 
     def _may_miss(self, cell: int) -> bool:
         """Whether a cell may be 0 in some fragments, or in all."""
+        if self.may_be_lost(cell):
+            return True
         makers = self._makers.get(cell, set())
         there = [float(part[cell]) for part in self.final]
-        lost = all(process.dead for process in makers) and (makers or cell in self._made_before)
-        left = {fault.group for fault in self.moves if fault.what is not FaultKind.JOIN}
-        if any(process.me.group in left for process in makers):
-            return bool(lost)
         # Otherwise no fragment has told the batch, and another worker would have read it.
+        lost = all(process.dead for process in makers) and (makers or cell in self._made_before)
         return bool(lost) and self.job.cluster.fragments > 1 and 1.0 in there
