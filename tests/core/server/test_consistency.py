@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -123,6 +124,15 @@ def test_powers_are_added_or_the_largest_counts():
     log.staged(0, staged(0, 1, power=9.0, infinity=True))
     log.staged(1, staged(0, 1, power=4.0, infinity=True))
     assert log.decide(0, 1).power == 9.0
+
+
+@pytest.mark.parametrize("arrival", list(permutations(range(3))))
+def test_a_norm_has_the_same_bits_in_whichever_order_the_votes_come(arrival):
+    powers = (1e16, 1.0, 1.0)  # 1e16 + 1 + 1 has other bits than 1 + 1 + 1e16
+    log = DecisionLog(3)
+    for shard in arrival:
+        log.staged(shard, staged(0, 0, power=powers[shard]))
+    assert log.decide(0, 0).power == sum(powers)
 
 
 def test_a_vote_that_comes_again_after_the_decision_does_not_decide_twice():

@@ -55,6 +55,19 @@ def test_another_tree_has_other_bits_and_another_order_of_arrival_the_same():
         assert torch.equal(mean, mean_of({w: parts[w] for w in order}, ((0, 1), (2, 3), (4,))))
 
 
+@pytest.mark.parametrize("weights", [(1e16, 1.0, 1.0), (0.1, 0.2, 0.3)])
+def test_the_sum_of_the_weights_has_the_same_bits_in_any_order_of_arrival(weights):
+    """Weights of `tt.weight` are any numbers. In float64 the last bit of their sum is in the mean."""
+    parts = {w: (weight, torch.arange(1.0, 40.0, dtype=torch.float64)) for w, weight in enumerate(weights)}
+    for tree in (((0, 1, 2),), ((0,), (1, 2))):
+        found = set()
+        for order in permutations(range(3)):
+            out = torch.empty(39, dtype=torch.float64)
+            canonical_mean({w: parts[w] for w in order}, tree, out, ScratchBuffers())
+            found.add(out.numpy().tobytes())
+        assert len(found) == 1
+
+
 def test_equal_weights_divide_and_do_not_multiply():
     parts = parts_of(3, weights=(4.0, 4.0, 4.0))
     a, b, c = (grad for _, grad in parts.values())

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 from topotrain.config.job import Cluster, Job, Reduce, Shard
 from topotrain.config.topology import layout
+from topotrain.core.server.ordered_sum import OrderedMean
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal
-from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
+from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient
 
 GROUPS, STEPS = 3, 17
 
@@ -102,6 +104,23 @@ def rounds(quorum: int, live: tuple[int, ...], fragments: dict[int, int]) -> lis
     )
     policy = OuterRounds(server, exact(sync_freq=4, fragments=4, quorum=quorum))  # type: ignore[arg-type]
     return [[group for group, _ in update] for update in policy.updates([(group, 7) for group in sorted(fragments)])]
+
+
+@pytest.mark.parametrize("arrival", list(permutations(range(3))))
+def test_the_weight_of_a_group_has_the_same_bits_in_any_order_of_its_commits(arrival: tuple[int, ...]) -> None:
+    weights, values = (0.1, 0.2, 0.3), torch.arange(1.0, 40.0, dtype=torch.float64)
+    in_order = {worker: SimpleNamespace(weight=weight) for worker, weight in enumerate(weights)}
+    arrived = {worker: in_order[worker] for worker in arrival}
+
+    def mean(commits: dict[int, Any]) -> torch.Tensor:
+        def source(sign: float, its: dict[int, Any]) -> Any:
+            return SimpleNamespace(commits=its, present=lambda bucket: 1, gradient=lambda bucket: values * sign)
+
+        sources = {0: source(1.0, commits), 1: source(-0.7, {0: SimpleNamespace(weight=1.0)})}
+        bucket: Any = None
+        return RoundGradient(sources, OrderedMean(((0, 1),)), bucket, ()).gradient(bucket).clone()
+
+    assert torch.equal(mean(arrived), mean(in_order))
 
 
 def test_which_rounds_are_over() -> None:

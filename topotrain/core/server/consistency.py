@@ -112,15 +112,23 @@ _MOST_EXITS = 1 << 14  # of one worker, that others of its group have not made: 
 class _Vote:
     shards: set[int]
     finite: bool = True
-    power: float = 0.0
+    infinity: bool = False  # the norm is the largest of the parts, and not the sum of their powers
+    powers: dict[int, float] = field(default_factory=dict)  # by shard
     refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
     members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> workers complete there
     measured: dict[int, bytes] = field(default_factory=dict)  # by shard
 
-    def add_norm(self, message: StepVote) -> None:
-        """Add a shard's part of the gradient's norm: the largest, or the sum of powers."""
+    def add_norm(self, shard: int, message: StepVote) -> None:
+        """Note a shard's part of the gradient's norm."""
         self.finite = self.finite and message.finite
-        self.power = max(self.power, message.power) if message.infinity else self.power + message.power
+        self.infinity, self.powers[shard] = message.infinity, message.power
+
+    @property
+    def power(self) -> float:
+        """The largest part of the norm, or the sum of the powers of all parts."""
+        # In the order of the shards, and not of arrival: the last bit of a sum depends on it.
+        parts = [self.powers[shard] for shard in sorted(self.powers)]
+        return max(parts, default=0.0) if self.infinity else sum(parts, 0.0)
 
     def remove(self, worker: int) -> None:
         """Drop the contributions of a worker."""
@@ -168,8 +176,7 @@ class DecisionLog:
             members = frozenset(worker for worker in message.members if self._holds(message, worker))
             # United, because a vote with fewer workers may arrive after one with more.
             vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
-        # At most once per shard, because the norm is a sum. Votes with members have none.
-        vote.add_norm(message)
+        vote.add_norm(shard, message)
         if message.measured:
             vote.measured[shard] = message.measured
         for worker, parameter in refused_pairs(message.refused):
@@ -284,8 +291,8 @@ class DecisionLog:
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._votes = {
-            key: _Vote(set(shards), finite, power, dict(refused), dict(members), dict(measured))
-            for key, (shards, finite, power, refused, members, measured) in state["votes"].items()
+            key: _Vote(set(shards), finite, infinity, dict(powers), dict(refused), dict(members), dict(measured))
+            for key, (shards, finite, infinity, powers, refused, members, measured) in state["votes"].items()
         }
         self._log, self._decided = dict(state["log"]), dict(state["decided"])
         self._incarnations, self._replaced = dict(state["incarnations"]), dict(state["replaced"])

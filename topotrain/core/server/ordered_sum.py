@@ -6,6 +6,7 @@ Floating-point addition is not associative. Inside a unit parts are added in ran
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -53,11 +54,12 @@ def canonical_mean(
         divide: divide by the sum of all weights; else the result is a plain sum.
     """
     # With equal weights the plain sum is divided by their number: multiplying by 1/3 has other bits than dividing by 3.
-    weights = [weight for weight, _ in parts.values() if weight > 0]
-    equal = not divide or len(set(weights)) <= 1
-    if divide and len(weights) > 1 and out.dtype is torch.float16:
-        parts = _with_headroom(parts, equal, len(weights) if equal else sum(weights))
-        weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
+    weights = _weights(parts, tree)
+    equal = not divide or len(set(chain(*weights))) <= 1
+    count = sum(map(len, weights))
+    if divide and count > 1 and out.dtype is torch.float16:
+        parts = _with_headroom(parts, equal, count if equal else _total(weights))
+        weights, equal = _weights(parts, tree), False
     started = False
     lone: torch.Tensor | None = None  # the first unit's only gradient, which is not in `out` yet
     for unit in tree:
@@ -85,8 +87,8 @@ def canonical_mean(
         out.zero_()
     elif lone is not None:
         out.copy_(lone)
-    if started and divide and (len(weights) > 1 or not equal):
-        _divide(out, len(weights) if equal else sum(weights))
+    if started and divide and (count > 1 or not equal):
+        _divide(out, count if equal else _total(weights))
 
 
 class OrderedMean:
@@ -114,6 +116,17 @@ class OrderedMean:
         out = self._scratch.like(2, like)
         self.write(parts, out)
         return out
+
+
+def _weights(parts: Mapping[int, Part], tree: Tree) -> list[list[float]]:
+    """The weights above 0, by unit."""
+    return [[parts[worker][0] for worker in unit if worker in parts and parts[worker][0] > 0] for unit in tree]
+
+
+def _total(weights: Sequence[Sequence[float]]) -> float:
+    """The sum of all weights, in the order in which parts are added."""
+    # Commits arrive in any order, and the last bit of a sum depends on it.
+    return sum(map(sum, weights), 0.0)
 
 
 def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:

@@ -56,8 +56,10 @@ class RoundGradient(StagedGradient):
         buckets: Sequence[Bucket],
     ) -> None:
         self._sources, self._mean, self._buffers, self._buckets = sources, mean, buffers, buckets
+        # In the order of the workers, and not of arrival: the last bit of a sum depends on it.
         self._weights = {
-            group: sum(commit.weight for commit in source.commits.values()) for group, source in sources.items()
+            group: sum(source.commits[worker].weight for worker in sorted(source.commits))
+            for group, source in sources.items()
         }
 
     def sum_all(self) -> None:

@@ -25,6 +25,7 @@ class WorkerState:
     Args:
         passes: passes that are over.
         steps: calls of `optimizer.step()`.
+        uncounted: the first pass with batches that may not be in the values. -1: `passes`.
         turn, epoch, epoch_pass: the index of the last `tt.epochs` of the script (-1: none so far), the number of its
             epoch, and the next pass when that epoch began.
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
@@ -44,6 +45,7 @@ class WorkerState:
 
     passes: int
     steps: int
+    uncounted: int = -1
     turn: int = -1
     epoch: int = 0
     epoch_pass: int = 0
@@ -60,6 +62,11 @@ class WorkerState:
     draw: Stand = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The first pass that is not over."""
+        return self.passes if self.uncounted < 0 else min(self.passes, self.uncounted)
 
     def to_bytes(self) -> bytes:
         plain = {name: getattr(self, name) for name in _TYPES}
