@@ -10,7 +10,6 @@ import math
 import os
 import signal
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -111,17 +110,18 @@ def main() -> None:
     own = OwnSteps(options.out.with_name(f"steps-{tt.rank()}"), deaths_of(options.deaths))
     looks = options.every if tt.is_main() else 0
     with open(options.out if tt.is_main() else os.devnull, "w") as points:
-        # The share of the samples needs the number of epochs.
-        for inputs, targets in chain.from_iterable(loader for _ in tt.epochs(1)):
-            rate = options.rate * (1 + math.cos(math.pi * tt.progress())) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
-            optimizer.step()
-            own.add()
-            if looks and own.count % looks == 0:
-                points.write(json.dumps([own.count, held_out_loss(wrapped, held)]) + "\n")
+        # The share of the job's samples needs the number of epochs.
+        for _ in tt.epochs(1):
+            for inputs, targets in loader:
+                rate = options.rate * (1 + math.cos(math.pi * tt.progress())) / 2
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.zero_grad()
+                F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
+                optimizer.step()
+                own.add()
+                if looks and own.count % looks == 0:
+                    points.write(json.dumps([own.count, held_out_loss(wrapped, held)]) + "\n")
 
 
 if __name__ == "__main__":
