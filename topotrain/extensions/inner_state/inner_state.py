@@ -118,5 +118,3 @@ def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension 
     if here.place.identity.incarnation == 0:
         return None
     return StateOfOthers(here, name, state, client)
-
-
