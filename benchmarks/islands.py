@@ -132,7 +132,7 @@ def _time_to_loss(steps: int, ddp: Samples, mine: Samples, how: str) -> Row:
 def _losses(sides: Sides, name: str, conf: str, workers: int, steps: int, every: int) -> dict[int, float]:
     """The held-out loss of the first worker after some of its steps. workers: in a group. Raises Refused."""
     say(f"  {name}: {steps} steps of {ISLANDS} workers")
-    sizes = ("--samples", str(4 * ISLANDS * steps), "--batch", str(4 * workers), "--steps", str(steps))
+    sizes = ("--samples", str(4 * ISLANDS * steps), "--batch", str(4 * workers))
     file = run_program(sides, name, conf, CHARACTERS, *sizes, "--every", str(every), limit_s=1200.0)
     return {int(step): loss for step, loss in map(json.loads, file.read_text().splitlines())}
 

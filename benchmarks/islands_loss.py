@@ -60,8 +60,7 @@ class Way:
     def arguments(self) -> list[str]:
         """The arguments of the program, without the seed."""
         sizes = ["--samples", str(STEPS * BATCH * self.workers), "--batch", str(BATCH * self.workers // self.groups)]
-        schedule = ["--steps", str(STEPS), "--rate", str(self.rate)]
-        return [*sizes, *schedule, *(("--deaths", *self.deaths) if self.deaths else ())]
+        return [*sizes, "--rate", str(self.rate), *(("--deaths", *self.deaths) if self.deaths else ())]
 
 
 def _islands(inside: str, outer: str = SHORT) -> str:

@@ -1,7 +1,7 @@
 """A script that trains a small transformer on the characters of Python's own help pages (`pydoc_data.topics`).
 
-Every Python has this text. The last tenth of it is held out. The rate of AdamW falls as a cosine with the worker's own
-steps. A worker may kill itself once, and goes on in its schedule when it starts again.
+Every Python has this text. The last tenth of it is held out. The rate of AdamW falls as a cosine with the share of the
+job's samples that are done. A worker may kill itself once.
 """
 
 import argparse
@@ -95,7 +95,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, required=True, help="of all workers together")
     parser.add_argument("--batch", type=int, required=True, help="samples in a batch of a worker group")
-    parser.add_argument("--steps", type=int, required=True, help="the length of the schedule")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--every", type=int, default=0, help="worker (0,0) looks at the held-out loss after so many")
     parser.add_argument("--deaths", nargs="*", default=[], help="1:100: worker 1 dies once, behind its step 100")
@@ -111,16 +110,18 @@ def main() -> None:
     own = OwnSteps(options.out.with_name(f"steps-{tt.rank()}"), deaths_of(options.deaths))
     looks = options.every if tt.is_main() else 0
     with open(options.out if tt.is_main() else os.devnull, "w") as points:
-        for inputs, targets in loader:
-            rate = options.rate * (1 + math.cos(math.pi * min(1.0, own.count / options.steps))) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
-            optimizer.step()
-            own.add()
-            if looks and own.count % looks == 0:
-                points.write(json.dumps([own.count, held_out_loss(wrapped, held)]) + "\n")
+        # The share of the job's samples needs the number of epochs.
+        for _ in tt.epochs(1):
+            for inputs, targets in loader:
+                rate = options.rate * (1 + math.cos(math.pi * tt.progress())) / 2
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.zero_grad()
+                F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
+                optimizer.step()
+                own.add()
+                if looks and own.count % looks == 0:
+                    points.write(json.dumps([own.count, held_out_loss(wrapped, held)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -236,6 +236,7 @@ class Context:
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     alike: set[str] = field(default_factory=set)  # those of `kept` that are the same on all workers of a group
+    superseded: set[str] = field(default_factory=set)  # those with a state that is newer than the saved one
     continuing: ScriptPosition | None = None  # once the script has prepared
     training: TrainingChecks | None = None  # once the script has prepared
     early: EarlyUse | None = None  # while more calls of `tt.prepare` follow
@@ -264,6 +265,10 @@ class Context:
     def owned_by(self, owner: ProcessOwner) -> None:
         """Let `owner` know of the script's loops and of `tt.leave`."""
         self.owner = owner
+
+    def supersede(self, name: str) -> None:
+        """An object of `kept` has a state that is newer than the saved one."""
+        self.superseded.add(name)
 
     def refuse_repeats(self, reason: str) -> None:
         """The script cannot repeat a step, so that a death restarts its whole group."""

@@ -206,7 +206,9 @@ class E3M0Codec(Codec):
     gradients so.
     """
 
-    _EXPONENT, _ONE, _ROUND = 23, 127, np.int32((1 << 23) - 0x3504F3)  # a mantissa above that of sqrt(2) is rounded up
+    # The largest element of a block becomes a float16 of the exponent field 7. All below 1/90 of it are denormals, of
+    # the field 0, so the field is the code. A mantissa above that of sqrt(2) is rounded up to the next power of two.
+    _TOP = 2.0**-8 * (2 - 2**-11) / sqrt(2)
     _LEAST = _SINGLE.tiny * 128  # a 64th of a smaller scale would be a denormal
 
     def __init__(self, scratch: ScratchMemory | None = None) -> None:
@@ -220,12 +222,14 @@ class E3M0Codec(Codec):
     def size(self, numel: int) -> int:
         return 4 * -(-numel // _SMALL_BLOCK) + (numel + 1) // 2
 
-    def _by_block(self, flat: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (scales, elements) of the full blocks and of the rest, by block."""
-        rows = flat.numel() // _SMALL_BLOCK
+    def _by_block(self, flat: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+        """Return (numbers of the blocks, elements) of the full blocks and of the rest, by block."""
+        rows, rest = divmod(flat.numel(), _SMALL_BLOCK)
+        if not rest:
+            return [(slice(0, rows), flat.view(-1, _SMALL_BLOCK))] if rows else []
         full = rows * _SMALL_BLOCK
-        found = [(scales[:rows].unsqueeze(1), flat[:full].view(-1, _SMALL_BLOCK))] if rows else []
-        return [*found, (scales[rows:].unsqueeze(1), flat[full:].view(1, -1))] if flat.numel() > full else found
+        found = [(slice(0, rows), flat[:full].view(-1, _SMALL_BLOCK))] if rows else []
+        return [*found, (slice(rows, rows + 1), flat[full:].view(1, -1))]
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
         _checked(self, out, values)
@@ -241,57 +245,55 @@ class E3M0Codec(Codec):
         self._find_scales(finite, scales)
         self._pack(self._magnitudes(finite, scales).masked_fill_(bad, 8), packed)
         marks = torch.zeros(values.numel(), dtype=torch.float32).masked_fill_(bad, 1)
-        for row, mark in self._by_block(marks, scales):
-            marked = mark.amax(1, keepdim=True) > 0
+        for rows, mark in self._by_block(marks):
+            row, marked = scales[rows], mark.amax(1) > 0
             # A negative scale marks a block with elements that are not finite. -0.0 would not be less than 0.
             row.copy_(torch.where(marked, -row.clamp(min=_SINGLE.tiny), row))
         return False
 
     def _find_scales(self, x: torch.Tensor, scales: torch.Tensor) -> bool:
         """Write the largest magnitude of each block; False: some are not finite."""
-        lowest = self.scratch.buffer("lowest", scales.numel(), torch.float32)
+        lowest = self.scratch.buffer("inverse", scales.numel(), torch.float32)
         # Two passes that write nothing take less time than one that writes all magnitudes, and one over these.
-        for (row, its), (low, _) in zip(self._by_block(x, scales), self._by_block(x, lowest), strict=True):
-            torch.amax(its, 1, keepdim=True, out=row)
-            torch.amin(its, 1, keepdim=True, out=low)
+        for rows, its in self._by_block(x):
+            torch.amax(its, 1, out=scales[rows])
+            torch.amin(its, 1, out=lowest[rows])
+        # By numpy, of which a call takes half the time: the numbers are few.
+        least, most = lowest.numpy(), scales.numpy()
         # The sign of a zero is dropped.
-        torch.maximum(scales, lowest.neg_(), out=scales).abs_()
-        found = all_finite(scales)
-        scales.masked_fill_(scales < self._LEAST, 0)
-        return found
+        np.abs(np.maximum(most, np.negative(least, out=least), out=most), out=most)
+        most[most < self._LEAST] = 0
+        return bool(np.isfinite(most).all())
 
     def _magnitudes(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return the codes: three bits of exponent, and 8 where negative."""
         numel = x.numel()
         work = self.scratch.buffer("work", numel, torch.float32)
-        inverse = torch.reciprocal(scales, out=self.scratch.buffer("inverse", scales.numel(), torch.float32))
-        inverse.masked_fill_(scales == 0, 0)
-        for (row, its), (_, shares) in zip(self._by_block(x, inverse), self._by_block(work, inverse), strict=True):
-            torch.mul(its, row, out=shares)
-        # Room for an even number, as `_pack` needs it.
-        codes = self.scratch.buffer("codes", numel + numel % 2, torch.uint8)[:numel]
-        signs, some = (self.scratch.buffer(name, numel, torch.uint8) for name in ("signs", "some"))
-        # By numpy, which needs less time here. The low byte becomes the exponent of the nearest power of two, and
-        # the bits above it the sign. Bytes as early as may be: they are a quarter of the memory.
-        bits = work.view(torch.int32).numpy()
-        np.right_shift(np.add(bits, self._ROUND, out=bits), self._EXPONENT, out=bits)
-        np.copyto(codes.numpy(), bits, casting="unsafe")
-        np.copyto(signs.numpy(), np.right_shift(bits, 5, out=bits), casting="unsafe")
-        # 7 for 1, and 0 for less than 1/90.
-        codes.clamp_(self._ONE - 7, self._ONE).sub_(self._ONE - 7)
-        signs.bitwise_and_(8)
-        # An element that is rounded to 0 has no sign.
-        return codes.add_(signs.mul_(torch.clamp(codes, max=1, out=some)))
+        inverse = self.scratch.buffer("inverse", scales.numel(), torch.float32)
+        factors, most = inverse.numpy(), scales.numpy()
+        factors.fill(0)
+        np.divide(self._TOP, most, out=factors, where=most > 0)
+        for (rows, its), (_, shares) in zip(self._by_block(x), self._by_block(work), strict=True):
+            torch.mul(its, inverse[rows].unsqueeze(1), out=shares)
+        short = self.scratch.buffer("short", numel, torch.float16).copy_(work)
+        # Eight codes in a word, and room for an even number, as `_pack` needs it.
+        words = self.scratch.buffer("codes", -(-numel // 8), torch.int64)
+        codes = words.view(torch.uint8)[:numel]
+        # Of sixteen bits s00eeemmmmmmmmmm the upper eight, s00eeemm.
+        np.right_shift(short.view(torch.int16).numpy(), 8, out=codes.view(torch.int8).numpy(), casting="unsafe")
+        _signs_beside_exponents(words.numpy(), self.scratch.buffer("signs", words.numel(), torch.int64).numpy())
+        return codes
 
     def _pack(self, codes: torch.Tensor, packed: torch.Tensor) -> None:
         """Write two codes into each byte, the first one low."""
         pairs = self.scratch.buffer("codes", 2 * packed.numel(), torch.uint8)
         # The last byte may be half empty.
         pairs[codes.numel() :] = 0
-        both = pairs.view(torch.int16)
-        high = self.scratch.buffer("high", packed.numel(), torch.int16)
+        both = pairs.view(torch.int16).numpy()
+        high = self.scratch.buffer("signs", packed.numel(), torch.int16).numpy()
         # Of the sixteen bits 0000bbbb0000aaaa the low byte becomes bbbbaaaa, and the copy keeps the low byte.
-        packed.copy_(torch.bitwise_right_shift(both, 4, out=high).bitwise_or_(both))
+        np.bitwise_or(np.right_shift(both, 4, out=high), both, out=high)
+        np.copyto(packed.numpy(), high, casting="unsafe")
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         _checked(self, data, out)
@@ -301,16 +303,29 @@ class E3M0Codec(Codec):
         index = self.scratch.buffer("index", packed.numel(), torch.int32)
         torch.index_select(self._pairs, 0, index.copy_(packed), out=pairs)
         elements = pairs.view(torch.float32)[: out.numel()]
-        marked = bool((scales < 0).any())
+        marked = bool((scales.numpy() < 0).any())
         target = out if out.dtype is torch.float32 else elements
-        for (row, x), (_, found) in zip(self._by_block(elements, scales), self._by_block(target, scales), strict=True):
+        for (rows, x), (_, found) in zip(self._by_block(elements), self._by_block(target), strict=True):
+            row = scales[rows].unsqueeze(1)
             if marked:
                 # The code of -0 has no other use.
                 x.masked_fill_((x.view(torch.int32) == -(1 << 31)) & (row < 0), float("nan"))
             # Powers of two, so that nothing is rounded.
-            torch.mul(x, row.abs(), out=found)
+            torch.mul(x, row.abs() if marked else row, out=found)
         if target is not out:
             out.copy_(elements)
+
+
+def _signs_beside_exponents(words: np.ndarray, signs: np.ndarray) -> None:
+    """Change each byte s00eeemm of `words` into 0000seee, and s into 0 where eee is 0. Overwrites `signs`."""
+    each = 0x0101010101010101
+    np.bitwise_and(np.right_shift(words, 4, out=signs), 8 * each, out=signs)
+    np.bitwise_and(np.right_shift(words, 2, out=words), 7 * each, out=words)
+    # With 7 added the fourth bit of a byte is set where the exponent is not 0.
+    words += 7 * each
+    signs &= words
+    words -= 7 * each
+    words |= signs
 
 
 class TopKCodec(Codec):

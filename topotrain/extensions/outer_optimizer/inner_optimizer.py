@@ -17,6 +17,7 @@ from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.optim.updater_block import build
 from topotrain.core.profiling.spans import Clock
 from topotrain.core.protocol import NO_REVISION
+from topotrain.extensions.inner_state.inner_state import InnerState
 from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
@@ -124,6 +125,8 @@ class InnerOptimizer(LocalOptimizer):
         clock: Clock | None = None,
     ) -> None:
         self._optimizer, self._weigh = optimizer, cluster.weigh
+        self.shared_state = InnerState(optimizer)
+        """The optimizer's state, for other worker groups."""
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
         self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap or cluster.quorum else None
@@ -209,7 +212,8 @@ class InnerOptimizer(LocalOptimizer):
 
     def step(self, inv_scale: float) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
-        self._make_step(self._optimizer)
+        with self.shared_state.changing():
+            self._make_step(self._optimizer)
         self._untold.step()
         self._values.learn()
         self._buffers.remember()

@@ -2,6 +2,7 @@
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd
+from topotrain.extensions.inner_state.inner_state import share_state
 from topotrain.extensions.outer_optimizer.exchanged_steps import LocalStepReport
 from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
@@ -57,6 +58,9 @@ class OuterOptimizerExtension(PrepareExtension):
             worker.attach(_TableCheck(here))
             worker.attach(LocalStepReport(here, worker, self._inner.untold))
             self._inner.meet(here.connect())
+            of_others = share_state(here, INNER, self._inner.shared_state)
+            if of_others is not None:
+                worker.attach(of_others)
 
     def stop_pushing(self, here: Context) -> None:
         if self._inner is not None:

@@ -109,7 +109,9 @@ class ScriptResume(ScriptPosition):
     # --- restore ------------------------------------------------------------------------------------------
 
     def restore_kept(self, name: str) -> None:
-        """Restore an object of `tt.keep`, if the saved state has its name."""
+        """Restore an object of `tt.keep`, if the saved state has its name and nothing newer is there."""
+        if name in self._here.superseded:
+            return
         condition = self._earlier.lead if name in self._here.alike else self._earlier.condition
         if condition is not None and name in condition.kept:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))

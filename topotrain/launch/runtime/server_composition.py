@@ -85,9 +85,11 @@ def _extensions(
         if windows is not None:
             yield windows
         if me.index == 0:
+            from topotrain.extensions.inner_state.inner_state_transfers import InnerStateTransfers
             from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
 
             yield RoundTurns(server, job)
+            yield InnerStateTransfers(server)
     if topology.synced and job.cluster.agreement in (Agreement.kElastic, Agreement.kGossip):
         from topotrain.extensions.group_averaging.group_averaging import GroupAveraging
 

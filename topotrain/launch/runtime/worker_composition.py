@@ -27,9 +27,10 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
 
         found.append(InPlaceClient())
     if cluster.outer is not None:
+        from topotrain.extensions.inner_state.inner_state_client import InnerStateClient
         from topotrain.extensions.outer_optimizer.round_client import RoundClient
 
-        found.append(RoundClient(cluster.fragments))
+        found += [RoundClient(cluster.fragments), InnerStateClient()]
     if cluster.compression is not Compression.kNone:
         from topotrain.extensions.compression.compression_client import CompressionClient
 

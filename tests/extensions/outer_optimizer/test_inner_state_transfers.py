@@ -1,0 +1,254 @@
+"""The state of an inner optimizer goes from a living worker group to one that comes back, part by part."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reports import FunctionSender
+from test_round_windows import HandTimer
+
+from topotrain.config.job import Cluster
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.core.client.client_context import ServerChannel
+from topotrain.core.protocol import Message, ProtocolError
+from topotrain.extensions.inner_state import inner_state_client
+from topotrain.extensions.inner_state.inner_state_client import InnerStateClient, part_memory
+from topotrain.extensions.inner_state.inner_state_messages import DonorSilent, InnerStatePart, InnerStateRequest
+from topotrain.extensions.inner_state.inner_state_transfers import PATIENCE_S, InnerStateTransfers
+
+PART = 8
+COORDINATOR = Address(Role.SERVER, 0, 0)
+
+
+def state_of(group: int, nbytes: int = 3 * PART + 1) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.uint8) + 100 * group
+
+
+class Source:
+    """The state of one group, and how often it was copied."""
+
+    def __init__(self, state: torch.Tensor | None) -> None:
+        self.state, self.copies = state, 0
+
+    def copy(self) -> torch.Tensor | None:
+        self.copies += 1
+        return None if self.state is None else self.state.clone()
+
+
+class Wire:
+    """A coordinator and the clients of all workers. `deliver` handles one message, in the order of sending."""
+
+    def __init__(self, groups: int = 3, workers: int = 1) -> None:
+        self.topology: Topology = layout(
+            Cluster(nworker_groups=groups, nworkers_per_group=workers, server_worker_separate=True)
+        )
+        self.sent: deque[tuple[Address, Address, Message]] = deque()
+        self.timer, self.live, self.ended = HandTimer(), list(range(groups)), set[int]()
+        self.server = SimpleNamespace(
+            timer=self.timer,
+            queue=SimpleNamespace(send=lambda to, message: self.sent.append((COORDINATOR, to, message))),
+            worker_groups=SimpleNamespace(
+                workers={group: self.topology.workers(group) for group in range(groups)},
+                clocks=SimpleNamespace(live=lambda: self.live),
+                runs=lambda group: group not in self.ended,
+            ),
+        )
+        self.home = InnerStateTransfers(self.server)  # type: ignore[arg-type]
+        self.sources = {group: Source(state_of(group)) for group in range(groups)}
+        self.clients = {who: self.client(who) for group in range(groups) for who in self.topology.workers(group)}
+
+    def client(self, who: Address) -> InnerStateClient:
+        sender = FunctionSender(lambda to, message: self.sent.append((who, to, message)))
+        waiter: Any = SimpleNamespace(update=nullcontext, wait=self.until, look=lambda: None)
+        made = InnerStateClient()
+        made.bind(ServerChannel(who, self.topology, sender, waiter), None, None)  # type: ignore[arg-type]
+        made.offer(self.sources[who.group])
+        return made
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.deliver()
+
+    def deliver(self, times: int = 1) -> Message:
+        sender, to, message = self.sent.popleft()
+        for _ in range(times):
+            if to == COORDINATOR:
+                self.sent.extend((COORDINATOR, *each) for each in self.home.handle(sender, message))
+            else:
+                self.clients[to].handle(sender, message)
+        return message
+
+    def drain(self) -> None:
+        while self.sent:
+            self.deliver()
+
+    def ask(self, group: int) -> list[InnerStateClient]:
+        asking = [self.clients[who] for who in self.topology.workers(group)]
+        for each in asking:
+            each.ask()
+        return asking
+
+    def ring(self, number: int = 0) -> None:
+        """One of the messages comes that the coordinator has asked for."""
+        _, message = self.timer.asked.pop(number)
+        self.sent.extend((COORDINATOR, *each) for each in self.home.handle(COORDINATOR, message))
+
+    def ring_at_once(self) -> None:
+        """Those come that it has asked for at once."""
+        while due := [number for number, (at, _) in enumerate(self.timer.asked) if at == 0]:
+            self.ring(due[0])
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_state_client, "PART", PART)
+
+
+def test_a_group_that_comes_back_gets_the_state_of_the_first_living_one() -> None:
+    wire = Wire()
+    (asking,) = wire.ask(0)
+    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+    wire.drain()
+    assert [wire.sources[group].copies for group in range(3)] == [0, 1, 0]
+
+
+def test_one_part_at_a_time_is_on_its_way() -> None:
+    wire = Wire()
+    wire.ask(2)
+    parts = 0
+    while wire.sent:
+        bodies = [message for _, _, message in wire.sent if isinstance(message, InnerStatePart)]
+        assert len(bodies) <= 1
+        delivered = wire.deliver()
+        if isinstance(delivered, InnerStatePart):
+            assert delivered.body is not None and delivered.body.numel() <= PART
+            parts += 1
+    assert parts == 2 * 4, "to the coordinator, and on"
+
+
+def test_all_workers_of_a_group_get_one_state() -> None:
+    wire = Wire(groups=2, workers=3)
+    first, *others = (wire.clients[who] for who in wire.topology.workers(1))
+    first.ask()
+    wire.drain()
+    assert not wire.sources[0].copies, "two workers have not asked"
+    for each in others:
+        each.ask()
+    wire.drain()
+    assert all(torch.equal(each.answer(), state_of(0)) for each in (first, *others))  # type: ignore[arg-type]
+    assert wire.sources[0].copies == 1
+
+
+def test_messages_that_come_twice_change_nothing() -> None:
+    wire = Wire()
+    (asking,) = wire.ask(1)
+    while wire.sent:
+        wire.deliver(times=2)
+    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("delivered", range(2, 12))
+def test_a_donor_that_dies_in_between_is_replaced(delivered: int) -> None:
+    """Whatever has come of its state is worth nothing."""
+    wire = Wire()
+    (asking,) = wire.ask(2)
+    for _ in range(delivered):
+        wire.deliver()
+    wire.live.remove(0)
+    wire.home.reset_group(0, False)
+    wire.home.on_lost(Address(Role.WORKER, 0, 0))
+    # What it had sent may still come, or not.
+    for lost in [each for each in wire.sent if each[1] == Address(Role.WORKER, 0, 0)]:
+        wire.sent.remove(lost)
+    wire.ring_at_once()
+    wire.drain()
+    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+
+
+def test_a_donor_that_stands_still_is_left_out() -> None:
+    wire = Wire()
+    (asking,) = wire.ask(2)
+    wire.deliver()
+    wire.sent.clear()
+    ((at, message),) = wire.timer.asked
+    assert at == PATIENCE_S and isinstance(message, DonorSilent)
+    wire.ring()
+    wire.drain()
+    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+
+
+def test_a_donor_that_sends_is_waited_for() -> None:
+    wire = Wire()
+    (asking,) = wire.ask(2)
+    for _ in range(5):
+        wire.deliver()
+    wire.ring()
+    assert len(wire.timer.asked) == 1, "looked at again later"
+    wire.drain()
+    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+
+
+def test_without_a_living_donor_there_is_no_state() -> None:
+    wire = Wire()
+    wire.live, wire.ended = [1, 2], {2}
+    wire.sources[1].state = None
+    (asking,) = wire.ask(0)
+    assert asking.answer() is None
+    assert not wire.sources[2].copies, "its script has ended"
+
+
+def test_of_groups_that_ask_at_once_none_waits_for_ever() -> None:
+    """The state of a group that asks is old. With its answer it goes on with that, and may give it."""
+    wire = Wire()
+    first, *others = (client for group in (0, 1, 2) for client in wire.ask(group))
+    wire.drain()
+    assert [each.answer() for each in others] == [None] * 2
+    assert torch.equal(first.answer(), state_of(2))  # type: ignore[arg-type]
+
+
+def test_a_group_that_dies_while_it_asks_leaves_no_copy() -> None:
+    wire = Wire()
+    wire.ask(2)
+    for _ in range(4):
+        wire.deliver()
+    wire.home.reset_group(2, False)
+    again = Address(Role.WORKER, 2, 0)
+    wire.clients[again] = wire.client(again)
+    for void in [each for each in wire.sent if again in each[:2]]:
+        wire.sent.remove(void)
+    wire.drain()
+    donor = wire.clients[Address(Role.WORKER, 0, 0)]
+    assert donor.copies_held == 0
+    (asking,) = wire.ask(2)
+    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+    assert wire.sources[0].copies == 2 and donor.copies_held == 0
+
+
+@pytest.mark.parametrize("delivered", range(1, 12))
+def test_a_second_copy_of_the_coordinator_goes_on(delivered: int) -> None:
+    wire = Wire()
+    (asking,) = wire.ask(2)
+    for _ in range(delivered):
+        wire.deliver()
+    other = InnerStateTransfers(wire.server)  # type: ignore[arg-type]
+    other.load_state_dict(wire.home.state_dict())
+    wire.home = other
+    wire.timer.asked.clear()
+    other.on_timer()
+    wire.drain()
+    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+
+
+def test_parts_of_impossible_sizes_are_refused() -> None:
+    who = Address(Role.WORKER, 1, 0)
+    assert part_memory(who, InnerStatePart(0, 1, 0, 0, 0)) is None
+    last = part_memory(who, InnerStatePart(0, 1, 3, 4, 3 * PART + 1))
+    assert last is not None and last.numel() == 1
+    for part, parts, nbytes in ((0, 1, 0), (0, 2, PART), (4, 4, 4 * PART), (0, 1 << 50, PART << 50)):
+        with pytest.raises(ProtocolError):
+            part_memory(who, InnerStatePart(0, 1, part, parts, nbytes))
+    assert not InnerStateRequest(0, 0, -2).is_valid() and InnerStateRequest(0, 1, -1).is_valid()

@@ -1,0 +1,1 @@
+"""The state of a worker's own optimizer, from one worker group to another."""

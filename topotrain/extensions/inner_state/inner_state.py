@@ -1,0 +1,120 @@
+"""The state of a worker's own optimizer as bytes, and as a part of its steps.
+
+A worker that starts again makes its script's optimizer anew, and has no state that is newer than the begin of its
+epoch. The state of a living worker group is of the present values, up to the steps since the last round. So a worker
+that comes back, or joins, takes that.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError
+from topotrain.core.events import EventNotifier, StateTaken
+from topotrain.extensions.inner_state.inner_state_client import InnerStateClient, StateSource
+from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.training.context import Context
+from topotrain.training.final_parameters import from_bytes, to_bytes
+from topotrain.training.worker_extension import WorkerExtension
+
+_WHAT = "the state of another worker's optimizer"
+
+
+class InnerState(StateSource):
+    """The state of an optimizer that steps in this process."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._changes = optimizer, Lock()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Inside, the optimizer makes a step."""
+        # The thread of a connection copies between two steps, also while the worker waits in a round.
+        with self._changes:
+            yield
+
+    def copy(self) -> torch.Tensor | None:
+        """As `StateSource.copy`."""
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            with self._changes:
+                packed = pack(Optimizer.state_dict(self._optimizer)["state"], tensors)
+        # Its state is not plain data.
+        except UnserializableState:
+            return None
+        text = json.dumps({"shapes": self._shapes(), "state": packed}).encode()
+        tensors["json"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        # `frombuffer` needs writable memory.
+        return torch.frombuffer(bytearray(to_bytes(tensors)), dtype=torch.uint8)
+
+    def take(self, data: torch.Tensor) -> str:
+        """Take the state of `copy`. Settings such as rates stay. Returns why it does not fit, or ""."""
+        try:
+            tensors = from_bytes(data.numpy().tobytes(), _WHAT)
+            plain = json.loads(tensors.pop("json").numpy().tobytes())
+            state, shapes = unpack(plain["state"], tensors), plain["shapes"]
+        except (ConfigError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            return f"it cannot be read: {error}"
+        if shapes != self._shapes() or not _fits(state, len(shapes)):
+            return "its optimizer has other parameters"
+        own = Optimizer.state_dict(self._optimizer)
+        Optimizer.load_state_dict(self._optimizer, {"state": state, "param_groups": own["param_groups"]})
+        return ""
+
+    def _shapes(self) -> list[list[int]]:
+        return [list(p.shape) for group in self._optimizer.param_groups for p in group["params"]]
+
+
+def _fits(state: object, parameters: int) -> bool:
+    """Whether this is the state of so many parameters, by number."""
+    if not isinstance(state, dict):
+        return False
+    return all(type(key) is int and 0 <= key < parameters and isinstance(each, dict) for key, each in state.items())
+
+
+class StateOfOthers(WorkerExtension):
+    """Takes the state of another worker group before the first step of a worker that comes back.
+
+    Args:
+        here: the worker.
+        name: of the optimizer in `Context.kept`.
+        state: of the optimizer.
+        client: asks.
+    """
+
+    def __init__(self, here: Context, name: str, state: InnerState, client: InnerStateClient) -> None:
+        self._here, self._name, self._state, self._client = here, name, state, client
+        self._waits = True
+        client.ask()
+
+    def before_step(self) -> None:
+        """As `WorkerExtension.before_step`."""
+        # Here, and not in `tt.prepare`: the state travels while the script computes its first gradient.
+        if not self._waits:
+            return
+        self._waits = False
+        data = self._client.answer()
+        why = "no other worker group could give its own" if data is None else self._state.take(data)
+        self._here.emit(StateTaken(str(self._here.me), not why))
+        if why:
+            notifier = EventNotifier(self._here, str(self._here.me))
+            notifier.notify(f"the optimizer's state is that of the begin of the epoch, or fresh: {why}")
+        else:
+            self._here.supersede(self._name)
+
+
+def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension | None:
+    """Give the state of this worker's optimizer to others. A worker that comes back takes that of another.
+
+    Returns:
+        what takes it, before the worker's first step.
+    """
+    client = here.connect().exchange.extension(InnerStateClient)
+    client.offer(state)
+    if here.place.identity.incarnation == 0:
+        return None
+    return StateOfOthers(here, name, state, client)
