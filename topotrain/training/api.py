@@ -459,8 +459,8 @@ def log(**values: Loggable) -> None:
     """Log values while the job runs: tt.log(loss=loss, lr=schedule.get_last_lr()[0]).
 
     Each worker sends its last values at most four times a second, and the rest at its end. Displays, files and trackers
-    of the job get them. A tensor on a GPU is copied there, and read only when it is sent. In an ordinary process nothing
-    happens.
+    of the job get them. A tensor on a GPU is copied there, and read only when it is sent. In an ordinary process the
+    values are checked, and nothing else happens.
 
     Args:
         values: by name a number, or a tensor with one element. A process may log 100 names.

@@ -112,7 +112,7 @@ def test_the_number_of_names_is_limited() -> None:
     logged = LoggedValues(Sink(), "worker 0/0")
     logged.add({f"n{number}": 0.0 for number in range(MOST_NAMES)}, None, 0.0)
     logged.add({"n0": 1.0}, None, 0.0)
-    with pytest.raises(ConfigError, match="tt.log more: is one name too many: a process may log 100"):
+    with pytest.raises(ConfigError, match=r"tt\.log more: is one name too many: a process may log 100"):
         logged.add({"n0": 2.0, "more": 1.0}, None, 0.0)
 
 
