@@ -47,7 +47,8 @@ def _value(name: str, value: Any) -> Value:
 
 
 def _refused(name: str, value: Any) -> ConfigError:
-    return ConfigError(f"tt.log {name}", value, _ACCEPTED)
+    # An error shows no value that is None.
+    return ConfigError(f"tt.log {name}{' = None' if value is None else ''}", value, _ACCEPTED)
 
 
 class LoggedValues:
