@@ -63,11 +63,12 @@ class JobRecording(JobWatch):
 
     def _open(self) -> None:
         with self._lock:
-            if self._made is None and None not in (self._job, self._led) and is_installed():
-                from topotrain.tools.recording.job_recorder import JobRecorder
+            job, topology, led = self._job, self._topology, self._led
+            if self._made is not None or job is None or topology is None or led is None or not is_installed():
+                return
+            from topotrain.tools.recording.job_recorder import JobRecorder
 
-                assert self._job is not None and self._topology is not None and self._led is not None
-                self._made = JobRecorder(self._job, self._topology, *self._led)
+            self._made = JobRecorder(job, topology, *led)
 
     def __call__(self, event: Event) -> None:
         """Record an event."""

@@ -11,7 +11,6 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
-from topotrain.launch.recovery.resume_point import asked_for
 from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress_display import progress
@@ -47,8 +46,7 @@ def notebook_launch(
     whole = replace(job_of(job), program=f"{name}()", args=())
     topology = layout(whole.cluster)
     report, terminal = Report(whole, topology), console()
-    resumed = bool(asked_for(whole, Path(whole.workspace)))
-    with recording(whole, topology, resumed) as recorded, progress(topology, terminal, quiet) as shown:
+    with recording(whole, topology, whole.resume) as recorded, progress(topology, terminal, quiet) as shown:
 
         def on_event(event: Event) -> None:
             report(event)
