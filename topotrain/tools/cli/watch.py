@@ -42,8 +42,8 @@ def register(app: typer.Typer) -> None:
 
 def print_once(workspace: Path, as_json: bool) -> None:
     """Print the present state of a job. Raises ConfigError."""
-    from topotrain.tools.summary_text import summary_text
     from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
+    from topotrain.tools.summary_text import summary_text
 
     with closing(RecordedWorkspace(workspace)) as recorded:
         found = recorded.summary()
