@@ -18,7 +18,6 @@ const CHARTS = [
   { id: "updates_per_s", title: "Updates per second of each server", metrics: { updates_per_s: 0 }, fromZero: true },
 ];
 const LINE_NAMES = { staleness_mean: "mean", staleness_p95: "p95", staleness_max: "max", staleness_bound: "bound" };
-const LOG = "log:";
 
 const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -30,7 +29,8 @@ function timeTicks(end, count) {
 
 /** Return a function that gives the job's step at a time, on straight lines between known points. */
 function stepClock(view) {
-  const having = [...view.series.values()].filter((one) => one.points.length && one.points.at(-1)[1] > 0);
+  const having = [...view.series.values()].filter((one) => (
+    !one.of.startsWith("server") && one.points.length && one.points.at(-1)[1] > 0));
   const losses = having.filter((one) => one.metric === "loss");
   const [longest] = (losses.length ? losses : having).sort((a, b) => b.points.length - a.points.length);
   const points = longest?.points ?? [];
@@ -129,9 +129,11 @@ export class Curves {
 
   _findCharts() {
     const metrics = new Set([...this._views.values()].flatMap((view) => [...view.metrics()]));
-    const logged = [...metrics].filter((name) => name.startsWith(LOG)).sort(inOrder).map((name) => (
-      { id: name, title: name.slice(LOG.length), metrics: { [name]: 0 }, fromZero: false }));
-    const wanted = [...CHARTS, ...logged].filter((one) => Object.keys(one.metrics).some((name) => metrics.has(name)));
+    const known = new Set(CHARTS.flatMap((one) => Object.keys(one.metrics)));
+    // What scripts log, and evaluations, have names of their own.
+    const own = [...metrics].filter((name) => !known.has(name)).sort(inOrder).map((name) => (
+      { id: name, title: name.replace(/^log:/, "").replace(":", ": "), metrics: { [name]: 0 }, fromZero: false }));
+    const wanted = [...CHARTS, ...own].filter((one) => Object.keys(one.metrics).some((name) => metrics.has(name)));
     byId("curve-none").hidden = wanted.length > 0;
     const losses = new Set(this._views.get("A").ofMetric("loss").map((one) => one.of.split(" ")[0]));
     byId("scope-switch").hidden = !(losses.has("group") && losses.has("worker"));
@@ -234,13 +236,14 @@ export class Curves {
       dash: two ? (run === "A" ? 0 : 1) : several ? dash : names.length <= COLOURS ? names.indexOf(one.of) : 0,
       width: names.length > COLOURS ? 1.2 : 2,
       level: one.metric === "staleness_bound",
-      points: clock ? this._overStepsOf(one.points, clock) : one.points.map((point) => [point[0], point[2]]),
+      points: clock ? this._overStepsOf(one, clock) : one.points.map((point) => [point[0], point[2]]),
     }));
   }
 
-  _overStepsOf(points, clock) {
-    // What is not measured per step, such as memory, is placed by the job's step at that time.
-    const found = points.map((point) => [point[1] > 0 ? point[1] : clock(point[0]), point[2]]);
+  _overStepsOf({ of, points }, clock) {
+    // A server counts updates, and not the steps of the job.
+    const counts = !of.startsWith("server");
+    const found = points.map((point) => [counts && point[1] > 0 ? point[1] : clock(point[0]), point[2]]);
     let last = -Infinity;
     // After a restart a step is counted again: only the newest values of it are drawn.
     const kept = [];

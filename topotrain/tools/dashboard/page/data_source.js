@@ -63,8 +63,15 @@ export class ServerSource {
       finish();
     });
     stream.addEventListener("delta", (message) => {
-      view.merge(JSON.parse(message.data));
-      listener.onDelta(run, view);
+      const data = JSON.parse(message.data);
+      if (data.whole) {
+        // Another job has begun in this workspace.
+        view = new JobView(data);
+        listener.onView(run, view);
+      } else {
+        view.merge(data);
+        listener.onDelta(run, view);
+      }
       finish();
     });
     stream.addEventListener("error", () => {

@@ -16,7 +16,7 @@ export const STATES = {
 /** States in which a process sends and receives nothing. */
 export const SILENT = new Set(["dead", "away", "finished", "stopped"]);
 
-/** The points that a series keeps; above it, every second of the older half is dropped. */
+/** A series keeps so many points. With more, every other one of its older half is dropped. */
 const MOST_POINTS = 2400;
 /** The events of a job that stay in the page. */
 const MOST_EVENTS = 5000;
@@ -78,6 +78,8 @@ export class JobView {
     }
     for (const event of delta.story ?? []) this.events.push(event);
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+    this.sentences = delta.sentences ?? this.sentences;
+    this.introduction = delta.introduction ?? this.introduction;
     for (const travel of delta.travels ?? []) this.travels.push(travel);
     if (this.travels.length > MOST_TRAVELS) this.travels.splice(0, this.travels.length - MOST_TRAVELS);
   }
