@@ -51,6 +51,7 @@ from topotrain.launch.multinode.node_rendezvous import (
     outlast,
 )
 from topotrain.launch.multinode.restart_barrier import RestartInfo
+from topotrain.launch.multinode.shared_samples import SharedSamples
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
@@ -243,7 +244,7 @@ class Node:
             succession = Succession(job, rank, hosts.numbers, hosts)
             attempts = Attempts(rendezvous, agreement, membership, stop, record, succession, agreement.origin)
             folder = stack.enter_context(linked_folder(agreement.workspace, rank))
-            host = self._context(attempts, folder)
+            host = self._context(attempts, folder, on_event)
             stack.enter_context(closing(host.forkserver))
             try:
                 if rendezvous.opens:
@@ -268,10 +269,11 @@ class Node:
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank, membership.leader is not None)
 
-    def _context(self, attempts: Attempts, folder: Path) -> LauncherContext:
+    def _context(self, attempts: Attempts, folder: Path, on_sample: EventListener) -> LauncherContext:
         """Return the settings and resources that all attempts share.
 
-        folder: that of the control socket.
+        folder: that of the control socket. on_sample: receives events of other units, which are not in the report of
+        this one.
         """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
@@ -290,6 +292,7 @@ class Node:
             self.outlet,
             requests=membership.requests,
             forwards=membership.forwards if continues else None,
+            samples=SharedSamples(membership, on_sample),
         )
 
     def _run_attempts(self, attempts: Attempts, host: LauncherContext, secret: bytes) -> tuple[JobOutcome, bool]:

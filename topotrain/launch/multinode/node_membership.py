@@ -49,6 +49,7 @@ from topotrain.launch.multinode.job_ending import JobEnding
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, is_local
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.multinode.shared_samples import ReceivedSamples
 from topotrain.launch.store_requests import StoreRequests
 
 LOST_S = 10.0
@@ -235,6 +236,14 @@ class FollowerMembership(NodeMembership):
         if self._silence_s > AWAY_S:  # no decision of the leader can be waited for
             self._ending.deliver(end)
 
+    def send_samples(self, lines: Sequence[str]) -> bool:
+        """Send events for displays; return False if a former message is still on its way."""
+        # So little is kept for a leader that is out of reach.
+        free = self.control.all_received
+        if free:
+            self._report({"samples": list(lines)})
+        return free
+
     def finish(self, events: Sequence[Event]) -> None:
         """Report that this unit ended well. When all have, the leader ends the job."""
         self._finished = True
@@ -316,6 +325,7 @@ class LeaderMembership(NodeMembership):
         self._words = {unit.word for unit in hosts.units}  # of units that are members, or were reported
         self._registered = 0.0
         self._asked_in_store = StoreRequests(context.stores.shared, requests)
+        self.samples = ReceivedSamples()
         # Not the lock of `_ending`, which is taken inside.
         self._deciding = threading.Lock()
         self.announced = threading.Event()
@@ -354,6 +364,8 @@ class LeaderMembership(NodeMembership):
         elif "report" in words:
             self.reports[rank] = [from_json(line) for line in words["report"]]
             self._end_if_complete()
+        elif "samples" in words:
+            self.samples.add(words["samples"])
         elif "ask" in words:
             accept(self._requests, self.control, rank, words["ask"])
         else:
