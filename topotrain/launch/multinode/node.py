@@ -25,7 +25,7 @@ from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Counted, Event, Notice
-from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, JobWatch, Outlet, UnitPlace
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
@@ -93,7 +93,7 @@ class Node:
     calls: the functions that child processes run; only tests change it.
     shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
     notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
-    forkserver, outlet: as for `LocalLauncher`.
+    forkserver, outlet, watch: as for `LocalLauncher`.
     """
 
     start: LaunchInfo
@@ -105,6 +105,7 @@ class Node:
     outlet: Outlet = field(default_factory=AlwaysTaken)
     notice: RendezvousNotice | None = None
     shared: SharedForkserver | None = None
+    watch: JobWatch = field(default_factory=JobWatch)
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -334,6 +335,8 @@ class Node:
             moves,
             _where(topology),
             {"job": job_file.dumps(job).encode(), "hosts": hosts.dumped()},
+            self.watch,
+            bool(agreement.resume),
         )
         try:
             return UnitMembership(context, hosts, rendezvous.opens)
