@@ -88,7 +88,14 @@ def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['import x from "./b.js";', 'import "./b.js";', "export default 1;", "export let a = 1;", 'await import("./b.js");']
+    "line",
+    [
+        'import x from "./b.js";',
+        'import "./b.js";',
+        "export default 1;",
+        "export let a = 1;",
+        'await import("./b.js");',
+    ],
 )
 def test_a_form_that_cannot_be_in_one_script_is_refused(line: str) -> None:
     files = {name: PageFile(name, text) for name, text in (("main.js", line + "\n"), ("b.js", ""))}
@@ -134,7 +141,7 @@ def test_the_command_writes_the_file(workspace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nowhere", "--html", "x.html"), "WORKSPACE = 'nowhere': must be the workspace of a job that has started"),
+        (("nowhere", "--html", "x.html"), "WORKSPACE = 'nowhere': there is no such folder"),
         (("{workspace}",), "no file: give --html FILE"),
         (("{workspace}", "--html", "/proc/x.html"), "--html /proc/x.html: cannot be written"),
     ],

@@ -39,7 +39,9 @@ def test_without_a_session_no_cookie_is_right(access: PageAccess) -> None:
         assert "no token" in access.refusal(request(cookie=cookie))
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost:9"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost:9"]
+)
 def test_names_of_this_server(access: PageAccess, host: str) -> None:
     assert access.refusal(request(host=host, cookie=cookie_of(access))) == ""
 

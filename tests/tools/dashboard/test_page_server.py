@@ -19,7 +19,7 @@ from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
 from topotrain.tools.dashboard.event_streams import StreamLimits
 from topotrain.tools.dashboard.page_files import page_files
-from topotrain.tools.dashboard.page_server import PageOptions, bind_page, check_recorded, served_page
+from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 
 QUICK = StreamLimits(tick_s=0.02)
@@ -202,8 +202,8 @@ def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> N
 
 
 def test_a_workspace_without_a_recording_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be the workspace of a job that has started: it has no events\.jsonl"):
-        check_recorded([tmp_path])
+    with pytest.raises(ConfigError, match=r"has no recording \(events\.jsonl\)"):
+        serve_until_stopped([tmp_path], PageOptions())
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------

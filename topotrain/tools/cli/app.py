@@ -23,7 +23,17 @@ import typer
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
-from topotrain.tools.cli import chaos, elastic_commands, jobs, page_commands, pserver, setup_commands, simulate, unit
+from topotrain.tools.cli import (
+    chaos,
+    elastic_commands,
+    jobs,
+    page_commands,
+    pserver,
+    setup_commands,
+    simulate,
+    unit,
+    watch,
+)
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
@@ -603,3 +613,4 @@ elastic_commands.register(app)
 page_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
+watch.register(app)

@@ -3,7 +3,6 @@
 Only this module of the command line knows the package of the page, which may be deleted.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from topotrain.config.job import ConfigError
 from topotrain.tools.cli.job_arguments import BadInput, check_writable, refusing
 
 REPORT_EXAMPLE = """\b
@@ -44,7 +42,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("report", epilog=REPORT_EXAMPLE)
     def report(
-        workspace: Annotated[Path, typer.Argument(metavar="WORKSPACE", help="The folder of a job, also of one that runs.")],
+        workspace: Annotated[
+            Path, typer.Argument(metavar="WORKSPACE", help="The folder of a job, also of one that runs.")
+        ],
         second: Annotated[
             Path | None, typer.Argument(metavar="WORKSPACE2", help="Of another job, which is laid over it.")
         ] = None,
@@ -96,17 +96,10 @@ def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     """Write the page of recorded jobs into one file. Raises ConfigError or BadInput."""
     try:
         from topotrain.tools.dashboard.mailed_page import mailed_page, view_of
-        from topotrain.tools.dashboard.page_server import check_recorded
     except ImportError:
         raise BadInput(f"report --html: {_MISSING}") from None
-    from topotrain.tools.recording.recorded_lines import RecordingError
-
-    check_recorded(workspaces)
+    text = mailed_page(*(view_of(workspace) for workspace in workspaces))
     check_writable("--html", file)
-    try:
-        text = mailed_page(*(view_of(workspace) for workspace in workspaces))
-    except (RecordingError, OSError) as error:
-        raise ConfigError("WORKSPACE", os.fspath(workspaces[0]), f"its recording cannot be read: {error}") from None
     # The user has named this file, so its mode is what the umask gives.
     try:
         file.write_text(text, encoding="utf-8")

@@ -1,12 +1,12 @@
 """The addresses of the page's server, as a Starlette application. Its module is imported where a page is served.
 
-    GET  /login?token=T     the one-time token for a cookie
-    GET  /                  the page, and its files below /static/
-    GET  /api/view          the view of a run: ?run=B the second one
-    GET  /api/events        the same, and then what is new, as server-sent events
-    GET  /api/log           the last lines of a log: ?process=worker 0/0
-    POST /api/act           a request to the job
-    GET  /metrics           the figures for Prometheus
+GET  /login?token=T     the one-time token for a cookie
+GET  /                  the page, and its files below /static/
+GET  /api/view          the view of a run: ?run=B the second one
+GET  /api/events        the same, and then what is new, as server-sent events
+GET  /api/log           the last lines of a log: ?process=worker 0/0
+POST /api/act           a request to the job
+GET  /metrics           the figures for Prometheus
 """
 
 import asyncio
