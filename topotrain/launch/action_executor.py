@@ -22,7 +22,6 @@ from topotrain.launch.recovery.recovery_actions import (
     AskServers,
     EndProcess,
     FailJob,
-    GroupRequest,
     PlaceReplica,
     ReportGone,
     RequestSnapshot,
