@@ -79,7 +79,7 @@ def test_the_file_loads_nothing(workspace: Path) -> None:
 
 def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
     texts = {
-        "main.js": 'import { twice } from "./a.js";\nimport {\n  one as first, Two,\n} from "./b.js";\nrun(twice, Two);\n',
+        "main.js": 'import { twice } from "./a.js";\nimport {\n  one as first, Two,\n} from "./b.js";\nrun(Two);\n',
         "a.js": 'import { one } from "./b.js";\nexport function twice(x) { return 2 * x * one; }\n',
         "b.js": "export const one = 1;\nexport class Two {}\nconst hidden = 2;\nexport async function three() {}\n",
     }
