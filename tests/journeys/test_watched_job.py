@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.journey
 
 ADDRESS = re.compile(r"topotrain: the page is at (http://127\.0\.0\.1:\d+/login\?token=[\w-]+)")
 LONG = ("steady.py", "--epochs", "400", "--step-s", "0.02")
-ELASTIC = f"{DOWNPOUR} on_failure: kContinue"
 
 
 class WatchedProcess:
@@ -61,8 +61,8 @@ def _states(view: Any, role: str) -> set[str]:
 
 @contextmanager
 def watched(runner: JobRunner, command: list[str]) -> Iterator[WatchedProcess]:
+    # Not by the pool of processes, which would get the signals in its place.
     said = runner.folder / "said"
-    command = [*client(runner.warm_at), *command[1:]]
     with said.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     try:
@@ -99,7 +99,7 @@ def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: Job
 
 
 def test_a_group_leaves_and_comes_again(runner: JobRunner) -> None:
-    with watched(runner, run(runner, ELASTIC)) as job:
+    with watched(runner, run(runner, DOWNPOUR, "on_failure: kContinue")) as job:
         job.trains()
         assert "group 7" in job.page.act({"act": "leave", "group": 7}).data["error"]
         assert job.page.act({"act": "leave", "group": 1}).data["done"].startswith("group 1 has left")
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_nothing(runner: JobRunner) -> None:
 
 def test_the_page_of_a_job_that_has_ended(runner: JobRunner) -> None:
     runner.run(SANDBLASTER, "steady.py", "--epochs", "1")
-    command = ["python", "-m", "topotrain", "watch", str(runner.folder / "job")]
+    command = [sys.executable, "-m", "topotrain", "watch", str(runner.folder / "job")]
     with watched(runner, command) as seen:
         view = seen.view()
         assert view["job"]["code"] == 0 and view["job"]["ended"] is not None
