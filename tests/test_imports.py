@@ -84,6 +84,8 @@ LIBRARIES = {
     "pytorch_lightning": ("compat/integrations/lightning.py",),
     "lightning_utilities": ("compat/integrations/lightning.py",),
     "ray": ("launch/launchers/ray.py",),
+    "starlette": ("tools/dashboard/web_routes.py", "tools/dashboard/http_thread.py"),
+    "uvicorn": ("tools/dashboard/http_thread.py",),
 }
 # optional extras: imported inside the function that needs them
 LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray"})

@@ -21,7 +21,7 @@ from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.forkserver import peer_uid
 from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
-from topotrain.launch.recovery.recovery_actions import GroupRequest
+from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 
 NAME = "control"
 # Both limits keep clients from filling the launcher's memory, or taking all its descriptors.
@@ -175,7 +175,9 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
     """Send a request to the job that runs in a workspace, and return its answer.
 
     The answer about a group is {"group": …, "text": …}. The answer about single workers is {"workers": …, "step": …,
-    "text": …}: the new number of workers per group, and the step after which they continue.
+    "text": …}: the new number of workers per group, and the step after which they continue. The answer about a snapshot
+    is {"snapshot": …, "step": …, "path": …, "text": …}: its number, its last step, and its folder. The answer to a
+    request to stop is {"text": …}.
 
     Raises:
         NotHere: no job runs there, as far as this machine knows.
@@ -200,10 +202,18 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
 
 def checked(wish: JobRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request as data. Raises ConfigError if it is a refusal."""
+    option: tuple[str, int | None]
+    match wish:
+        case GroupRequest(group=group):
+            option, names = ("--group", group), ("group", "text")
+        case ResizeRequest(workers=workers):
+            option, names = ("--workers", workers), ("workers", "step", "text")
+        case TakeSnapshot():
+            option, names = ("", None), ("snapshot", "step", "path", "text")
+        case StopJob():
+            option, names = ("", None), ("text",)
     if "error" in answer:
-        option, number = ("--group", wish.group) if isinstance(wish, GroupRequest) else ("--workers", wish.workers)
-        raise ConfigError(option, number, answer["error"])
-    names = ("group", "text") if isinstance(wish, GroupRequest) else ("workers", "step", "text")
+        raise ConfigError(*option, answer["error"])
     return {name: answer[name] for name in names}
 
 
