@@ -19,7 +19,12 @@ const CHARTS = [
 ];
 const LINE_NAMES = { staleness_mean: "mean", staleness_p95: "p95", staleness_max: "max", staleness_bound: "bound" };
 
-const inOrder = new Intl.Collator("en", { numeric: true }).compare;
+const compareNames = new Intl.Collator("en", { numeric: true }).compare;
+
+// Workers come before servers, so that a worker has the same colour in all charts.
+function inOrder(a, b) {
+  return Number(a.startsWith("server")) - Number(b.startsWith("server")) || compareNames(a, b);
+}
 
 function timeTicks(end, count) {
   const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
@@ -227,7 +232,8 @@ export class Curves {
       this._wanted(view.ofMetric(metric), metric).map((one) => ({ one, dash }))));
     // Two runs have two kinds of dashes already: of what has several lines only the first one is compared.
     const some = two ? found.filter(({ dash }) => dash === 0) : found;
-    const names = [...new Set(some.map(({ one }) => one.of))].sort(inOrder);
+    const names = [...new Set(some.map(({ one }) => one.of))].filter((of) => of !== "job").sort(inOrder);
+    if (!names.length) names.push("job");
     const clock = this._overSteps ? stepClock(view) : null;
     const several = Object.keys(spec.metrics).length > 1 && !two;
     return some.map(({ one, dash }) => ({
@@ -235,6 +241,7 @@ export class Curves {
       colour: one.metric === "staleness_bound" ? 5 : this._colour(one.of, names),
       dash: two ? (run === "A" ? 0 : 1) : several ? dash : names.length <= COLOURS ? names.indexOf(one.of) : 0,
       width: names.length > COLOURS ? 1.2 : 2,
+      kind: several ? LINE_NAMES[one.metric] : null,
       level: one.metric === "staleness_bound",
       points: clock ? this._overStepsOf(one, clock) : one.points.map((point) => [point[0], point[2]]),
     }));

@@ -226,8 +226,8 @@ export class MapView {
   _note(most) {
     const { processes, connections } = this._view;
     if (!processes.length) return "The layout is not known yet.";
-    const lines = connections.length ? `${connections.length} connections; the widest line is ${bytesText(most, "B/s")}.` : "";
-    return `${processes.length} processes. ${lines}`;
+    const widest = most > 1 ? `; the widest line is ${bytesText(most, "B/s")}` : "";
+    return `${processes.length} processes, ${connections.length} connections${widest}.`;
   }
 
   _legend() {
