@@ -5,6 +5,8 @@ import { lastBefore } from "./job_view.js";
 import { LineChart, niceTicks } from "./line_chart.js";
 
 const COLOURS = 6;
+/** With more connections than these there is one line for each process that sends. */
+const CONNECTIONS = 48;
 
 /** The charts in their order: a title, the metrics with the dash of each, and whether the axis begins at 0. */
 const CHARTS = [
@@ -13,7 +15,7 @@ const CHARTS = [
   { id: "staleness", title: "Staleness in versions", fromZero: true,
     metrics: { staleness_mean: 0, staleness_p95: 1, staleness_max: 2, staleness_bound: 5 } },
   { id: "waiting_share", title: "Share of time spent waiting", metrics: { waiting_share: 0 }, fromZero: true },
-  { id: "bytes_per_s", title: "Bytes per second of each connection", metrics: { bytes_per_s: 0 }, fromZero: true },
+  { id: "bytes_per_s", title: "Bytes per second", metrics: { bytes_per_s: 0 }, fromZero: true },
   { id: "memory_bytes", title: "Memory of each process", metrics: { memory_bytes: 0 }, fromZero: true },
   { id: "updates_per_s", title: "Updates per second of each server", metrics: { updates_per_s: 0 }, fromZero: true },
 ];
@@ -88,7 +90,8 @@ export class Curves {
   setMoment(t) {
     this._t = t;
     const x = t === null ? null : this._fromTime(t);
-    for (const chart of this._charts.values()) if (chart.ready) chart.chart.setMoment(x);
+    // The others get it when they come into sight.
+    for (const id of this._visible) if (this._charts.get(id).ready) this._charts.get(id).chart.setMoment(x);
   }
 
   /** Emphasize one event's mark on all curves. */
@@ -122,8 +125,13 @@ export class Curves {
 
   _onSeen(entries) {
     for (const entry of entries) {
-      if (entry.isIntersecting) this._visible.add(entry.target.dataset.chart);
-      else this._visible.delete(entry.target.dataset.chart);
+      const id = entry.target.dataset.chart;
+      if (entry.isIntersecting) {
+        this._visible.add(id);
+        this._waiting.add(id);
+      } else {
+        this._visible.delete(id);
+      }
     }
     this._frame ??= requestAnimationFrame(() => this._drawNext());
   }
@@ -182,7 +190,7 @@ export class Curves {
   }
 
   _setCursor(x) {
-    for (const { chart, ready } of this._charts.values()) if (ready) chart.setCursor(x);
+    for (const id of this._visible) if (this._charts.get(id).ready) this._charts.get(id).chart.setCursor(x);
   }
 
   _draw(id) {
@@ -264,6 +272,7 @@ export class Curves {
 
   _wanted(series, metric) {
     const filled = series.filter((one) => one.points.length);
+    if (metric === "bytes_per_s" && filled.length > CONNECTIONS) return this._bySender(filled);
     if (metric !== "loss") {
       // A job's or a group's sum beside each worker's figure would only flatten those.
       const single = filled.filter((one) => !/^(job|group )/.test(one.of));
@@ -272,6 +281,18 @@ export class Curves {
     const scope = document.querySelector('input[name="scope"]:checked').value;
     const first = filled.filter((one) => one.of.startsWith(scope === "groups" ? "group" : "worker"));
     return first.length ? first : filled;
+  }
+
+  _bySender(series) {
+    const senders = new Map();
+    for (const { of, points, metric } of series) {
+      const [from] = of.split(">");
+      if (!senders.has(from)) senders.set(from, { of: `${from} sends`, metric, sums: new Map() });
+      const { sums } = senders.get(from);
+      // A process reports the bytes to all others at one time.
+      for (const [at, step, value] of points) sums.set(at, [at, step, (sums.get(at)?.[2] ?? 0) + value]);
+    }
+    return [...senders.values()].map(({ of, metric, sums }) => ({ of, metric, points: [...sums.values()].sort((a, b) => a[0] - b[0]) }));
   }
 
   _label(one, run, two, names) {
