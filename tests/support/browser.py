@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,20 @@ def why_none() -> str:
     except ImportError:
         return "the package selenium is missing: pip install -e '.[dev]'"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """How fast a page draws.
+
+    busy_ms: processor time of the page's main thread for a frame.
+    """
+
+    per_s: float
+    busy_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.per_s:.0f} frames/s, {self.busy_ms:.1f} ms of the main thread for each"
 
 
 class Browser:
@@ -98,24 +113,29 @@ class Browser:
         path.write_bytes(self.driver.get_screenshot_as_png())
         return path
 
-    def frames_per_s(self, seconds: float, each_frame: str = "") -> float:
-        """Return how many frames a second the page draws while a script runs before each of them."""
-        # A part of the text and no argument: the page's own policy forbids to make functions of strings.
+    def frames(self, seconds: float) -> Frames:
+        """Count the frames that the page draws in this time."""
         script = """
             const [seconds, done] = arguments;
             let frames = 0, first = null;
-            const each = () => { EACH };
             const count = (now) => {
               first ??= now;
-              if (now - first >= seconds * 1000) { done(frames / ((now - first) / 1000)); return; }
+              if (now - first >= seconds * 1000) { done([frames, (now - first) / 1000]); return; }
               frames += 1;
-              each();
               requestAnimationFrame(count);
             };
             requestAnimationFrame(count);
-        """.replace("EACH", each_frame)
+        """
         self.driver.set_script_timeout(seconds + 60)
-        return float(self.driver.execute_async_script(script, seconds))
+        self.driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+        before = self._busy_s()
+        count, passed = self.driver.execute_async_script(script, seconds)
+        return Frames(count / passed, (self._busy_s() - before) * 1000 / max(1, count))
+
+    def _busy_s(self) -> float:
+        """Return the processor time of the page's main thread."""
+        metrics = self.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import { lastBefore } from "./job_view.js";
 import { LineChart, niceTicks } from "./line_chart.js";
 
 const COLOURS = 6;
+/** With more connections than these there is one line for each process that sends. */
+const CONNECTIONS = 48;
 
 /** The charts in their order: a title, the metrics with the dash of each, and whether the axis begins at 0. */
 const CHARTS = [
@@ -13,13 +15,18 @@ const CHARTS = [
   { id: "staleness", title: "Staleness in versions", fromZero: true,
     metrics: { staleness_mean: 0, staleness_p95: 1, staleness_max: 2, staleness_bound: 5 } },
   { id: "waiting_share", title: "Share of time spent waiting", metrics: { waiting_share: 0 }, fromZero: true },
-  { id: "bytes_per_s", title: "Bytes per second of each connection", metrics: { bytes_per_s: 0 }, fromZero: true },
+  { id: "bytes_per_s", title: "Bytes per second", metrics: { bytes_per_s: 0 }, fromZero: true },
   { id: "memory_bytes", title: "Memory of each process", metrics: { memory_bytes: 0 }, fromZero: true },
   { id: "updates_per_s", title: "Updates per second of each server", metrics: { updates_per_s: 0 }, fromZero: true },
 ];
 const LINE_NAMES = { staleness_mean: "mean", staleness_p95: "p95", staleness_max: "max", staleness_bound: "bound" };
 
-const inOrder = new Intl.Collator("en", { numeric: true }).compare;
+const compareNames = new Intl.Collator("en", { numeric: true }).compare;
+
+// Workers come before servers, so that a worker has the same colour in all charts.
+function inOrder(a, b) {
+  return Number(a.startsWith("server")) - Number(b.startsWith("server")) || compareNames(a, b);
+}
 
 function timeTicks(end, count) {
   const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
@@ -83,7 +90,8 @@ export class Curves {
   setMoment(t) {
     this._t = t;
     const x = t === null ? null : this._fromTime(t);
-    for (const chart of this._charts.values()) if (chart.ready) chart.chart.setMoment(x);
+    // The others get it when they come into sight.
+    for (const id of this._visible) if (this._charts.get(id).ready) this._charts.get(id).chart.setMoment(x);
   }
 
   /** Emphasize one event's mark on all curves. */
@@ -117,8 +125,13 @@ export class Curves {
 
   _onSeen(entries) {
     for (const entry of entries) {
-      if (entry.isIntersecting) this._visible.add(entry.target.dataset.chart);
-      else this._visible.delete(entry.target.dataset.chart);
+      const id = entry.target.dataset.chart;
+      if (entry.isIntersecting) {
+        this._visible.add(id);
+        this._waiting.add(id);
+      } else {
+        this._visible.delete(id);
+      }
     }
     this._frame ??= requestAnimationFrame(() => this._drawNext());
   }
@@ -177,7 +190,7 @@ export class Curves {
   }
 
   _setCursor(x) {
-    for (const { chart, ready } of this._charts.values()) if (ready) chart.setCursor(x);
+    for (const id of this._visible) if (this._charts.get(id).ready) this._charts.get(id).chart.setCursor(x);
   }
 
   _draw(id) {
@@ -227,7 +240,8 @@ export class Curves {
       this._wanted(view.ofMetric(metric), metric).map((one) => ({ one, dash }))));
     // Two runs have two kinds of dashes already: of what has several lines only the first one is compared.
     const some = two ? found.filter(({ dash }) => dash === 0) : found;
-    const names = [...new Set(some.map(({ one }) => one.of))].sort(inOrder);
+    const names = [...new Set(some.map(({ one }) => one.of))].filter((of) => of !== "job").sort(inOrder);
+    if (!names.length) names.push("job");
     const clock = this._overSteps ? stepClock(view) : null;
     const several = Object.keys(spec.metrics).length > 1 && !two;
     return some.map(({ one, dash }) => ({
@@ -235,6 +249,7 @@ export class Curves {
       colour: one.metric === "staleness_bound" ? 5 : this._colour(one.of, names),
       dash: two ? (run === "A" ? 0 : 1) : several ? dash : names.length <= COLOURS ? names.indexOf(one.of) : 0,
       width: names.length > COLOURS ? 1.2 : 2,
+      kind: several ? LINE_NAMES[one.metric] : null,
       level: one.metric === "staleness_bound",
       points: clock ? this._overStepsOf(one, clock) : one.points.map((point) => [point[0], point[2]]),
     }));
@@ -257,6 +272,7 @@ export class Curves {
 
   _wanted(series, metric) {
     const filled = series.filter((one) => one.points.length);
+    if (metric === "bytes_per_s" && filled.length > CONNECTIONS) return this._bySender(filled);
     if (metric !== "loss") {
       // A job's or a group's sum beside each worker's figure would only flatten those.
       const single = filled.filter((one) => !/^(job|group )/.test(one.of));
@@ -265,6 +281,18 @@ export class Curves {
     const scope = document.querySelector('input[name="scope"]:checked').value;
     const first = filled.filter((one) => one.of.startsWith(scope === "groups" ? "group" : "worker"));
     return first.length ? first : filled;
+  }
+
+  _bySender(series) {
+    const senders = new Map();
+    for (const { of, points, metric } of series) {
+      const [from] = of.split(">");
+      if (!senders.has(from)) senders.set(from, { of: `${from} sends`, metric, sums: new Map() });
+      const { sums } = senders.get(from);
+      // A process reports the bytes to all others at one time.
+      for (const [at, step, value] of points) sums.set(at, [at, step, (sums.get(at)?.[2] ?? 0) + value]);
+    }
+    return [...senders.values()].map(({ of, metric, sums }) => ({ of, metric, points: [...sums.values()].sort((a, b) => a[0] - b[0]) }));
   }
 
   _label(one, run, two, names) {

@@ -52,7 +52,8 @@ export function lessMotion() {
 
 /** Seconds as m:ss or h:mm:ss. */
 export function clockText(seconds) {
-  const whole = Math.max(0, Math.floor(seconds));
+  // A sum of tenths may be a little less than the second that it means.
+  const whole = Math.max(0, Math.floor(seconds + 1e-6));
   const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
   const two = (n) => String(n).padStart(2, "0");
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
@@ -60,7 +61,7 @@ export function clockText(seconds) {
 
 /** Seconds in words, as a screen reader says them. */
 export function spokenTime(seconds) {
-  const whole = Math.max(0, Math.floor(seconds));
+  const whole = Math.max(0, Math.floor(seconds + 1e-6));
   const parts = [[Math.floor(whole / 3600), "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
   const said = parts.filter(([n], index) => n > 0 || index === 2);
   return said.map(([n, unit]) => `${n} ${unit}`).join(" ");

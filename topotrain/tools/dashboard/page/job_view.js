@@ -38,11 +38,9 @@ export function lastBefore(entries, t) {
   return low - 1;
 }
 
-/** Return the middle of some numbers; of an even count, the mean of both in the middle. */
+/** Return the middle of some numbers; of an even count, the lower one: of two workers the slow one is told from the other. */
 export function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const half = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+  return [...values].sort((a, b) => a - b)[(values.length - 1) >> 1];
 }
 
 /** A job's View, and its deltas merged into it. */

@@ -160,40 +160,42 @@ export class LineChart {
   }
 
   _readout(x) {
-    const { lines, yText } = this._model;
-    if (lines.length > NAMED) return `${lines.length} lines, ${this._range(x)}`;
-    return lines.map((line) => `${line.label} ${yText(this._valueAt(line, x))}`).join(", ");
+    return this._parts.map(({ label, lines }) => `${label} ${this._range(lines, x)}`).join(", ");
   }
 
-  _range(x) {
-    const values = this._model.lines.map((line) => this._valueAt(line, x)).filter((value) => value !== null);
+  _range(lines, x) {
+    const { yText } = this._model;
+    const values = lines.map((line) => this._valueAt(line, x)).filter((value) => value !== null);
     if (!values.length) return "–";
-    return `${this._model.yText(Math.min(...values))} to ${this._model.yText(Math.max(...values))}`;
+    const [low, high] = [yText(Math.min(...values)), yText(Math.max(...values))];
+    return low === high ? low : `${low} to ${high}`;
+  }
+
+  // What the key has an entry for: each line, or each kind of lines, or all of them.
+  _keyParts() {
+    const { lines } = this._model;
+    if (lines.length <= NAMED) return lines.map((line) => ({ label: line.label, sample: line, lines: [line] }));
+    const kinds = [...new Set(lines.map((line) => line.kind))];
+    return kinds.map((kind) => {
+      const some = lines.filter((line) => line.kind === kind);
+      if (!kind) return { label: `${some.length} lines`, sample: null, lines: some };
+      return { label: kind, sample: { colour: 5, dash: some[0].dash }, lines: some };
+    });
   }
 
   _keyEntries() {
-    const { lines } = this._model;
-    const named = lines.length > NAMED ? [] : lines;
-    const labels = named.map((line) => `${line.label} ${line.colour} ${line.dash}`).join("|");
-    if (this._labels === labels && this._key.children.length) return;
+    this._parts = this._keyParts();
+    const labels = this._parts.map(({ label, sample }) => `${label} ${sample?.colour} ${sample?.dash}`).join("|");
+    if (this._labels === labels) return;
     this._labels = labels;
-    if (!named.length) {
-      this._key.replaceChildren(make("li", {}, [make("span"), make("output")]));
-      return;
-    }
-    this._key.replaceChildren(...named.map((line) => make("li", {}, [
-      make("span", { class: "sample", "data-colour": line.colour, "data-dash": line.dash }),
-      make("span", { text: line.label }), make("output")])));
+    this._key.replaceChildren(...this._parts.map(({ label, sample }) => make("li", {}, [
+      make("span", sample ? { class: "sample", "data-colour": sample.colour, "data-dash": sample.dash } : {}),
+      make("span", { text: label }), make("output")])));
   }
 
   _values() {
-    const { lines, yText } = this._model;
     const x = this._at ?? this._now ?? null;
-    if (lines.length > NAMED) {
-      setText(this._key.firstElementChild.lastElementChild, `${lines.length} lines: ${this._range(x)}`);
-      return;
-    }
-    lines.forEach((line, index) => setText(this._key.children[index].lastElementChild, yText(this._valueAt(line, x))));
+    this._parts.forEach(({ lines }, index) => setText(this._key.children[index].lastElementChild, this._range(lines, x)));
   }
 
   _paint() {

@@ -78,9 +78,9 @@ class Page {
     this._chip();
     this._events.update(view);
     this._acts.update(view, this._connection === "live");
+    this._lecture.update(view);
     this._bar.setEnd(view.end, !view.over && this._source.live);
     this._bar.setEvents(view.events);
-    this._lecture.update(view);
     this._showMoment();
   }
 

@@ -24,6 +24,7 @@ export class MapView {
     this._onSelect = onSelect;
     this._buttons = new Map();
     this._shown = new Map();
+    this._shownStates = new Map();
     this._selected = null;
     this._layout = null;
     this._drawnAt = -Infinity;
@@ -99,6 +100,7 @@ export class MapView {
     const { name, role } = process;
     const view = this._view;
     const state = view.stateAt(name, t);
+    this._shownStates.set(name, state);
     const rate = role === "worker" ? view.valueAt(name, "samples_per_s", t) : view.valueAt(name, "updates_per_s", t);
     const quiet = rate === null || SILENT.has(state);
     const figure = quiet ? "" : `${numberText(rate)} ${role === "worker" ? "samples/s" : "updates/s"}`;
@@ -154,11 +156,12 @@ export class MapView {
     const { width, height, curves } = this._geometry;
     const context = clearedContext(this._canvas, width, height);
     const { connections } = this._view;
+    this._traffic = connections.map((one) => this._view.trafficAt(one, this._t));
     const most = this._mostTraffic();
     const classes = new Map();
     connections.forEach((one, index) => {
       if (!curves[index]) return;
-      const style = this._style(one, most, connections.length > MANY);
+      const style = this._style(one, this._traffic[index], most);
       if (!style) return;
       const key = `${style.colour} ${style.width} ${style.alpha}`;
       if (!classes.has(key)) classes.set(key, { style, indexes: [] });
@@ -170,19 +173,22 @@ export class MapView {
     setText(byId("map-note"), this._note(most));
   }
 
-  _style(connection, most, many) {
-    const { from, to } = connection;
+  _style({ from, to }, traffic, most) {
+    const count = this._view.connections.length;
+    const many = count > MANY;
     const mine = this._selected === from || this._selected === to;
-    const faint = (this._selected !== null && this._buttons.has(this._selected) && !mine) || (many && !mine);
-    const dead = [from, to].some((name) => this._view.stateAt(name, this._t) === "dead");
-    if (dead) return { colour: "bad", width: 1.5, dash: [2, 5], alpha: faint ? 0.3 : 0.9, front: 1 };
-    const traffic = this._view.trafficAt(connection, this._t);
+    const faint = this._buttons.has(this._selected) && !mine;
+    // Of thousands of connections only a haze is seen; the selected process has its own in front of it.
+    const pale = (alpha) => (many && !mine ? Math.max(0.05, (alpha * MANY) / count) : faint ? alpha * 0.3 : alpha);
+    if (this._shownStates.get(from) === "dead" || this._shownStates.get(to) === "dead") {
+      return { colour: "bad", width: 1.5, dash: [2, 5], alpha: many ? pale(0.9) * 3 : pale(0.9), front: 1 };
+    }
     if (traffic <= 0) {
-      return many && !mine ? null : { colour: "idle", width: 1, dash: [5, 5], alpha: faint ? 0.3 : 0.8, front: 0 };
+      return many && !mine ? null : { colour: "idle", width: 1, dash: [5, 5], alpha: pale(0.8), front: 0 };
     }
     const share = Math.ceil(Math.sqrt(traffic / most) * WIDTH_CLASSES) / WIDTH_CLASSES;
-    const wide = 1 + Math.min(1, share) * (many ? 2 : WIDEST - 1);
-    return { colour: mine ? "accent" : "flow", width: wide, dash: [], alpha: faint ? 0.22 : 0.85, front: mine ? 3 : 2 };
+    const wide = 1 + Math.min(1, share) * (many && !mine ? 1 : WIDEST - 1);
+    return { colour: mine ? "accent" : "flow", width: wide, dash: [], alpha: pale(0.85), front: mine ? 3 : 2 };
   }
 
   _stroke(context, style, curves) {
@@ -205,9 +211,10 @@ export class MapView {
     const all = connections.map((one, index) => [one, index]);
     const mine = all.filter(([one]) => one.from === this._selected || one.to === this._selected);
     const named = mine.length ? mine : all;
-    if (named.length > LABELLED) return;
-    named.forEach(([one, index], order) => {
-      const traffic = this._view.trafficAt(one, this._t);
+    // In a lecture it is the messages that have names.
+    if (named.length > LABELLED || document.body.classList.contains("lecturing")) return;
+    named.forEach(([, index], order) => {
+      const traffic = this._traffic[index];
       const curve = this._geometry.curves[index];
       if (!curve || traffic <= 0) return;
       // Not all at the middle, where connections cross.
@@ -217,8 +224,7 @@ export class MapView {
   }
 
   _mostTraffic() {
-    let most = 1;
-    for (const one of this._view.connections) most = Math.max(most, this._view.trafficAt(one, this._t));
+    const most = this._traffic.reduce((high, one) => Math.max(high, one), 1);
     this._peak = Math.max(most, (this._peak ?? 1) * 0.98);
     return this._peak;
   }
@@ -226,8 +232,8 @@ export class MapView {
   _note(most) {
     const { processes, connections } = this._view;
     if (!processes.length) return "The layout is not known yet.";
-    const lines = connections.length ? `${connections.length} connections; the widest line is ${bytesText(most, "B/s")}.` : "";
-    return `${processes.length} processes. ${lines}`;
+    const widest = most > 1 ? `; the widest line is ${bytesText(most, "B/s")}` : "";
+    return `${processes.length} processes, ${connections.length} connections${widest}.`;
   }
 
   _legend() {
