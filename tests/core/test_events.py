@@ -17,9 +17,11 @@ EXAMPLES: list[Event] = [
     events.Started("worker 0/1", 12),
     StepDone("worker 0/1", 1.5, 7, 320, 0.25, 0.5, 3, 1000, 2000),
     StepDone("worker 0/1", 1.5, 7, 320, None, 0.0, 0, 1000, 2000),
+    StepDone("worker 0/1", 1.5, 7, 320, 0.25, 0.5, 3, 1, 2, waited_s=0.5, staleness_p95=2.0, epoch=1, progress=0.25),
     events.Skipped("worker 0/1", 7, 2, "worker 0/0", "net.weight"),
     events.Counted("server 0/0", {"worker 0/0": 320, "worker 0/1": 300}),
     events.Metrics({"accuracy": 0.97, "loss": 1.0}),
+    events.Logged("worker 0/1", 1.5, 7, {"accuracy": 0.5}),
     events.Tested("worker 0/0", "test", 100, {"loss": 0.5, "accuracy": 0.9}, 0),
     Failed("worker 1/0", "program", 'ValueError: "x"', "Traceback\n  line\n"),
     events.Finished("worker 0/1", 7, 320, 0.5, 3, 1000, 2000),
@@ -51,6 +53,10 @@ EXAMPLES: list[Event] = [
     events.Apart("server 1/0", 40, 2.5, 7, 0.01),
     events.Rounds("server 0/0", {"2": 3, "3": 40}, 0.25, 2, ("0 41 0 1 2", "0 42 0 2")),
     events.LocalSteps("worker 0/1", 40, 2.5, 0.5, 1.25),
+    events.Resources("worker 0/1", 12, 200_000_000, 3.25),
+    events.Traffic("worker 0/1", {"server 0/0": 1000, "server 0/1": 2000}),
+    events.ServerLoad("server 0/1", 40, 40, 0.75),
+    events.Slices("server 0/1", ("net.weight", "net.bias"), (128, 0), (128, 16), 3),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]
 

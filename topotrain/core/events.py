@@ -83,6 +83,10 @@ class StepDone(Event):
     own_s: median of the seconds from the end of one wait to the next commit. None: too few were measured.
     late: the number of steps that backup workers have made without this worker.
     threads: the number of PyTorch's threads in the process at present. 0: unknown.
+    waited_s: seconds for which the script has waited for servers and other workers.
+    staleness_p95: in versions; 95 of 100 updates were at most so stale. Above 63 it is rounded up to a power of two.
+    epoch: number of the epoch that is under way, from 0. -1: unknown.
+    progress: the share of the job's samples that are done, as of `tt.progress`. -1: unknown.
     """
 
     who: str
@@ -98,6 +102,10 @@ class StepDone(Event):
     late: int = 0
     threads: int = 0
     bytes_link: int = 0
+    waited_s: float = 0.0
+    staleness_p95: float = 0.0
+    epoch: int = -1
+    progress: float = -1.0
 
 
 @event
@@ -132,6 +140,19 @@ class Counted(Event):
 class Metrics(Event):
     """Values that the program reported about the final parameters."""
 
+    values: dict[str, float] = field(hash=False)
+
+
+@event
+class Logged(Event):
+    """The last values that a script has logged with `tt.log`.
+
+    time: seconds since the first step of the process began; before it since `tt.prepare`. step: as in StepDone.
+    """
+
+    who: str
+    time: float
+    step: int
     values: dict[str, float] = field(hash=False)
 
 
@@ -182,6 +203,10 @@ class Finished(Event):
     late: int = 0
     threads: int = 0
     bytes_link: int = 0
+    waited_s: float = 0.0
+    staleness_p95: float = 0.0
+    epoch: int = -1
+    progress: float = -1.0
 
 
 @event
@@ -506,6 +531,55 @@ class LocalSteps(Event):
 
 
 @event
+class Resources(Event):
+    """The use of its host by a process, as the launcher of the host has read it.
+
+    memory_bytes: resident memory, with what it shares with other processes. cpu_s: seconds of all its threads.
+    """
+
+    who: str
+    pid: int
+    memory_bytes: int
+    cpu_s: float
+
+
+@event
+class Traffic(Event):
+    """Bytes of messages that a process has sent, by the name of the process that they were sent to."""
+
+    who: str
+    sent: dict[str, int] = field(hash=False)
+
+
+@event
+class ServerLoad(Event):
+    """The work of a server since its process began.
+
+    updates: steps that it has applied. version: number of its values. busy_s: seconds in the handling of messages.
+    """
+
+    who: str
+    updates: int
+    version: int
+    busy_s: float
+
+
+@event
+class Slices(Event):
+    """The parts of parameters that a server is home to.
+
+    names: of the parameters. first, count: for each, its first element here and the number of its elements here.
+    left_out: the number of parts that are not listed.
+    """
+
+    who: str
+    names: tuple[str, ...]
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    left_out: int = 0
+
+
+@event
 class Tabled(Event):
     """A server's part of a table at the end. bytes: values, optimizer state, index."""
 
@@ -556,6 +630,7 @@ _HOLDS: Mapping[Any, Callable[[Any], bool]] = MappingProxyType(
         float: _is_float,
         float | None: lambda v: v is None or _is_float(v),
         tuple[str, ...]: lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+        tuple[int, ...]: lambda v: isinstance(v, list) and all(map(_is_int, v)),
         dict[str, int]: lambda v: isinstance(v, dict) and all(map(_is_int, v.values())),
         dict[str, float]: lambda v: isinstance(v, dict) and all(map(_is_float, v.values())),
     }
