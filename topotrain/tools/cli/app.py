@@ -26,6 +26,7 @@ from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
+from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -273,6 +274,8 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
+    logs: Logs = None,
+    metrics: Metrics = "",
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -289,13 +292,17 @@ def run(
         topology = layout(job.cluster)
         if report is not None:
             check_writable("--report", report)
+        exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
 
         # The input is good. From here on torch is loaded, while this process loads its own modules.
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
+        if exports is not None and exports.url:
+            terminal.print(f"metrics: {exports.url}", soft_wrap=True, markup=False)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports)
+        result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)

@@ -1,5 +1,6 @@
 """New points of a job's curves, in the order of time."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ _LEFT_OUT = ("bytes_per_s",)
 class CurvePoint:
     """A value of a curve.
 
-    time: seconds since 1970. process: the worker, server or group, or "job". name: such as "loss" and "log:accuracy".
+    time: seconds since 1970. process: a worker, a server or a group, or "job". name: such as "loss" or "log:accuracy".
+    value: NaN for any number that is not finite.
     """
 
     time: float
@@ -34,17 +36,17 @@ class CurveReader:
 
     def __init__(self) -> None:
         self._cursor = 0
-        self._started = 0.0
 
     def read(self, history: JobHistory) -> list[CurvePoint]:
         """Return the new points."""
         delta = history.since(self._cursor)
         self._cursor = delta["cursor"]
-        self._started = (delta.get("job") or {}).get("started") or self._started
         return sorted(self._points(delta), key=lambda point: point.time)
 
     def _points(self, delta: dict[str, Any]) -> Iterator[CurvePoint]:
-        for series in delta.get("series", ()):
+        started = delta["job"]["started"]
+        for series in delta["series"]:
             if series["metric"] not in _LEFT_OUT:
                 for at, step, value in series["points"]:
-                    yield CurvePoint(self._started + at, int(step), series["of"], series["metric"], value)
+                    number = math.nan if value is None else float(value)
+                    yield CurvePoint(started + at, int(step), series["of"], series["metric"], number)

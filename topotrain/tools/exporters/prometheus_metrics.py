@@ -53,7 +53,9 @@ METRICS = (
 )
 INFO = Metric("topotrain_job_info", "Always 1. Its labels are the name and the framework of the job.", "")
 RUNNING = Metric("topotrain_job_running", "1 while the job runs, else 0.", "state")
-INCIDENTS = Metric("topotrain_job_incidents_total", "Losses of processes that the job has survived.", "incidents")
+INCIDENTS = Metric(
+    "topotrain_job_incidents_total", "Losses of processes that the job has survived, and resizes.", "incidents"
+)
 STATE = Metric("topotrain_process_state", "1 for the present state of the process, 0 for all others.", "state", _W + _S)
 LOGGED = Metric("topotrain_worker_logged_value", "The last value that the script has logged with tt.log.", "log", _W)
 ALL = (*METRICS, INFO, RUNNING, INCIDENTS, STATE, LOGGED)
@@ -102,7 +104,9 @@ class _SummaryCollector:
         info = tuple(str(summary.get(name) or "") for name in ("name", "framework"))
         yield from _family(INFO, ("name", "framework"), [_Row(info, 1)])
         yield from _family(RUNNING, (), [_Row((), summary.get("state") == "running")])
-        yield from _family(INCIDENTS, (), [_Row((), len(summary.get("incidents", ())))])
+        # The list has the last ones only.
+        incidents = max((each["number"] + 1 for each in summary.get("incidents", ())), default=0)
+        yield from _family(INCIDENTS, (), [_Row((), incidents)])
         yield from _family(STATE, (*_LABELS, "state"), _states(summary))
         yield from _family(LOGGED, (*_LABELS, "name"), _logged(summary))
 

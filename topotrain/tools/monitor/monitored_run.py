@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
+    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult
 
 
@@ -36,6 +37,7 @@ class RunOptions:
     profile: int = 0  # the step to profile; 0: none
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
+    exports: "JobExports | None" = None  # for other tools
 
 
 def train(
