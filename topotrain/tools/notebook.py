@@ -11,6 +11,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
+from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress_display import progress
 from topotrain.tools.monitor.result_tables import console, summary
@@ -45,13 +46,17 @@ def notebook_launch(
     whole = replace(job_of(job), program=f"{name}()", args=())
     topology = layout(whole.cluster)
     report, terminal = Report(whole, topology), console()
-    with progress(topology, terminal, quiet) as shown:
+    with recording(whole, topology, whole.resume) as recorded, progress(topology, terminal, quiet) as shown:
 
         def on_event(event: Event) -> None:
             report(event)
             shown(event)
+            recorded(event)
+            for notice in recorded.notices():
+                shown(notice)
 
-        outcome = FunctionLauncher(function).start(whole, topology, on_event)
+        outcome = FunctionLauncher(function, watch=recorded).start(whole, topology, on_event)
+        recorded.end(outcome.code)
     if outcome.cause is not None:
         raise JobFailed(story(outcome.cause, whole, report.topology))
     if outcome.code == 128 + signal.SIGINT:

@@ -53,13 +53,17 @@ def train(
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
+    from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
     report = Report(job, topology)
     saved: Saved | None = None
-    with display(job, topology, terminal, options.quiet, options.as_json) as (window, made):
+    with (
+        recording(job, topology, bool(options.resume)) as recorded,
+        display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
+    ):
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -67,6 +71,9 @@ def train(
                 saved = event
             report(event)
             window(event)
+            recorded(event)
+            for notice in recorded.notices():
+                window(notice)
             if listener is not None:
                 listener(event)
 
@@ -76,8 +83,10 @@ def train(
             profile=options.profile,
             resume=options.resume,
             outlet=made,
+            watch=recorded,
         )
         outcome = launcher.start(job, topology, on_event)
+        recorded.end(outcome.code)
     if outcome.cause is not None:
         # After the display has ended, so that the error is the last thing on the terminal.
         complain(story(outcome.cause, job, report.topology))

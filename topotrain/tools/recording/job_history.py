@@ -92,6 +92,11 @@ class JobHistory:
         """Whether a header has come."""
         return self._job.header is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended, and has said so."""
+        return self._job.ended is not None
+
     def add(self, timed: TimedEvent) -> None:
         """Add one event."""
         self._number += 1

@@ -1,5 +1,6 @@
 """The figures of a job as a whole, and its summary."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from topotrain.tools.recording.recorded_lines import RecordingHeader
 SUMMARY_VERSION = 1
 MOST_INCIDENTS = 100
 LAST_SNAPSHOTS = 5
+_SHORT = 200  # characters
+_USUAL = frozenset({"computes", "waits", "applies", "finished"})
 
 
 @dataclass(slots=True)
@@ -186,3 +189,30 @@ def _finite(value: float) -> float | None:
 
 def _rounded(value: float | None) -> float | None:
     return round(value, 3) if value is not None and math.isfinite(value) else None
+
+
+def compacted(summary: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Return a summary of at most `limit` bytes as JSON, without the processes that tell least.
+
+    `left_out` counts the workers and servers that are missing.
+    """
+    data = {**summary, "left_out": 0}
+    data["incidents"] = data["incidents"][-LAST_SNAPSHOTS:]
+    if _size(data) > limit:
+        data["workers"] = [{**worker, "log": {}} for worker in data["workers"]]
+        data["incidents"] = [
+            {**each, "what": each["what"][:_SHORT], "action": each["action"][:_SHORT]} for each in data["incidents"]
+        ]
+    everyone = [(kind, each) for kind in ("workers", "servers") for each in data[kind]]
+    # Those that do not work come first: the others are alike.
+    everyone.sort(key=lambda pair: pair[1]["state"] in _USUAL)
+    while _size(data) > limit and everyone:
+        everyone = everyone[: len(everyone) * 3 // 4]
+        data["workers"] = [each for kind, each in everyone if kind == "workers"]
+        data["servers"] = [each for kind, each in everyone if kind == "servers"]
+        data["left_out"] = len(summary["workers"]) + len(summary["servers"]) - len(everyone)
+    return data
+
+
+def _size(data: Mapping[str, Any]) -> int:
+    return len(json.dumps(data, separators=(",", ":")))

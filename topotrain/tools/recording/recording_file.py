@@ -129,7 +129,8 @@ class RecordingWriter:
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
         self._slots, self._file = SampleSlots(), None  # type: tuple[SampleSlots, RecordingFile | None]
         self._told = False
-        self._closing, self._lock = Flag(), Lock()
+        self._closing, self._wakes, self._asked, self._flushed = Flag(), Flag(), Flag(), Flag()
+        self._lock = Lock()
         self._thread: Thread | None = None
         self._put(header)
 
@@ -150,7 +151,16 @@ class RecordingWriter:
             return
         self._put(RecordingEnd(code))
         self._closing.set()
+        self._wakes.set()
         self._thread.join(_CLOSE_S)
+
+    def flush(self, within_s: float = 1.0) -> None:
+        """Wait until all events are in the file, but not long."""
+        if self._thread is not None and not self._closing.is_set():
+            self._flushed.clear()
+            self._asked.set()
+            self._wakes.set()
+            self._flushed.wait(within_s)
 
     def _put(self, event: Recorded) -> None:
         with self._lock:
@@ -159,19 +169,25 @@ class RecordingWriter:
             self._waiting.append(TimedEvent(self._last, event))
 
     def _run(self) -> None:
-        while not self._closing.wait(WRITE_S):
-            self._drain(last=False)
-        self._drain(last=True)
+        while not self._closing.is_set():
+            self._wakes.wait(WRITE_S)
+            self._wakes.clear()
+            asked = self._asked.is_set()
+            self._asked.clear()
+            self._drain(whole=asked)
+            if asked:
+                self._flushed.set()
+        self._drain(whole=True)
         if self._file is not None:
             self._file.close()
 
-    def _drain(self, last: bool) -> None:
-        """Write what has come since the last call."""
+    def _drain(self, whole: bool) -> None:
+        """Write what has come since the last call; whole: also samples that are held."""
         found: list[TimedEvent] = []
         while self._waiting:
             timed = self._waiting.popleft()
             found += [*self._slots.due(timed.at), *self._slots.add(timed)]
-        found += self._slots.flush() if last else self._slots.due(self._clock() - self._began)
+        found += self._slots.flush() if whole else self._slots.due(self._clock() - self._began)
         try:
             if self._file is None:
                 self._file = RecordingFile(self._path, self._appends, self._limit)
