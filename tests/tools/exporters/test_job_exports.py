@@ -5,6 +5,7 @@ import math
 import sqlite3
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_history import HEADER, STARTED, events, step
+from sample_history import events, step
 from wait_limit import ended_after
 
 import topotrain as tt
 from topotrain.config.job import Cluster, ConfigError, Job
-from topotrain.core.events import Event, Notice, Output
+from topotrain.config.topology import layout
+from topotrain.core.events import Event, Notice, Output, Resized
 from topotrain.tools.exporters import export_thread, tensorboard_export
 from topotrain.tools.exporters.job_exports import JobExports
 from topotrain.tools.exporters.tracker_export import TrackerExport, load
@@ -68,14 +70,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GO.set()
 
 
-def exports(folder: Path, *logs: str, metrics: str = "") -> JobExports:
-    return JobExports(Job(name="digits", cluster=Cluster(workspace=str(folder))), logs, metrics, {})
+def exports(folder: Path, *logs: str, metrics: str = "", resumed: bool = False) -> JobExports:
+    cluster = Cluster(nworker_groups=2, server_worker_separate=True, workspace=str(folder))
+    job = Job(name="digits", cluster=cluster)
+    made = JobExports(job, logs, metrics, {})
+    made.begin(job, layout(cluster), resumed)
+    return made
 
 
 def run(made: JobExports, given: list[Event], code: int = 0) -> list[Notice]:
     """Give the events of a job to its exports, from its start to its end."""
     with closing(made), ended_after(60):
-        made.start(HEADER)
         for event in given:
             made(event)
         made.end(code)
@@ -87,13 +92,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None:
-    folder = tmp_path / "job"
+    folder, began = tmp_path / "job", time.time() - 0.001
     assert run(exports(folder, "jsonl"), [*events(), step("worker 0/0", 13, math.nan)]) == []
     path = folder / "curves.jsonl"
     found = lines(path)
     assert all(list(line) == ["time", "step", "process", "name", "value"] for line in found)
     assert [line["time"] for line in found] == sorted(line["time"] for line in found)
-    assert STARTED <= found[0]["time"] < STARTED + 60
+    assert began <= found[0]["time"] <= time.time()
     losses = [(line["step"], line["value"]) for line in found if (line["process"], line["name"]) == ("worker 0/0", "loss")]
     assert losses == [*((number, 0.75) for number in range(1, 13)), (13, None)]
     logged = [line for line in found if line["name"].startswith("log:")]
@@ -108,7 +113,27 @@ def test_a_named_file_and_two_exports_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
+def test_the_lines_of_a_job_that_goes_on_follow_the_earlier_ones(tmp_path: Path) -> None:
+    for resumed in (False, False, True):
+        run(exports(tmp_path, "jsonl", resumed=resumed), events(2))
+    losses = [line["step"] for line in lines(tmp_path / "curves.jsonl") if line["name"] == "loss"]
+    assert sorted(losses.count(number) for number in (1, 2)) == [4, 4]
+
+
+def test_workers_that_join_have_curves(tmp_path: Path) -> None:
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, workspace=str(tmp_path))
+    job = Job(name="digits", cluster=cluster)
+    made = JobExports(job, ["jsonl"], "", {})
+    made.begin(job, layout(cluster))
+    run(made, [step("worker 0/1", 1), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
+    assert {line["process"] for line in lines(tmp_path / "curves.jsonl") if line["name"] == "staleness_max"} == {
+        "worker 0/1",
+        "worker 0/2",
+    }
+
+
 def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
+    began = time.time()
     assert run(exports(tmp_path, "tensorboard"), events()) == []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -119,15 +144,13 @@ def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
     assert tags >= {"loss/group 0", "loss/group 1", 'log/accuracy "of" all/worker 0/0', "memory_bytes/server 0/0"}
     loss = found.Scalars("loss/worker 1/0")
     assert [(point.step, point.value) for point in loss] == [(number, 0.75) for number in range(1, 13)]
-    assert STARTED <= loss[0].wall_time <= loss[-1].wall_time < STARTED + 60
+    assert began <= loss[0].wall_time <= loss[-1].wall_time <= time.time()
 
 
 def test_a_tracker_gets_the_job_its_values_and_its_end(tmp_path: Path) -> None:
     assert run(exports(tmp_path, "python:remembering:Remembers"), events(), 1) == []
-    assert CALLS[0] == (
-        "start",
-        {"name": "digits", "framework": "Downpour", "workspace": "workspace/digits", "block": "cluster { }"},
-    )
+    assert (CALLS[0][0], CALLS[0][1]["name"], CALLS[0][1]["framework"]) == ("start", "digits", "Downpour")
+    assert CALLS[0][1]["workspace"] == str(tmp_path) and "nworker_groups: 2" in CALLS[0][1]["block"]
     assert CALLS[-1] == ("end", 1)
     steps = [call[1] for call in CALLS if call[0] == "log"]
     assert steps == sorted(steps) and steps[-1] == 12
@@ -164,7 +187,6 @@ def test_a_tracker_that_stands_still_costs_the_job_nothing(tmp_path: Path, monke
     monkeypatch.setattr(export_thread, "MOST_WAITING", 100)
     made = exports(tmp_path, "python:remembering:Stands")
     with closing(made), ended_after(60):
-        made.start(HEADER)
         for number in range(1, 1001):
             made(step("worker 0/0", number))
             made(Output("worker 0/0", "stdout", "not exported\n"))
@@ -185,7 +207,6 @@ def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: p
 def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
     made = exports(tmp_path, metrics="0")
     with closing(made), ended_after(60):
-        made.start(HEADER)
         for event in events():
             made(event)
         text = ""
@@ -242,9 +263,7 @@ def test_the_base_class_alone_is_a_tracker(tmp_path: Path) -> None:
 def test_the_example_for_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     made = exports(tmp_path, "python:examples.track_sqlite:Sqlite")
-    with monkeypatch.context() as patched:
-        patched.setitem(HEADER.job, "workspace", str(tmp_path))  # type: ignore[arg-type]
-        assert run(made, events()) == []
+    assert run(made, events()) == []
     with closing(sqlite3.connect(tmp_path / "curves.sqlite")) as file:
         assert file.execute("select code from ends where job = 'digits'").fetchall() == [(0,)]
         rows = file.execute("select distinct value from curves where name = 'loss/group 0'").fetchall()

@@ -27,7 +27,7 @@ TOKEN = "0123456789abcdef"
 def served(text: str = "0", token: str = "") -> "Iterator[MetricsExport]":
     environ = {metrics_server.VARIABLE: token} if token else {}
     with closing(MetricsExport(parse_address(text, environ))) as export:
-        export.start(sampled())
+        export.start(sampled(), resumed=False)
         yield export
 
 

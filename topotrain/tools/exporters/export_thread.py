@@ -20,8 +20,8 @@ END_S = 30.0
 class Export(Protocol):
     """Passes the history of a job on to another tool, on a thread of its own."""
 
-    def start(self, history: JobHistory) -> None:
-        """Begin; the history has the job and no events yet."""
+    def start(self, history: JobHistory, resumed: bool) -> None:
+        """Begin; the history has the job and no events yet. resumed: the job goes on from a snapshot."""
         ...
 
     def update(self, history: JobHistory) -> None:
@@ -45,7 +45,7 @@ class ExportThread:
     """
 
     def __init__(self, name: str, export: Export, header: RecordingHeader) -> None:
-        self._name, self._export = name, export
+        self._name, self._export, self._resumed = name, export, header.resumed
         self._began = monotonic()
         self._queue: Queue[TimedEvent | int] = Queue(MOST_WAITING)
         self._lock, self._notices, self._failed, self._dropped = Lock(), list[Notice](), False, 0
@@ -53,7 +53,7 @@ class ExportThread:
         self._thread = Thread(target=self._run, name=f"export {name}", daemon=True)
         self._thread.start()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event | RecordingHeader) -> None:
         """Take an event; never waits."""
         if self._failed or isinstance(event, Output):
             return
@@ -89,7 +89,7 @@ class ExportThread:
             first = self._queue.get()
             assert isinstance(first, TimedEvent)
             history.add(first)
-            self._export.start(history)
+            self._export.start(history, self._resumed)
             while code is None:
                 code = self._fill(history)
                 self._export.update(history)

@@ -1,13 +1,17 @@
 """The exports of a job that the options `--log` and `--metrics` ask for."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.core.events import Event, Notice
+from topotrain.config.topology import Topology, layout
+from topotrain.core.events import Event, Notice, Resized
+from topotrain.launch.recovery.resize import resized
 from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
 from topotrain.tools.exporters.export_thread import Export, ExportThread
+from topotrain.tools.recording.job_recorder import header_of
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
@@ -31,6 +35,9 @@ class JobExports:
         self._exports: dict[str, Export] = {}
         self._threads: list[ExportThread] = []
         self._closing = ExitStack()
+        self._job: Job | None = None
+        self._topology: Topology | None = None
+        self._header: RecordingHeader | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
         for value in logs:
@@ -44,14 +51,30 @@ class JobExports:
             self.url = served.url
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
 
-    def start(self, header: RecordingHeader) -> None:
-        """Begin with a job; before this, nothing is written."""
-        self._threads = [ExportThread(name, export, header) for name, export in self._exports.items()]
+    def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
+        """Name the job. Before its first event nothing is written: the workspace may be that of another one.
+
+        resumed: it goes on from a snapshot.
+        """
+        self._job, self._topology = job, topology
+        self._header = header_of(job, topology, time.time(), resumed)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
+        if not self._threads and self._header is not None:
+            self._threads = [ExportThread(name, export, self._header) for name, export in self._exports.items()]
         for thread in self._threads:
             thread.put(event)
+        if isinstance(event, Resized):
+            self._lay_out(event)
+
+    def _lay_out(self, event: Resized) -> None:
+        """Tell the exports the layout that the job has from here on."""
+        assert self._job is not None and self._topology is not None and self._header is not None
+        self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
+        now = header_of(self._job, self._topology, self._header.started, self._header.resumed)
+        for thread in self._threads:
+            thread.put(now)
 
     def notices(self) -> list[Notice]:
         """Return what the user should know about the exports, once."""

@@ -6,9 +6,10 @@ A value that is not finite is null.
 
 import json
 import math
+import os
 from pathlib import Path
 
-from topotrain.config.private_files import create_text
+from topotrain.config.private_files import make_folder, open_file
 from topotrain.tools.exporters.curve_points import CurvePoint, CurveReader
 from topotrain.tools.recording.job_history import JobHistory
 
@@ -25,9 +26,12 @@ class JsonLinesExport:
     def __init__(self, path: Path) -> None:
         self._path, self._reader = path, CurveReader()
 
-    def start(self, history: JobHistory) -> None:
+    def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
-        self._file = create_text(self._path)
+        make_folder(self._path.parent)
+        # The curves of a job that goes on follow those of its earlier start.
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)
+        self._file = os.fdopen(open_file(self._path, flags), "w", encoding="utf-8")
 
     def update(self, history: JobHistory) -> None:
         """As `Export.update`."""

@@ -83,7 +83,7 @@ class MetricsExport:
         """The URL for Prometheus."""
         return self._server.url
 
-    def start(self, history: JobHistory) -> None:
+    def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
         self._server.summary = history.summary()
 

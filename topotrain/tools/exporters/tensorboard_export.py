@@ -6,6 +6,7 @@ They are written as torch's `SummaryWriter` does it, by TensorBoard's own writer
 from importlib.util import find_spec
 from pathlib import Path
 
+from topotrain.config.private_files import make_folder
 from topotrain.tools.exporters.curve_points import CurveReader
 from topotrain.tools.recording.job_history import JobHistory
 
@@ -28,10 +29,11 @@ class TensorBoardExport:
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, CurveReader()
 
-    def start(self, history: JobHistory) -> None:
+    def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        make_folder(self._folder)
         self._writer = EventFileWriter(str(self._folder))
 
     def update(self, history: JobHistory) -> None:
