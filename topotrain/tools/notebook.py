@@ -10,8 +10,8 @@ from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
-from topotrain.launch.event_records import is_silenced, record
 from topotrain.launch.function_launcher import FunctionLauncher
+from topotrain.launch.runtime.event_records import is_silenced, record
 from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress_display import progress

@@ -26,9 +26,10 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
-from topotrain.launch import RUN_VARIABLE, event_records
+from topotrain.launch import RUN_VARIABLE
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.log_lines import LineStamps, text_stream
+from topotrain.launch.runtime import event_records
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread for servers and libraries of a script. `worker_threads` divides the cores among the workers' torch."""

@@ -40,9 +40,9 @@ from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
-from topotrain.launch import event_records
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.log_lines import LineStamps
+from topotrain.launch.runtime import event_records
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.host_reports import HostReports
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
@@ -430,5 +430,3 @@ def _users_line(trace: TracebackType | None) -> str:
     ours = str(Path(__file__).parents[2])  # the folder topotrain/
     theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
     return "".join(traceback.format_list(theirs[-1:]))
-
-

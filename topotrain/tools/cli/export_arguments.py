@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.job_arguments import check_writable
 
 if TYPE_CHECKING:
     from topotrain.tools.exporters.job_exports import JobExports
@@ -39,6 +41,10 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
         if find_spec(package) is None:
             option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
             raise ConfigError(option, value, f"needs {package}, which this installation does not have")
+    for value in logs:
+        kind, _, file = value.partition(":")
+        if kind == "jsonl" and file:
+            check_writable("--log", Path(file))
     from topotrain.tools.exporters.job_exports import JobExports
 
     exports = JobExports(job, logs, metrics, os.environ)

@@ -1,5 +1,6 @@
 """The thread of an export, beside the launcher's loop."""
 
+from contextlib import suppress
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
 from time import monotonic
@@ -73,10 +74,9 @@ class ExportThread:
     def end(self, code: int) -> None:
         """Let the export write what is left; wait for it, but not for ever."""
         until = monotonic() + END_S
-        try:
+        # A queue that stays full is that of an export that stands still, which is said below.
+        with suppress(Full):
             self._queue.put(code, timeout=END_S)
-        except Full:
-            pass
         self._thread.join(max(0.0, until - monotonic()))
         if self._thread.is_alive():
             self._notify(f"has not ended {END_S:.0f} s after the job, and is left behind")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
@@ -16,6 +17,19 @@ from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
 _ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A job that has begun, with its present layout."""
+
+    job: Job
+    topology: Topology
+    header: RecordingHeader
+
+    def after(self, event: Resized) -> "_Begun":
+        topology = layout(resized(self.topology.cluster, event.workers), self.topology.hosts)
+        return _Begun(self.job, topology, header_of(self.job, topology, self.header.started, self.header.resumed))
 
 
 class JobExports:
@@ -35,9 +49,7 @@ class JobExports:
         self._exports: dict[str, Export] = {}
         self._threads: list[ExportThread] = []
         self._closing = ExitStack()
-        self._job: Job | None = None
-        self._topology: Topology | None = None
-        self._header: RecordingHeader | None = None
+        self._begun: _Begun | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
         for value in logs:
@@ -56,25 +68,22 @@ class JobExports:
 
         resumed: it goes on from a snapshot.
         """
-        self._job, self._topology = job, topology
-        self._header = header_of(job, topology, time.time(), resumed)
+        self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
-        if not self._threads and self._header is not None:
-            self._threads = [ExportThread(name, export, self._header) for name, export in self._exports.items()]
-        for thread in self._threads:
-            thread.put(event)
+        begun = self._begun
+        if begun is None:
+            return
+        if not self._threads:
+            self._threads = [ExportThread(name, export, begun.header) for name, export in self._exports.items()]
+        given: list[Event | RecordingHeader] = [event]
         if isinstance(event, Resized):
-            self._lay_out(event)
-
-    def _lay_out(self, event: Resized) -> None:
-        """Tell the exports the layout that the job has from here on."""
-        assert self._job is not None and self._topology is not None and self._header is not None
-        self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
-        now = header_of(self._job, self._topology, self._header.started, self._header.resumed)
+            self._begun = begun.after(event)
+            given.append(self._begun.header)
         for thread in self._threads:
-            thread.put(now)
+            for each in given:
+                thread.put(each)
 
     def notices(self) -> list[Notice]:
         """Return what the user should know about the exports, once."""

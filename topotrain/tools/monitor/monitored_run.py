@@ -51,9 +51,9 @@ def train(
     from topotrain.comm.link_speed import loopback_mbit
     from topotrain.config.job import TransportChoice
     from topotrain.core.events import Saved
-    from topotrain.launch.event_records import is_silenced, record
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
+    from topotrain.launch.runtime.event_records import is_silenced, record
     from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
 

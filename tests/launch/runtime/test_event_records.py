@@ -20,8 +20,8 @@ from topotrain.core.events import (
     Started,
     StepDone,
 )
-from topotrain.launch.event_records import LOGGER, LogFileHandler, append, is_silenced, log_to, record, words
 from topotrain.launch.log_lines import without_stamps
+from topotrain.launch.runtime.event_records import LOGGER, LogFileHandler, append, is_silenced, log_to, record, words
 
 NOTICE = Notice("worker 0/1", "the loss is rising")
 STEP = StepDone("worker 0/1", 1.0, 7, 70, 0.25, 0.0, 0, 1, 1)
