@@ -169,6 +169,13 @@ def test_another_job_in_the_workspace_is_another_view(page: PageClient, recordin
     assert event == "view" and view["job"]["name"] == "letters"
 
 
+def test_figures_for_prometheus_need_no_cookie_on_loopback(stranger: PageClient) -> None:
+    answer = stranger.get("/metrics")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
+    assert 'topotrain_worker_loss{group="0",process="worker 0/0"} 0.5' in answer.text
+    assert stranger.get("/metrics", Host="evil.example").status == 403
+
+
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for name in ("one", "two"):
