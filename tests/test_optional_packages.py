@@ -77,8 +77,8 @@ from topotrain.tools.cli.watch import serve, watched, write_page
 
 with watched(None, "127.0.0.1", "."):
     pass
-uses = (lambda: watched(0, "127.0.0.1", ".").__enter__(), lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ()))
-for use in uses:
+open_page = lambda: watched(0, "127.0.0.1", ".").__enter__()
+for use in (open_page, lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ())):
     try:
         use()
     except BadInput as error:
