@@ -1,5 +1,6 @@
 """Execution of the recovery policy's actions, on this host and on others."""
 
+import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.events import Event, Recovered
+from topotrain.core.events import Event, Notice, Recovered, Saved, Unsaved
 from topotrain.launch.agent.unit_process import UnitProcesses
 from topotrain.launch.control_socket import ControlSocket
 from topotrain.launch.grace_period import LEADER, WORDS
+from topotrain.launch.job_requests import JobRequest
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.recovery.recovery_actions import (
@@ -20,7 +22,6 @@ from topotrain.launch.recovery.recovery_actions import (
     AskServers,
     EndProcess,
     FailJob,
-    GroupRequest,
     PlaceReplica,
     ReportGone,
     RequestSnapshot,
@@ -29,6 +30,8 @@ from topotrain.launch.recovery.recovery_actions import (
     RestartGroup,
     RestartJob,
     RestartResized,
+    StopJob,
+    TakeSnapshot,
     refused,
 )
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
@@ -57,7 +60,8 @@ class ActionExecutor:
         self._leads = recovery if isinstance(recovery, RecoveryPolicy) else None
         self._units, self._shutdown, self._connection = units, shutdown, host.connection
         self._succession, self._promises = host.succession, host.promises
-        self._requests, self._forwards = host.requests, host.forwards
+        self._requests, self._forwards, self._signals = host.requests, host.forwards, host.signals
+        self._snapshots: list[tuple[float, TakeSnapshot]] = []  # requests that wait, and until when
         self._replicated = topology.cluster.replicas > 1
         self._control: ControlSocket | None = None
         self._attempt = 0
@@ -112,7 +116,9 @@ class ActionExecutor:
                     self.send("dismiss", who=who)  # exactly one unit has this process
                 case PlaceReplica(process=who, number=number, why=why, seats=seats, unit=unit):
                     self.send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
-                    if self._shutdown.saving:  # the process that was asked for a snapshot may have died
+                    if (
+                        self._shutdown.saving or self._snapshots
+                    ):  # the process that was asked for a snapshot may have died
                         self.request_snapshot()
                 case RestartJob():
                     self.restart_job()
@@ -224,6 +230,7 @@ class ActionExecutor:
 
     def receive(self) -> Iterator[Sequence[Action]]:
         """Yield the actions after each request of the user."""
+        self._refuse_late_snapshots(time.monotonic())
         if self._leads is None and self._forwards is not None:
             # They wait while there is no leader, and while this unit is about to lead.
             for wish, client in self._requests.take_with_client() if self._forwards.has_leader else ():
@@ -232,8 +239,13 @@ class ActionExecutor:
         for request in self._requests.take():
             yield self._on_request(request)
 
-    def _on_request(self, request: GroupRequest | ResizeRequest) -> Sequence[Action]:
+    def _on_request(self, request: JobRequest) -> Sequence[Action]:
         error = "the job is ending" if self._shutdown.stopping or self._shutdown.saving else ""
+        if isinstance(request, TakeSnapshot | StopJob):
+            if error:
+                self._requests.refuse(request, error)
+                return []
+            return self._stop(request) if isinstance(request, StopJob) else self._take_snapshot(request)
         if self._leads is None:
             error = "with on_failure: kStop the loss of a process ends the job; kContinue is needed"
         if isinstance(request, ResizeRequest):
@@ -243,3 +255,44 @@ class ActionExecutor:
         if error or self._leads is None:
             return [refused(request, error)]
         return self._leads.on_group_request(request)
+
+    def _stop(self, request: StopJob) -> Sequence[Action]:
+        """End the job as after SIGTERM, on all hosts."""
+        text = "the job is asked to end; a job that takes snapshots takes a last one first"
+        self._requests.reply(request, {"text": text})
+        self._signals.ask(signal.SIGTERM)
+        return [Notice("launcher", "asked to end by `topotrain stop` or from its page")]
+
+    def _take_snapshot(self, request: TakeSnapshot) -> Sequence[Action]:
+        """Ask for a snapshot; the answer comes with it."""
+        rank = self._location_of(LEADER)[1]
+        # Without a unit that decides for all, only the unit of the first server can ask it.
+        if self._leads is None and rank not in {unit.rank for unit in self._topology.units}:
+            self._requests.refuse(request, f"ask on the host of unit {rank}, which has the first server")
+            return []
+        self._snapshots.append((time.monotonic() + request.within_s, request))
+        self.request_snapshot(elsewhere=True)
+        return []
+
+    def on_event(self, event: Event) -> None:
+        """Answer those who wait for a snapshot."""
+        said: dict[str, Any]
+        match event:
+            # One that was due anyway may have been frozen before it was asked for.
+            case Saved(number=number, step=step, path=path, why="end"):
+                text = f"snapshot {number} has step {step}: {path}"
+                said = {"snapshot": number, "step": step, "path": path, "text": text}
+            case Unsaved(text=text):
+                said = {"error": f"no snapshot can be taken: {text}"}
+            case _:
+                return
+        waiting, self._snapshots = self._snapshots, []
+        for _, request in waiting:
+            self._requests.reply(request, said)
+
+    def _refuse_late_snapshots(self, now: float) -> None:
+        late = [request for until, request in self._snapshots if until <= now]
+        self._snapshots = [(until, request) for until, request in self._snapshots if until > now]
+        for request in late:
+            error = f"no snapshot was complete within {request.within_s:g} s (--within); it may still come"
+            self._requests.refuse(request, error)

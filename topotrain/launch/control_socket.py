@@ -10,10 +10,11 @@ import os
 import selectors
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from topotrain.config.job import ConfigError
@@ -21,7 +22,7 @@ from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.forkserver import peer_uid
 from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
-from topotrain.launch.recovery.recovery_actions import GroupRequest
+from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 
 NAME = "control"
 # Both limits keep clients from filling the launcher's memory, or taking all its descriptors.
@@ -29,6 +30,15 @@ CALLERS = 16
 LINE = 512
 """Maximum number of bytes of a request."""
 _ANSWER = 1 << 16
+_ANSWERS: Mapping[type[JobRequest], tuple[str, ...]] = MappingProxyType(
+    {
+        GroupRequest: ("group", "text"),
+        ResizeRequest: ("workers", "step", "text"),
+        TakeSnapshot: ("snapshot", "step", "path", "text"),
+        StopJob: ("text",),
+    }
+)
+"""The names in the answer to each kind of request."""
 
 
 class NotHere(ConfigError):
@@ -175,7 +185,9 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
     """Send a request to the job that runs in a workspace, and return its answer.
 
     The answer about a group is {"group": …, "text": …}. The answer about single workers is {"workers": …, "step": …,
-    "text": …}: the new number of workers per group, and the step after which they continue.
+    "text": …}: the new number of workers per group, and the step after which they continue. The answer about a snapshot
+    is {"snapshot": …, "step": …, "path": …, "text": …}: its number, its last step, and its folder. The answer to a
+    request to stop is {"text": …}.
 
     Raises:
         NotHere: no job runs there, as far as this machine knows.
@@ -201,10 +213,19 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
 def checked(wish: JobRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request as data. Raises ConfigError if it is a refusal."""
     if "error" in answer:
-        option, number = ("--group", wish.group) if isinstance(wish, GroupRequest) else ("--workers", wish.workers)
-        raise ConfigError(option, number, answer["error"])
-    names = ("group", "text") if isinstance(wish, GroupRequest) else ("workers", "step", "text")
-    return {name: answer[name] for name in names}
+        raise ConfigError(*_option_of(wish), answer["error"])
+    return {name: answer[name] for name in _ANSWERS[type(wish)]}
+
+
+def _option_of(wish: JobRequest) -> tuple[str, int | None]:
+    """Return the option that an error is about, and its value."""
+    match wish:
+        case GroupRequest(group=group):
+            return "--group", group
+        case ResizeRequest(workers=workers):
+            return "--workers", workers
+        case _:
+            return "", None
 
 
 def _line(channel: socket.socket) -> bytes:

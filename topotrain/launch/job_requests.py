@@ -11,9 +11,19 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, AnswerRequest, GroupRequest, ResizeRequest
+from topotrain.launch.recovery.recovery_actions import (
+    JOIN,
+    LEAVE,
+    SNAPSHOT,
+    STOP,
+    AnswerRequest,
+    GroupRequest,
+    ResizeRequest,
+    StopJob,
+    TakeSnapshot,
+)
 
-JobRequest = GroupRequest | ResizeRequest
+JobRequest = GroupRequest | ResizeRequest | TakeSnapshot | StopJob
 ENDED = "the job has ended, or the whole job restarts"
 LEADER_LOST = "the unit that led the job was lost before it answered: ask again if the job has not changed"
 
@@ -81,13 +91,17 @@ class JobRequests:
         said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
         for wish, client in list(self._waiting):
             if isinstance(wish, GroupRequest) and (wish.verb, wish.group) == (answer.verb, answer.group):
-                self._reply(wish, client, said)
+                self._send(client, said)
 
-    def refuse(self, wish: ResizeRequest, error: str) -> None:
-        """Send the error to the client of this one request only."""
+    def reply(self, wish: JobRequest, said: dict[str, Any]) -> None:
+        """Send this answer to the client of this one request only."""
         for each, client in list(self._waiting):
             if each is wish:
-                self._reply(each, client, {"error": error})
+                self._send(client, said)
+
+    def refuse(self, wish: JobRequest, error: str) -> None:
+        """Send the error to the client of this one request only."""
+        self.reply(wish, {"error": error})
 
     def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
         """Return the answer to this request, which comes later; `close` leaves it out."""
@@ -98,12 +112,12 @@ class JobRequests:
 
     def close(self, error: str = ENDED) -> None:
         """Answer all waiting clients with an error."""
-        for wish, client in list(self._waiting):
-            self._reply(wish, client, {"error": error})
+        for _, client in list(self._waiting):
+            self._send(client, {"error": error})
         with self._lock:
             self._new.clear()
 
-    def _reply(self, wish: JobRequest, client: RequestClient, said: dict[str, Any]) -> None:
+    def _send(self, client: RequestClient, said: dict[str, Any]) -> None:
         with self._lock:
             self._waiting = [(each, other) for each, other in self._waiting if other is not client]
         client.reply(said)
@@ -111,8 +125,15 @@ class JobRequests:
 
 def to_data(wish: JobRequest) -> dict[str, Any]:
     """Return a request as JSON data."""
-    what = {"group": wish.group} if isinstance(wish, GroupRequest) else {"workers": wish.workers}
-    return {"verb": wish.verb, **what, "within_s": wish.within_s}
+    match wish:
+        case GroupRequest(verb=verb, group=group, within_s=within_s):
+            return {"verb": verb, "group": group, "within_s": within_s}
+        case ResizeRequest(verb=verb, workers=workers, within_s=within_s):
+            return {"verb": verb, "workers": workers, "within_s": within_s}
+        case TakeSnapshot(within_s=within_s):
+            return {"verb": SNAPSHOT, "within_s": within_s}
+        case StopJob():
+            return {"verb": STOP}
 
 
 def from_text(text: bytes | str) -> JobRequest:
@@ -126,11 +147,16 @@ def from_text(text: bytes | str) -> JobRequest:
 def from_data(said: Any) -> JobRequest:
     """Return the request of JSON data. Raises ValueError."""
     try:
-        verb, within_s = said["verb"], said["within_s"]
-        number = said["workers"] if "workers" in said else said["group"]
+        verb = said["verb"]
+        if verb == STOP:
+            return StopJob()
+        within_s = said["within_s"]
+        number = 0 if verb == SNAPSHOT else said["workers"] if "workers" in said else said["group"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a request: {error}") from None
     numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
-    if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
+    if verb not in (JOIN, LEAVE, SNAPSHOT) or not numbers or not 0 < within_s < math.inf:
         raise ValueError(f"not a request: {said}")
+    if verb == SNAPSHOT:
+        return TakeSnapshot(float(within_s))
     return (ResizeRequest if "workers" in said else GroupRequest)(verb, number, float(within_s))

@@ -208,6 +208,7 @@ class RemoteUnits:
             # The first server may be in the other unit, and this unit may have asked it for the last snapshot.
             if isinstance(event, Saved | Unsaved):
                 self._shutdown.on_event(event)
+                self._executor.on_event(event)
             origin = {"rank": rank, "life": words["life"], "number": words["number"]}
             return self._shown(self.recovery.on_remote_event(origin, event, time.monotonic()), event)
         if "outcast" in words:

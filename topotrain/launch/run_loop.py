@@ -202,6 +202,7 @@ class RunLoop:
         self._host.samples.note(event)
         self._stalls.on_event(event, time.monotonic())
         self.shutdown.on_event(event)
+        self.executor.on_event(event)
 
     def _on_unit_exit(self, unit: UnitProcess) -> None:
         # The pidfd may be readable before the pipe is empty, and the last events explain the end.

@@ -22,7 +22,7 @@ from topotrain.comm.store.discovery.job_registry import ENDED, LOST, RUNNING, Jo
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 from topotrain.launch.agent.workspace import STORE
-from topotrain.launch.control_socket import checked
+from topotrain.launch.control_socket import NotHere, ask, checked
 from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, RequestClient, from_text, to_data
 from topotrain.launch.launchers.submission import LAUNCH
 from topotrain.launch.multinode.node_info import with_job
@@ -126,6 +126,24 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
             with suppress(StoreError):  # the keys expire
                 for key in (_ANSWERS, _REQUESTS):
                     store.delete(f"{key}{id}")
+
+
+def ask_anywhere(workspace: Path, wish: JobRequest, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Send a request to the job of a workspace, which `topotrain launch` may have started elsewhere.
+
+    Answers and errors are those of `control_socket.ask` and of `ask_over_store`.
+    """
+    try:
+        return ask(workspace, wish)
+    except NotHere:
+        found = launched_job(workspace)
+        if found is None:
+            raise
+    url, record = found
+    if record.state != RUNNING:
+        last = f"the last one launched there, {record.id}, is over: {record.state}"
+        raise ConfigError("WORKSPACE", str(workspace), f"must be the workspace of a job that runs; {last}")
+    return ask_over_store(url, record.id, wish, environ)
 
 
 def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:

@@ -11,6 +11,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
+from topotrain.launch.runtime.event_records import is_silenced, record
 from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress_display import progress
@@ -50,10 +51,11 @@ def notebook_launch(
 
         def on_event(event: Event) -> None:
             report(event)
-            shown(event)
-            recorded(event)
-            for notice in recorded.notices():
-                shown(notice)
+            for each in (event, *recorded.notices()):
+                record(each)
+                if not is_silenced(each):
+                    shown(each)
+                recorded(each)
 
         outcome = FunctionLauncher(function, watch=recorded).start(whole, topology, on_event)
         recorded.end(outcome.code)

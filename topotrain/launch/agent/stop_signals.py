@@ -12,14 +12,25 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class StopSignals:
-    """The received stop signals, and a socket that becomes readable at each."""
+    """The received stop signals, and a socket that becomes readable at each.
+
+    waker: the other end of that socket.
+    """
 
     came: list[int]
     woken: socket.socket
+    waker: socket.socket
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """As `SignalHandler.on_signal`. The wakeup descriptor wakes the loop."""
         self.came.append(number)
+
+    def ask(self, number: int) -> None:
+        """Act as if this signal had come. It needs no handler, which only the main thread has."""
+        self.came.append(number)
+        # A full socket is readable already.
+        with contextlib.suppress(BlockingIOError):
+            self.waker.send(b"!")
 
 
 class SignalHandler(Protocol):
@@ -56,7 +67,7 @@ def handled(handler: SignalHandler) -> Iterator[None]:
 def signals() -> Iterator[StopSignals]:
     """Handle the signals that end a job for the length of the block, as `handled`."""
     woken, waker = socket.socketpair()
-    received = StopSignals([], woken)
+    received = StopSignals([], woken, waker)
     with woken, waker:
         # Python requires it of a wakeup descriptor: a signal handler must not block.
         waker.setblocking(False)

@@ -6,6 +6,7 @@ from topotrain.config.job import Job
 from topotrain.core.events import Event, Failed
 
 JOIN, LEAVE, LOSE = "join", "leave", "lose"
+SNAPSHOT, STOP = "snapshot", "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,21 @@ class ResizeRequest:
     verb: str
     workers: int
     within_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """A request for a snapshot after the next step, with which the job goes on.
+
+    within_s: seconds in which the snapshot has to be complete.
+    """
+
+    within_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """A request that the job ends as after SIGTERM: with a last snapshot, if it takes any."""
 
 
 @dataclass(frozen=True, slots=True)

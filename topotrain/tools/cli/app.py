@@ -26,6 +26,7 @@ from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit, watch
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
+from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -43,6 +44,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
+from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ Example:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; raises SystemExit with the code of the command."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = _with_watch_port(sys.argv[1:] if argv is None else argv)
     # On the words as they came: `separate` hides those after the program from the parser.
     _warn_of_misplaced_options(words)
     app(args=separate(words), prog_name="topotrain")
@@ -139,7 +141,7 @@ def separate(argv: Sequence[str]) -> list[str]:
 
     So the words after it reach the script unchanged.
     """
-    words = list(argv)
+    words = _with_watch_port(argv)
     found = _program_in(words)
     if found is None:
         return words
@@ -147,6 +149,21 @@ def separate(argv: Sequence[str]) -> list[str]:
     # The parser would take "-m …" for an option.
     marked = [found.program, "--"] if module_of(found.program) is None else ["--", found.program]
     return [*words[: found.at], *marked, *rest]
+
+
+def _with_watch_port(argv: Sequence[str]) -> list[str]:
+    """Return the words with a port for `--watch`, which may stand without one."""
+    words = list(argv)
+    for at, word in enumerate(words if words[:1] == ["run"] else ()):
+        following = words[at + 1] if at + 1 < len(words) else ""
+        if word == "--":
+            break
+        if word == "--watch" and not following.isdecimal():
+            made = [*words[:at], "--watch=0", *words[at + 1 :]]
+            found = _program_in(made)
+            # Behind the program it is an option of the script.
+            return words if found is not None and found.at < at else made
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +235,7 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 
 def _takes_program(command: str) -> bool:
     # After the program of `chaos` its own options go on, so the script's need a "--" there. The others have no program.
-    return command not in ("jobs", "store", "chaos", "simulate", "watch")
+    return command not in ("jobs", "store", "chaos", "simulate", "watch", "report")
 
 
 def _version(wanted: bool) -> None:
@@ -273,6 +290,10 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
+    watch_port: WatchPort = None,
+    watch_host: WatchHost = HOST,
+    logs: Logs = None,
+    metrics: Metrics = "",
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -289,13 +310,18 @@ def run(
         topology = layout(job.cluster)
         if report is not None:
             check_writable("--report", report)
+        stack.enter_context(watched(watch_port, watch_host, job.workspace))
+        exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
 
         # The input is good. From here on torch is loaded, while this process loads its own modules.
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
+        if exports is not None and exports.url:
+            terminal.print(f"metrics: {exports.url}", soft_wrap=True, markup=False)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports)
+        result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)

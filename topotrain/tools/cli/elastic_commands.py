@@ -1,4 +1,4 @@
-"""The commands `topotrain leave` and `topotrain join`, for a running job.
+"""The commands `topotrain leave`, `join`, `snapshot` and `stop`, for a running job.
 
 Worker groups leave or join an asynchronous job, workers a job of one group.
 """
@@ -21,7 +21,7 @@ from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
-    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
+    from topotrain.launch.job_requests import JobRequest
 
 LEAVE_EXAMPLE = """\b
 Example:
@@ -34,6 +34,15 @@ Example:
   topotrain join workspace/digits --group 2
   topotrain join workspace/digits --workers 1
   topotrain join --rendezvous redis://store/0 --job night7 --group 2
+"""
+
+SNAPSHOT_EXAMPLE = """\b
+Example:
+  topotrain snapshot workspace/digits
+"""
+STOP_EXAMPLE = """\b
+Example:
+  topotrain stop workspace/digits
 """
 
 NOTICE_S = 5.0
@@ -105,6 +114,41 @@ def register(app: typer.Typer) -> None:
         with refusing(), _notice():
             _print(_answer(workspace, rendezvous, job, _meant("join", group, workers, within)), as_json)
 
+    @app.command("snapshot", epilog=SNAPSHOT_EXAMPLE)
+    def snapshot(
+        workspace: Workspace = None,
+        within: Annotated[
+            str, typer.Option("--within", metavar="TIME", help="How long the snapshot may take.")
+        ] = "10s",
+        rendezvous: Rendezvous = "",
+        job: JobName = "",
+        as_json: AsJson = False,
+    ) -> None:
+        """Let a running job take a snapshot after its next step, and go on.
+
+        Returns when the snapshot is on disk.
+        """
+        from topotrain.launch.recovery.recovery_actions import TakeSnapshot
+
+        with refusing(), _notice():
+            _print(_answer(workspace, rendezvous, job, TakeSnapshot(seconds("--within", within))), as_json)
+
+    @app.command("stop", epilog=STOP_EXAMPLE)
+    def stop(
+        workspace: Workspace = None,
+        rendezvous: Rendezvous = "",
+        job: JobName = "",
+        as_json: AsJson = False,
+    ) -> None:
+        """Let a running job end, with a last snapshot if it takes snapshots.
+
+        It ends as after SIGTERM. Returns when the job has been asked, which is before its end.
+        """
+        from topotrain.launch.recovery.recovery_actions import StopJob
+
+        with refusing(), _notice():
+            _print(_answer(workspace, rendezvous, job, StopJob()), as_json)
+
 
 @contextmanager
 def _notice() -> Iterator[None]:
@@ -118,12 +162,15 @@ def _notice() -> Iterator[None]:
         timer.cancel()
 
 
-def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
+def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "JobRequest") -> dict[str, Any]:
     """Send a request, and return the answer. Raises ConfigError or BadInput."""
     if (workspace is None) is not bool(rendezvous or job):
         raise BadInput("give either the WORKSPACE of the job, or --rendezvous URL and --job ID")
+    from topotrain.launch.store_requests import ask_anywhere, ask_over_store
+
     if workspace is not None:
-        return _answer_in(workspace, wish)
+        with _store_errors():
+            return ask_anywhere(workspace, wish, os.environ)
     url = rendezvous or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not url:
         raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
@@ -140,35 +187,18 @@ def _answer(workspace: Path | None, rendezvous: str, job: str, wish: "GroupReque
         raise BadInput(
             "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
         )
-    return _answer_over_store(url, job or named, wish)
+    with _store_errors():
+        return ask_over_store(url, job or named, wish, os.environ)
 
 
-def _answer_in(workspace: Path, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
-    """Ask the job of a workspace, which a launch may have started elsewhere."""
-    from topotrain.comm.store.discovery.job_registry import RUNNING
-    from topotrain.launch.control_socket import NotHere, ask
-    from topotrain.launch.store_requests import launched_job
-
-    try:
-        return ask(workspace, wish)
-    except NotHere:
-        found = launched_job(workspace)
-        if found is None:
-            raise
-    url, record = found
-    if record.state != RUNNING:
-        last = f"the last one launched there, {record.id}, is over: {record.state}"
-        raise ConfigError("WORKSPACE", str(workspace), f"must be the workspace of a job that runs; {last}")
-    return _answer_over_store(url, record.id, wish)
-
-
-def _answer_over_store(url: str, job: str, wish: "GroupRequest | ResizeRequest") -> dict[str, Any]:
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Turn the errors of a job's store into their exit codes."""
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.discovery.job_registry import UnknownJob
-    from topotrain.launch.store_requests import ask_over_store
 
     try:
-        return ask_over_store(url, job, wish, os.environ)
+        yield
     except UnknownJob as error:
         raise BadInput(str(error)) from None
     # After the request was sent: it is not known whether the job has changed.
@@ -181,7 +211,7 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
     print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
 
 
-def _meant(verb: str, group: int | None, workers: int | None, within: str) -> "GroupRequest | ResizeRequest":
+def _meant(verb: str, group: int | None, workers: int | None, within: str) -> "JobRequest":
     """Return a request for the named group, or else for workers. Raises ConfigError."""
     from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
 

@@ -1,0 +1,183 @@
+// What is known of one job: the View of the server, its deltas, and look-ups by time. Events are folded by the server.
+
+/** How each state is called, in the order of the legend. The style sheet has a shape for each of them. */
+export const STATES = {
+  computes: "computes",
+  waits: "waits",
+  applies: "applies",
+  starting: "starts",
+  restarts: "starts again",
+  stopped: "stopped by a signal",
+  dead: "dead",
+  away: "away",
+  finished: "finished",
+};
+
+/** States in which a process sends and receives nothing. */
+export const SILENT = new Set(["dead", "away", "finished", "stopped"]);
+
+/** A series keeps so many points. With more, every other one of its older half is dropped. */
+const MOST_POINTS = 2400;
+/** The events of a job that stay in the page. */
+const MOST_EVENTS = 5000;
+const MOST_TRAVELS = 20000;
+
+// As in the terminal's report: this many times the median of all workers.
+const STRAGGLER_FACTOR = 1.5;
+const SMOOTHED_POINTS = 5;
+
+/** Return the index of the last entry whose first element is at most t, or -1. */
+export function lastBefore(entries, t) {
+  let low = 0;
+  let high = entries.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (entries[middle][0] <= t) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+/** Return the middle of some numbers; of an even count, the lower one: of two workers the slow one is told from the other. */
+export function median(values) {
+  return [...values].sort((a, b) => a - b)[(values.length - 1) >> 1];
+}
+
+/** A job's View, and its deltas merged into it. */
+export class JobView {
+  constructor(view) {
+    this.series = new Map();
+    this.states = new Map();
+    this.events = [];
+    this.travels = [];
+    this.processes = [];
+    this.connections = [];
+    this.job = {};
+    this.layoutVersion = 0;
+    this.merge(view);
+  }
+
+  /** Add a delta, or a whole View to an empty one. */
+  merge(delta) {
+    this.job = { ...this.job, ...(delta.job ?? {}) };
+    if (Array.isArray(delta.processes)) {
+      this.processes = delta.processes;
+      this.layoutVersion += 1;
+    }
+    if (Array.isArray(delta.connections)) {
+      this.connections = delta.connections;
+      this.layoutVersion += 1;
+    }
+    for (const part of delta.series ?? []) this._append(part);
+    for (const [name, changes] of Object.entries(delta.states ?? {})) {
+      const known = this.states.get(name);
+      if (known) known.push(...changes);
+      else this.states.set(name, [...changes]);
+    }
+    for (const event of delta.story ?? []) this.events.push(event);
+    if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+    this.sentences = delta.sentences ?? this.sentences;
+    this.introduction = delta.introduction ?? this.introduction;
+    for (const travel of delta.travels ?? []) this.travels.push(travel);
+    if (this.travels.length > MOST_TRAVELS) this.travels.splice(0, this.travels.length - MOST_TRAVELS);
+  }
+
+  _append(part) {
+    const points = (part.points ?? []).filter((point) => Number.isFinite(point[0]) && Number.isFinite(point[2]));
+    const known = this.series.get(part.id);
+    if (!known) {
+      this.series.set(part.id, { ...part, points });
+      return;
+    }
+    for (const point of points) known.points.push(point);
+    if (known.points.length > MOST_POINTS) {
+      const half = known.points.length >> 1;
+      known.points = known.points.filter((point, index) => index >= half || index % 2 === 0);
+    }
+  }
+
+  /** Seconds since the start up to which something is known. */
+  get end() {
+    return Math.max(this.job.elapsed ?? 0, this.job.ended ?? 0, 0.1);
+  }
+
+  /** Whether the job has ended. */
+  get over() {
+    return this.job.ended !== null && this.job.ended !== undefined;
+  }
+
+  /** All series of a metric. */
+  ofMetric(metric) {
+    return [...this.series.values()].filter((one) => one.metric === metric);
+  }
+
+  /** All metrics that have a point. */
+  metrics() {
+    return new Set([...this.series.values()].filter((one) => one.points.length).map((one) => one.metric));
+  }
+
+  /** The last point of a series at or before t, or null. */
+  pointAt(of, metric, t) {
+    const found = this.series.get(`${of}:${metric}`);
+    const index = found ? lastBefore(found.points, t) : -1;
+    return index < 0 ? null : found.points[index];
+  }
+
+  /** The value of that point, or null. */
+  valueAt(of, metric, t) {
+    return this.pointAt(of, metric, t)?.[2] ?? null;
+  }
+
+  _smoothedAt(of, metric, t) {
+    const points = this.series.get(`${of}:${metric}`)?.points ?? [];
+    const last = lastBefore(points, t);
+    if (last < 0) return null;
+    const some = points.slice(Math.max(0, last + 1 - SMOOTHED_POINTS), last + 1);
+    return some.reduce((sum, point) => sum + point[2], 0) / some.length;
+  }
+
+  /** The state of a process at t. */
+  stateAt(name, t) {
+    const changes = this.states.get(name) ?? [];
+    const index = lastBefore(changes, t);
+    const state = index < 0 ? "starting" : changes[index][1];
+    return state in STATES ? state : "starting";
+  }
+
+  /** Bytes per second over a connection, both directions added. 0: nothing travels, or nothing is known. */
+  trafficAt(connection, t) {
+    if (SILENT.has(this.stateAt(connection.from, t)) || SILENT.has(this.stateAt(connection.to, t))) return 0;
+    const there = this.valueAt(`${connection.from}>${connection.to}`, "bytes_per_s", t) ?? 0;
+    const back = this.valueAt(`${connection.to}>${connection.from}`, "bytes_per_s", t) ?? 0;
+    return Math.max(0, there + back);
+  }
+
+  /** How many times the median each slow worker takes for a sample, waits not counted. */
+  stragglersAt(t) {
+    const own = new Map();
+    for (const process of this.processes) {
+      if (process.role !== "worker" || SILENT.has(this.stateAt(process.name, t))) continue;
+      const rate = this._smoothedAt(process.name, "samples_per_s", t);
+      const waits = this._smoothedAt(process.name, "waiting_share", t) ?? 0;
+      if (rate > 0) own.set(process.name, Math.max(0.01, 1 - waits) / rate);
+    }
+    const found = new Map();
+    if (own.size < 2) return found;
+    const middle = median([...own.values()]);
+    for (const [name, seconds] of own) {
+      if (seconds > STRAGGLER_FACTOR * middle) found.set(name, seconds / middle);
+    }
+    return found;
+  }
+
+  /** The process of this name, or undefined. */
+  processOf(name) {
+    return this.processes.find((one) => one.name === name);
+  }
+
+  /** The numbers of the worker groups, in order. */
+  workerGroups() {
+    const groups = this.processes.filter((one) => one.role === "worker").map((one) => one.group);
+    return [...new Set(groups)].sort((a, b) => a - b);
+  }
+}

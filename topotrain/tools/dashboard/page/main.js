@@ -1,0 +1,199 @@
+// The page: data come in, the moment is chosen, and every part shows the job at that moment.
+
+import { Acts } from "./acts.js";
+import { Curves } from "./curves.js";
+import { dataSource } from "./data_source.js";
+import { ProcessDetails } from "./details.js";
+import { byId, clockText, fillFigures, metricText, numberText, setText } from "./elements.js";
+import { EventList } from "./event_list.js";
+import { MapView } from "./map_view.js";
+import { ReplayBar } from "./replay.js";
+import { Lecture } from "./travels.js";
+
+const THEME = "topotrain-theme";
+const REDRAW_CURVES_MS = 1000;
+
+const CONNECTIONS = {
+  live: "running", recorded: "recorded", lost: "connection lost, trying again", waiting: "connecting",
+};
+
+class Page {
+  constructor() {
+    this._view = null;
+    this._selected = null;
+    this._chosen = null;
+    this._connection = "waiting";
+    this._source = dataSource();
+    this._map = new MapView((name) => this._select(name));
+    this._details = new ProcessDetails(this._source, () => this._closeDetails());
+    this._events = new EventList((event) => this._choose(event));
+    this._curves = new Curves((t) => this._goTo(t));
+    this._acts = new Acts(this._source);
+    this._lecture = new Lecture(this._map, (t) => this._bar.goTo(t));
+    this._bar = new ReplayBar(() => this._showMoment());
+    new Theme(() => this._recolour());
+    this.onConnection("waiting");
+  }
+
+  /** Begin to receive data. */
+  start() {
+    try {
+      this._source.start(this);
+    } catch (error) {
+      this._problem(`The data of this page cannot be read: ${error.message}`);
+    }
+  }
+
+  /** A whole View of a run has come. */
+  onView(run, view) {
+    this._curves.show(run, view);
+    if (run !== "A") return;
+    this._view = view;
+    setText(byId("block-text"), view.job.block ?? "");
+    byId("block").hidden = !view.job.block;
+    this._arrived();
+  }
+
+  /** New data have been added to a run's View. */
+  onDelta(run, view) {
+    const now = performance.now();
+    if (now - (this._curvesAt ?? -Infinity) > REDRAW_CURVES_MS || view.over) {
+      this._curvesAt = now;
+      this._curves.show(run, view);
+    }
+    if (run === "A") this._arrived();
+  }
+
+  /** The state of the connection to the server. */
+  onConnection(state) {
+    this._connection = state;
+    document.body.dataset.connection = state;
+    this._chip();
+    if (this._view) this._acts.update(this._view, state === "live");
+  }
+
+  _arrived() {
+    const view = this._view;
+    this._header();
+    this._chip();
+    this._events.update(view);
+    this._acts.update(view, this._connection === "live");
+    this._lecture.update(view);
+    this._bar.setEnd(view.end, !view.over && this._source.live);
+    this._bar.setEvents(view.events);
+    this._showMoment();
+  }
+
+  _showMoment() {
+    if (!this._view) return;
+    const { t, follows } = this._bar;
+    this._map.update(this._view, t);
+    this._details.update(this._view, t);
+    this._events.setMoment(t, this._chosen);
+    this._lecture.setMoment(t);
+    this._curves.setMoment(follows ? null : t);
+  }
+
+  _header() {
+    const { job } = this._view;
+    setText(byId("job-name"), job.name ?? "topotrain");
+    setText(byId("job-framework"), job.framework ?? "");
+    document.title = `${job.name ?? "job"} – topotrain`;
+    const { progress } = job;
+    const bar = byId("job-progress");
+    bar.hidden = !Number.isFinite(progress);
+    if (!bar.hidden) bar.value = progress;
+    const pairs = [["elapsed", clockText(job.elapsed ?? 0)]];
+    if (Number.isFinite(progress)) pairs.push(["done", `${Math.floor(progress * 100)} %`]);
+    if (!this._view.over && Number.isFinite(job.eta_s)) pairs.push(["left", `about ${clockText(job.eta_s)}`]);
+    if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch)]);
+    const loss = this._lastLoss();
+    if (loss !== null) pairs.push(["loss", metricText("loss", loss)]);
+    fillFigures(byId("job-figures"), pairs);
+  }
+
+  _lastLoss() {
+    const losses = this._view.ofMetric("loss").filter((one) => one.of.startsWith("group") && one.points.length);
+    const last = losses.map((one) => one.points.at(-1)[2]);
+    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
+  }
+
+  _chip() {
+    const over = this._view?.over;
+    const { code } = this._view?.job ?? {};
+    const ended = code ? `failed, code ${code}` : "ended";
+    setText(byId("connection"), over ? ended : CONNECTIONS[this._connection]);
+    byId("connection").dataset.state = over ? (code ? "failed" : "ended") : this._connection;
+  }
+
+  _select(name) {
+    this._selected = name;
+    this._map.select(name);
+    this._details.select(name);
+    this._showMoment();
+  }
+
+  _closeDetails() {
+    const name = this._selected;
+    this._select(null);
+    this._map.focus(name);
+  }
+
+  _choose(event) {
+    this._chosen = event;
+    this._curves.choose(event);
+    if (this._view.processOf(event.of)) this._select(event.of);
+    this._bar.goTo(event.at);
+  }
+
+  _goTo(t) {
+    this._bar.goTo(t);
+  }
+
+  _recolour() {
+    this._map.recolour();
+    this._curves.recolour();
+    this._lecture.recolour();
+  }
+
+  _problem(text) {
+    const place = byId("problem");
+    place.hidden = false;
+    setText(place, text);
+  }
+}
+
+/** Light, dark, or what the system says. */
+class Theme {
+  constructor(onChange) {
+    this._choice = byId("theme");
+    this._onChange = onChange;
+    this._system = window.matchMedia("(prefers-color-scheme: dark)");
+    try {
+      this._choice.value = localStorage.getItem(THEME) ?? "auto";
+    } catch {
+      // A mailed file may have no storage; then the choice lasts as long as the page.
+    }
+    if (!this._choice.value) this._choice.value = "auto";
+    this._choice.addEventListener("change", () => this._chosen());
+    this._system.addEventListener("change", () => this._apply());
+    this._apply();
+  }
+
+  _chosen() {
+    try {
+      localStorage.setItem(THEME, this._choice.value);
+    } catch {
+      // As above.
+    }
+    this._apply();
+  }
+
+  _apply() {
+    const dark = this._choice.value === "dark" || (this._choice.value === "auto" && this._system.matches);
+    document.documentElement.dataset.theme = dark ? "dark" : "light";
+    this._onChange();
+  }
+}
+
+new Page().start();

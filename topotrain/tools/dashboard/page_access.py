@@ -1,0 +1,108 @@
+"""Who may read the page and act through it.
+
+* The printed address has a token that works once. It is exchanged for a cookie, which the browser sends from then on.
+* A request must name this server in its Host header. So a page of another site cannot reach it under a name of its own
+  whose address changes to this machine (DNS rebinding).
+* A request that another page makes is refused by its Origin header, and by Sec-Fetch-Site where the browser sends it.
+* An act also needs a header that no form can send.
+
+This module is pure but for the random numbers. The text of a refusal is one line.
+"""
+
+import hmac
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LOGIN, METRICS = "/login", "/metrics"
+ACT_HEADER = "x-topotrain"
+_CHANGES_NOTHING = ("GET", "HEAD")
+_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """What counts of a request before it is carried out.
+
+    scheme: http or https. headers: lower-case names and values, as often as they came.
+    """
+
+    method: str
+    path: str
+    scheme: str
+    headers: Sequence[tuple[str, str]]
+
+    def values(self, name: str) -> list[str]:
+        """Return all values of a header."""
+        return [value for key, value in self.headers if key == name]
+
+
+class PageAccess:
+    """The token, the session and the names of one server.
+
+    Args:
+        names: the host names and addresses by which browsers may reach this server, IPv6 addresses in brackets.
+        port: of the server. Cookies do not differ by port, so it is in the name of the cookie.
+        open_metrics: `/metrics` needs no cookie, because only this machine reaches the server.
+    """
+
+    def __init__(self, names: Iterable[str], port: int, open_metrics: bool = False) -> None:
+        self._names, self._open_metrics = frozenset(name.lower() for name in names), open_metrics
+        self.cookie = f"topotrain-{port}"
+        self._token: str | None = secrets.token_urlsafe(_BYTES)
+        self._session = ""
+
+    @property
+    def token(self) -> str:
+        """The token of the printed address; "" when it was used."""
+        return self._token or ""
+
+    def login(self, token: str) -> str:
+        """Return the value of the cookie for this token, or "". The token works once."""
+        if self._token is None or not _same(token, self._token):
+            return ""
+        self._token, self._session = None, secrets.token_urlsafe(_BYTES)
+        return self._session
+
+    def login_refusal(self) -> str:
+        """Return why a login was refused."""
+        if self._token is None:
+            return "this address was used already; `topotrain watch WORKSPACE` prints a new one"
+        return "wrong token: open the address that topotrain has printed"
+
+    def refusal(self, request: PageRequest) -> str:
+        """Return why a request is refused; "": it may be carried out."""
+        hosts, origins = request.values("host"), request.values("origin")
+        if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
+            return "this server is not known by the name in the Host header"
+        changes = request.method not in _CHANGES_NOTHING
+        ours = f"{request.scheme}://{hosts[0]}".lower()
+        if any(origin.lower() != ours for origin in origins) or (changes and not origins):
+            return "only this page itself may ask (Origin header)"
+        sites = request.values("sec-fetch-site")
+        if request.path != LOGIN and any(site not in ("same-origin", "none") for site in sites):
+            return "only this page itself may ask (Sec-Fetch-Site header)"
+        if changes and request.values(ACT_HEADER) != ["1"]:
+            return f"an act needs the header {ACT_HEADER.title()}: 1"
+        if request.path == LOGIN or (request.path == METRICS and self._open_metrics):
+            return ""
+        if not self._has_session(request):
+            return "no token: open the address that topotrain has printed"
+        return ""
+
+    def _has_session(self, request: PageRequest) -> bool:
+        pairs = (part.strip().partition("=") for value in request.values("cookie") for part in value.split(";"))
+        given = [value for name, _, value in pairs if name == self.cookie]
+        return bool(self._session) and any(_same(value, self._session) for value in given)
+
+
+def _same(given: str, known: str) -> bool:
+    # In a time that says nothing about how much of it is right.
+    return hmac.compare_digest(given.encode(errors="replace"), known.encode())
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    # Any port: with a tunnel (`ssh -L`) the browser sees another one than this server.
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()

@@ -1,0 +1,239 @@
+"""The addresses of the page's server, as a Starlette application. Its module is imported where a page is served.
+
+GET  /login?token=T     the one-time token for a cookie
+GET  /                  the page, and its files below /static/
+GET  /api/view          the view of a run: ?run=B the second one
+GET  /api/events        the same, and then what is new, as server-sent events
+GET  /api/log           the last lines of a log: ?process=worker 0/0
+POST /api/act           a request to the job
+GET  /metrics           the figures for Prometheus
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from topotrain.tools.dashboard.event_streams import EventStream, RunTicker
+from topotrain.tools.dashboard.page_access import LOGIN, METRICS, PageAccess, PageRequest
+from topotrain.tools.dashboard.page_acts import PageAct, wish_of
+from topotrain.tools.dashboard.page_files import INDEX, page_files
+from topotrain.tools.dashboard.process_logs import tail_of
+from topotrain.tools.dashboard.watched_run import WatchedRun
+
+FIRST = "A"
+MOST_BODY = 4096
+"""Bytes of an act."""
+MOST_ACTS = 4
+"""Acts that wait for their answers at once."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+class PageRoutes:
+    """What each address answers.
+
+    Args:
+        ticker: has the runs.
+        access: gives the cookie.
+        secure: browsers reach the server over TLS.
+    """
+
+    def __init__(self, ticker: RunTicker, access: PageAccess, secure: bool) -> None:
+        self._ticker, self._access, self._secure = ticker, access, secure
+        self._files = page_files()
+        self._acts = 0
+
+    def application(self) -> ASGIApp:
+        """Return the application, behind the checks of `PageAccess`."""
+        routes = [
+            Route(LOGIN, self.login),
+            Route("/", self.index),
+            Route("/static/{name}", self.static),
+            Route("/api/view", self.view),
+            Route("/api/events", self.events),
+            Route("/api/log", self.log),
+            Route("/api/act", self.act, methods=["POST"]),
+            Route(METRICS, self.metrics),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _refused, Exception: _failed}
+        return AccessGuard(Starlette(routes=routes, exception_handlers=handlers), self._access)
+
+    async def login(self, request: Request) -> Response:
+        """Give the cookie for the token, and go to the page."""
+        # HEAD is sent by programs that look at links, and must not use the token up.
+        if request.method != "GET":
+            raise HTTPException(405, "the token is for GET")
+        session = self._access.login(request.query_params.get("token", ""))
+        if not session:
+            raise HTTPException(403, self._access.login_refusal())
+        response = RedirectResponse("/", status_code=303)
+        response.set_cookie(
+            self._access.cookie, session, path="/", secure=self._secure, httponly=True, samesite="strict"
+        )
+        return response
+
+    async def index(self, request: Request) -> Response:
+        """Return the page."""
+        return self._file(INDEX)
+
+    async def static(self, request: Request) -> Response:
+        """Return a file of the page."""
+        return self._file(request.path_params["name"])
+
+    def _file(self, name: str) -> Response:
+        found = self._files.get(name)
+        if found is None:
+            raise HTTPException(404, "no such file")
+        return Response(found.text, media_type=found.media_type)
+
+    async def view(self, request: Request) -> Response:
+        """Return the whole view of a run."""
+        run = self._run(request)
+        run.poll()
+        return Response(run.view().text, media_type="application/json")
+
+    async def events(self, request: Request) -> Response:
+        """Return the view of a run, and then what is new."""
+        run = self._run(request)
+        if not self._ticker.open():
+            raise HTTPException(503, f"more than {self._ticker.limits.most} pages are open")
+        # Starlette calls whatever an endpoint returns.
+        return cast(Response, EventStream(run, self._ticker))
+
+    async def log(self, request: Request) -> Response:
+        """Return the last lines of a process's log."""
+        run = self._run(request)
+        process = run.process(request.query_params.get("process", ""))
+        if process is None:
+            raise HTTPException(404, "no such process")
+        text = await asyncio.to_thread(tail_of, run.workspace, process)
+        return PlainTextResponse(text or "This machine has no log of it.")
+
+    async def act(self, request: Request) -> Response:
+        """Send a request to the job of the first run, and return its answer."""
+        try:
+            wish = wish_of(json.loads(await _body(request)))
+        except (ValueError, RecursionError) as error:
+            return JSONResponse({"error": f"not an act: {error}"}, status_code=400)
+        if self._acts >= MOST_ACTS:
+            return JSONResponse({"error": "other acts wait for their answers: try again"}, status_code=429)
+        self._acts += 1
+        try:
+            return JSONResponse(await _answer(PageAct(self._ticker.runs[FIRST].workspace, wish, os.environ)))
+        finally:
+            self._acts -= 1
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the figures of the first run for Prometheus."""
+        if find_spec("prometheus_client") is None:
+            raise HTTPException(404, "the metrics need prometheus_client: pip install 'topotrain[metrics]'")
+        from topotrain.tools.exporters.prometheus_metrics import exposition
+
+        run = self._run(request)
+        run.poll()
+        found = exposition(run.summary(), request.headers.get("accept", ""))
+        return Response(found.body, headers={"content-type": found.content_type})
+
+    def _run(self, request: Request) -> WatchedRun:
+        run = self._ticker.runs.get(request.query_params.get("run", FIRST))
+        if run is None:
+            raise HTTPException(404, "no such run")
+        if run.problem:
+            raise HTTPException(500, run.problem)
+        return run
+
+
+class AccessGuard:
+    """Refuses requests as `PageAccess` says, and adds the headers of all responses.
+
+    An ASGI application around another one.
+    """
+
+    def __init__(self, app: ASGIApp, access: PageAccess) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _add_headers(message)
+            await send(message)
+
+        refusal = self._access.refusal(_request_of(scope))
+        app = PlainTextResponse(f"{refusal}\n", status_code=403) if refusal else self._app
+        await app(scope, receive, with_headers)
+
+
+def _request_of(scope: Scope) -> PageRequest:
+    headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+    return PageRequest(scope["method"], scope["path"], scope["scheme"], headers)
+
+
+def _add_headers(message: MutableMapping[str, Any]) -> None:
+    own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+    message["headers"] = [*message.get("headers", ()), *own]
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BODY:
+            raise HTTPException(413, f"an act has at most {MOST_BODY} bytes")
+    return body
+
+
+async def _answer(act: PageAct) -> dict[str, str]:
+    """Carry an act out on a thread of its own, because the answer may take minutes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[dict[str, str]] = loop.create_future()
+
+    def deliver(said: dict[str, str]) -> None:
+        if not answer.done():
+            answer.set_result(said)
+
+    def ask() -> None:
+        said = act.carry_out()
+        # The server may have closed meanwhile.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(deliver, said)
+
+    # A daemon, unlike the threads of a pool: Ctrl-C does not wait for the answer.
+    threading.Thread(target=ask, name="act", daemon=True).start()
+    return await answer
+
+
+async def _refused(request: Request, error: HTTPException) -> Response:
+    return PlainTextResponse(f"{error.detail}\n", status_code=error.status_code, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    print(f"topotrain: warning: the page's server: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return PlainTextResponse("the server has failed; topotrain has printed why\n", status_code=500)
