@@ -13,6 +13,7 @@ const LABELLED = 6;
 const MANY = 300;
 const REDRAW_MS = 100;
 const WIDTH_CLASSES = 8;
+const AT_ONCE = 24;
 
 /** The map of one job at one moment. */
 export class MapView {
@@ -154,23 +155,26 @@ export class MapView {
     this._drawnAt = performance.now();
     if (!this._geometry || !this._view || this._t === undefined) return;
     const { width, height, curves } = this._geometry;
-    const context = clearedContext(this._canvas, width, height);
     const { connections } = this._view;
     this._traffic = connections.map((one) => this._view.trafficAt(one, this._t));
     const most = this._mostTraffic();
     const classes = new Map();
-    connections.forEach((one, index) => {
-      if (!curves[index]) return;
-      const style = this._style(one, this._traffic[index], most);
-      if (!style) return;
+    const keys = connections.map((one, index) => {
+      const style = curves[index] && this._style(one, this._traffic[index], most);
+      if (!style) return "";
       const key = `${style.colour} ${style.width} ${style.alpha}`;
       if (!classes.has(key)) classes.set(key, { style, indexes: [] });
       classes.get(key).indexes.push(index);
-    });
+      return key;
+    }).join();
+    setText(byId("map-note"), this._note(most));
+    // Thousands of lines take long, and mostly they are those of the last time.
+    if (connections.length > MANY && this._drawnKeys === keys && this._drawnOn === this._geometry) return;
+    [this._drawnKeys, this._drawnOn] = [keys, this._geometry];
+    const context = clearedContext(this._canvas, width, height);
     const sorted = [...classes.values()].sort((a, b) => a.style.front - b.style.front);
     for (const { style, indexes } of sorted) this._stroke(context, style, indexes.map((index) => curves[index]));
     this._labels(context);
-    setText(byId("map-note"), this._note(most));
   }
 
   _style({ from, to }, traffic, most) {
@@ -186,7 +190,8 @@ export class MapView {
     if (traffic <= 0) {
       return many && !mine ? null : { colour: "idle", width: 1, dash: [5, 5], alpha: pale(0.8), front: 0 };
     }
-    const share = Math.ceil(Math.sqrt(traffic / most) * WIDTH_CLASSES) / WIDTH_CLASSES;
+    const classes = many && !mine ? 2 : WIDTH_CLASSES;
+    const share = Math.ceil(Math.sqrt(traffic / most) * classes) / classes;
     const wide = 1 + Math.min(1, share) * (many && !mine ? 1 : WIDEST - 1);
     return { colour: mine ? "accent" : "flow", width: wide, dash: [], alpha: pale(0.85), front: mine ? 3 : 2 };
   }
@@ -196,13 +201,16 @@ export class MapView {
     context.strokeStyle = this._palette[style.colour];
     context.lineWidth = style.width;
     context.setLineDash(style.dash);
-    context.beginPath();
-    for (const [x0, y0, x1, y1, x2, y2, x3, y3] of curves) {
-      context.moveTo(x0, y0);
-      if (x0 === x1 && y0 === y1) context.lineTo(x3, y3);
-      else context.bezierCurveTo(x1, y1, x2, y2, x3, y3);
+    // A path of thousands of lines that cross takes a browser much longer than many short paths.
+    for (let first = 0; first < curves.length; first += AT_ONCE) {
+      context.beginPath();
+      for (const [x0, y0, x1, y1, x2, y2, x3, y3] of curves.slice(first, first + AT_ONCE)) {
+        context.moveTo(x0, y0);
+        if (x0 === x1 && y0 === y1) context.lineTo(x3, y3);
+        else context.bezierCurveTo(x1, y1, x2, y2, x3, y3);
+      }
+      context.stroke();
     }
-    context.stroke();
     context.globalAlpha = 1;
   }
 
