@@ -43,6 +43,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
+from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -273,6 +274,10 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
+    lecture: Annotated[
+        float | None,
+        typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
+    ] = None,
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -287,6 +292,8 @@ def run(
         job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
+        if lecture is not None:
+            check_lecture(lecture, topology)
         if report is not None:
             check_writable("--report", report)
         from topotrain.launch.shared_forkserver import for_one_job
@@ -295,7 +302,8 @@ def run(
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, lecture or 0.0)
+        result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)
