@@ -1,5 +1,6 @@
-"""`topotrain run --lecture`: real jobs whose messages are slowed down and explained, and have the bits of the others."""
+"""`topotrain run --lecture`: real jobs whose messages are held and explained, and have the bits of the others."""
 
+import io
 import json
 import os
 import re
@@ -53,9 +54,10 @@ SYNCHRONOUS = {"push", "mean", "commit", "applied", "vote", "apply"}
         (SANDBLASTER + TCP, FrameworkKind.SANDBLASTER, SYNCHRONOUS | {"values"}),
         (ALLREDUCE, FrameworkKind.ALLREDUCE, SYNCHRONOUS),
         (f"{ALLREDUCE} algorithm: kRing {TCP}", FrameworkKind.ALLREDUCE, SYNCHRONOUS | {"values", "partial"}),
-        (DOWNPOUR, FrameworkKind.DOWNPOUR, SYNCHRONOUS | {"values"}),
-        (HOGWILD, FrameworkKind.HOGWILD, {"push", "commit", "applied", "offer", "reply"}),
-        (f"{HOGWILD} agreement: kMaster", FrameworkKind.HOGWILD, {"push", "commit", "difference", "master"}),
+        (DOWNPOUR, FrameworkKind.DOWNPOUR, SYNCHRONOUS),
+        (DOWNPOUR + TCP, FrameworkKind.DOWNPOUR, SYNCHRONOUS | {"values"}),
+        (HOGWILD, FrameworkKind.HOGWILD, {"push", "commit", "applied", "difference", "master"}),
+        (f"{HOGWILD} agreement: kRingAverage", FrameworkKind.HOGWILD, {"push", "commit", "offer", "reply"}),
         (ISLANDS, FrameworkKind.ISLANDS, {"push", "commit", "applied", "values"}),
         (f"{ISLANDS} nworkers_per_group: 2", FrameworkKind.ISLANDS, {"gradient", "mean", "push", "values"}),
     ],
@@ -65,8 +67,9 @@ SYNCHRONOUS = {"push", "mean", "commit", "applied", "vote", "apply"}
         "AllReduce",
         "AllReduce in a ring",
         "Downpour",
+        "Downpour over TCP",
         "Hogwild",
-        "Hogwild with masters",
+        "Hogwild in a ring",
         "islands",
         "islands of two workers",
     ],
@@ -103,7 +106,11 @@ def test_a_synchronous_job_has_the_same_bits(runner: JobRunner, cluster: str) ->
         ("nan", ALLREDUCE, "--lecture = nan: must be from 0.01 to 5 seconds for each message"),
         ("6", ALLREDUCE, "--lecture = 6.0: must be from 0.01 to 5 seconds for each message"),
         ("1", "nworkers_per_group: 16", "needs a job of at most 16 workers and servers: this one has 17"),
-        ("1", "nworkers_per_group: 2 engine: kGloo", "the gradients travel inside torch.distributed"),
+        (
+            "1",
+            "nworkers_per_group: 2 nservers_per_group: 2 engine: kGloo",
+            "the gradients travel inside torch.distributed",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(runner: JobRunner, seconds: str, cluster: str, said: str) -> None:
@@ -137,11 +144,12 @@ def test_on_a_terminal_sentences_scroll_above_the_table(runner: JobRunner) -> No
         encoding="utf-8",
         timeout=90,
     )
+    shown.logfile_read = written = io.StringIO()
     shown.expect_exact("elapsed 0:")
     shown.expect("pushes its gradient of slice [0-9]+ to server 0/[01], step 1 of its group")
     shown.expect_exact(pexpect.EOF)
     # The last drawing: the figures of the end, every worker finished, and the cursor is there again.
-    screen = shown.before
+    screen = written.getvalue()
     last = screen[screen.rindex("elapsed ") :]
     assert re.match(r"elapsed \d+:\d\d  epoch (1|-)  done (100 %|\d+ %|-)  ETA ", last)
     assert last.count("finished") == 4 and screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
