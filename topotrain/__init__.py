@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         is_main,
         keep,
         local,
+        log,
         prepare,
         progress,
         rank,
@@ -82,7 +83,7 @@ _need("topotrain.parallel.auto_placement", "placement")
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "keep", "progress"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress"), "topotrain.training.api"),
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
@@ -119,6 +120,7 @@ __all__ = [
     "kvstore",
     "leave",
     "local",
+    "log",
     "notebook_launch",
     "place",
     "prepare",

@@ -1,6 +1,7 @@
 """Choose which of a process's transports leads to which peer."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -346,6 +347,15 @@ class Router:
         """Return the bytes sent and received over transports that leave the process."""
         counts = [transport.traffic() for transport in self._sockets.values()]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
+
+    def sent_by(self, me: Address) -> dict[Address, int]:
+        """Return the bytes that an endpoint has sent to each peer outside the process."""
+        found: Counter[Address] = Counter()
+        for transport in self._sockets.values():
+            for (endpoint, peer), count in transport.sent().items():
+                if endpoint == me:
+                    found[peer] += count
+        return dict(found)
 
     def link_traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received over TCP, which leads to other hosts."""

@@ -84,7 +84,7 @@ class StepDone(Event):
     late: the number of steps that backup workers have made without this worker.
     threads: the number of PyTorch's threads in the process at present. 0: unknown.
     waited_s: seconds for which the script has waited for servers and other workers.
-    staleness_p95: in versions; 95 of 100 updates were at most so stale. Above 63 it is rounded up to a power of two.
+    staleness_p95: in versions; 95 of 100 updates were at most so stale. Above 63 it is rounded up to a power of 2.
     epoch: number of the epoch that is under way, from 0. -1: unknown.
     progress: the share of the job's samples that are done, as of `tt.progress`. -1: unknown.
     """
@@ -147,7 +147,7 @@ class Metrics(Event):
 class Logged(Event):
     """The last values that a script has logged with `tt.log`.
 
-    time: seconds since the first step of the process began; before it since `tt.prepare`. step: as in StepDone.
+    time: seconds since the first step of the process began; 0: it has not begun. step: as in StepDone.
     """
 
     who: str
@@ -545,7 +545,10 @@ class Resources(Event):
 
 @event
 class Traffic(Event):
-    """Bytes of messages that a process has sent, by the name of the process that they were sent to."""
+    """Bytes of messages that a worker or a server has sent since its process began, by the name of each receiver.
+
+    Messages inside a process do not count.
+    """
 
     who: str
     sent: dict[str, int] = field(hash=False)
@@ -553,9 +556,10 @@ class Traffic(Event):
 
 @event
 class ServerLoad(Event):
-    """The work of a server since its process began.
+    """The work of a server.
 
-    updates: steps that it has applied. version: number of its values. busy_s: seconds in the handling of messages.
+    updates: steps that it has applied since the job's start, or since it was resumed. version: the number of its values.
+    busy_s: seconds for which this process has handled messages to the server.
     """
 
     who: str

@@ -8,7 +8,7 @@ of variable names (`launchers/env_tables.py`).
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
@@ -19,6 +19,20 @@ class EventListener(Protocol):
     """Receives the events of a job, on the thread of the job's launcher."""
 
     def __call__(self, event: Event) -> None: ...
+
+
+class JobWatch:
+    """Follows a job, and sums up its state for the store. The base class follows nothing."""
+
+    def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
+        """Follow the job from here on: this unit leads it.
+
+        resumed: the job has begun before. hosts: the names of the units' hosts, by rank.
+        """
+
+    def summary(self) -> Mapping[str, Any] | None:
+        """Return the present state of the job as JSON data, on any thread; None: unknown."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

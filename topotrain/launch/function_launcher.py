@@ -11,7 +11,7 @@ from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
-from topotrain.launch import EventListener, JobOutcome, Launcher
+from topotrain.launch import EventListener, JobOutcome, JobWatch, Launcher
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forked_forkserver import ForkedForkserver
 from topotrain.launch.fork_safety import check, threads_of_forks
@@ -27,11 +27,12 @@ _WORKER = "this process:function"
 class FunctionLauncher(Launcher):
     """Runs a function as the program of a job.
 
-    function: it is called in each worker. caller: the name in errors.
+    function: it is called in each worker. caller: the name in errors. watch: as for `LocalLauncher`.
     """
 
     function: Callable[[], object]
     caller: str = field(default="tt.notebook_launch")
+    watch: JobWatch = field(default_factory=JobWatch)
 
     def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and leave no process of it behind.
@@ -47,4 +48,4 @@ class FunctionLauncher(Launcher):
         served = ForkedForkserver({_WORKER: partial(run_worker, function=self.function)})
         with closing(served):
             calls = EntryPoints(worker=_WORKER)
-            return LocalLauncher(calls, served.path, resume=resume).start(job, topology, on_event)
+            return LocalLauncher(calls, served.path, resume=resume, watch=self.watch).start(job, topology, on_event)

@@ -26,6 +26,7 @@ from topotrain.launch.multinode.control_connection import ControlChannel
 from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests
+from topotrain.launch.multinode.shared_samples import Samples
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
 
 END_S = GRACE_S + 1.0
@@ -105,6 +106,7 @@ class LauncherContext(Notifier):
     promises: answers to clients that are due when the job trains again, possibly in another attempt.
     requests: of the user, which are not answered yet.
     forwards: forwards them, where another unit decides.
+    samples: sends the displays of the leader what happens here.
     """
 
     on_event: EventListener
@@ -119,6 +121,7 @@ class LauncherContext(Notifier):
     promises: list[PendingAnswer] = field(default_factory=list)
     requests: JobRequests = field(default_factory=JobRequests)
     forwards: ForwardedRequests | None = None
+    samples: Samples = field(default_factory=Samples)
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

@@ -15,7 +15,7 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Notice
 from topotrain.extensions.elastic.eligibility import absent_groups
-from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Launcher, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, JobWatch, Launcher, Outlet, UnitPlace
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
@@ -40,6 +40,7 @@ class LocalLauncher(Launcher):
     pause_s: seconds for which the processes hold each message of a step, and report it.
     resume: the snapshot that the job resumes from. "": the job starts at step 0.
     outlet: where the program's output goes.
+    watch: knows the state of the job.
     """
 
     calls: EntryPoints = field(default_factory=EntryPoints)
@@ -49,6 +50,7 @@ class LocalLauncher(Launcher):
     pause_s: float = 0.0
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
+    watch: JobWatch = field(default_factory=JobWatch)
 
     def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and leave no process of it behind.
@@ -59,7 +61,7 @@ class LocalLauncher(Launcher):
         """
         # The mark is new for each start: `sweep` must not find processes of another job.
         began, mark = time.monotonic(), secrets.token_hex(16)
-        with claimed(job) as workspace, listed(job) as place, signals() as stop:
+        with claimed(job) as workspace, listed(job, watch=self.watch) as place, signals() as stop:
             goes_on = recovery(job, topology, began)
             log = workspace / "run" / "forkserver.log"
             with closing(ForkserverHandle(self.forkserver, log, mark, self.shared)) as forkserver:

@@ -18,7 +18,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, sto
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
-from topotrain.launch import JobOutcome
+from topotrain.launch import JobOutcome, JobWatch
 from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
@@ -37,13 +37,14 @@ class RegisteredJob:
         root: the whole store.
         record: the job's entry in the store's list.
         url: the rendezvous of the job's processes.
+        watch: knows the state of the job.
     """
 
-    def __init__(self, root: Store, record: JobRecord, url: str) -> None:
+    def __init__(self, root: Store, record: JobRecord, url: str, watch: JobWatch | None = None) -> None:
         self.url, self.stopped = url, False
         self._urls = [url]
         self._root, self._record, self._id = root, record, record.id
-        self._registry = Registry(root)
+        self._registry, self._watched = Registry(root), watch or JobWatch()
         self.requests = JobRequests()
         self._asked_in_store = StoreRequests(within(root, f"jobs/{self._id}"), self.requests)
         self._told, self._teller = socket.socketpair()
@@ -90,6 +91,7 @@ class RegisteredJob:
                 if time.monotonic() >= due:
                     due = time.monotonic() + _BEAT_EVERY_S
                     self._registry.keep(self._record)
+                    self._report()
                 self._asked_in_store.look()
                 stop = self._root.get(stop_key(self._id)) is not None
             except StoreError:
@@ -104,6 +106,12 @@ class RegisteredJob:
             if stop:
                 return
 
+    def _report(self) -> None:
+        """Write the state of the job to the store. Raises StoreError."""
+        found = self._watched.summary()
+        if found is not None:
+            self._registry.report(self._id, found)
+
     def again(self) -> None:
         """Choose a new rendezvous for the next attempt of the whole job."""
         # It has no addresses of processes of the former attempt.
@@ -116,6 +124,7 @@ class RegisteredJob:
         with suppress(StoreError):
             # The store may have lost the entry since.
             self._registry.keep(self._record)
+            self._report()
             self._registry.end(self._id, state)
 
     def close(self) -> None:
@@ -134,9 +143,12 @@ class RegisteredJob:
 
 
 @contextmanager
-def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[RegisteredJob | None]:
+def listed(
+    job: Job, environ: Mapping[str, str] = os.environ, watch: JobWatch | None = None
+) -> Iterator[RegisteredJob | None]:
     """Register the job in the store of its `rendezvous` for the length of the block.
 
+    watch: knows the state of the job, which the store then has, too.
     Yields None for a job without a rendezvous. Raises ConfigError if the store cannot be used.
     """
     if not job.rendezvous:
@@ -154,6 +166,6 @@ def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[Regist
             Registry(root).add(record)
         except StoreError as error:
             raise ConfigError("rendezvous", None, str(error)) from None
-        place = RegisteredJob(root, record, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
+        place = RegisteredJob(root, record, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"), watch)
         stack.callback(place.close)
         yield place

@@ -142,6 +142,7 @@ class RunLoop:
         self.shutdown.poll(time.monotonic())
         self._units.write()
         self._remote.poll()
+        self._host.samples.poll(time.monotonic())
         if self._recovery is not None and not self.shutdown.stopping:
             self._execute(self._recovery.poll(time.monotonic()))
         notice = self._stalls.poll(time.monotonic(), self.shutdown.missing)
@@ -198,6 +199,7 @@ class RunLoop:
         self._table.on_event(event)
         self._processes(event)
         self._host.on_event(event)
+        self._host.samples.note(event)
         self._stalls.on_event(event, time.monotonic())
         self.shutdown.on_event(event)
 

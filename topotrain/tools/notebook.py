@@ -12,6 +12,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
+from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress.chosen_display import checked, progress
 from topotrain.tools.monitor.result_tables import console, summary
@@ -48,7 +49,7 @@ def notebook_launch(
     report, terminal = Report(whole, topology), console()
     shown = progress(topology, terminal, quiet)
     begun = False
-    with ExitStack() as display:
+    with recording(whole, topology, whole.resume) as recorded, ExitStack() as display:
 
         def on_event(event: Event) -> None:
             nonlocal begun
@@ -59,8 +60,12 @@ def notebook_launch(
                 display.enter_context(checked(shown))
             report(event)
             shown(event)
+            recorded(event)
+            for notice in recorded.notices():
+                shown(notice)
 
-        outcome = FunctionLauncher(function).start(whole, topology, on_event)
+        outcome = FunctionLauncher(function, watch=recorded).start(whole, topology, on_event)
+        recorded.end(outcome.code)
     if outcome.cause is not None:
         raise JobFailed(story(outcome.cause, whole, report.topology))
     if outcome.code == 128 + signal.SIGINT:

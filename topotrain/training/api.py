@@ -4,6 +4,7 @@ In an ordinary process each of them does nothing, or what plain PyTorch would do
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
 from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.reporting.logged_values import Loggable, numbers
 from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
@@ -451,6 +453,25 @@ def report(**metrics: Metric) -> None:
         return
     for name, value in metrics.items():
         print(f"{name}: {float(value() if callable(value) else value):.6g}")
+
+
+def log(**values: Loggable) -> None:
+    """Log values while the job runs: tt.log(accuracy=accuracy, lr=scheduler.get_last_lr()[0]).
+
+    Each process sends its last values at most four times a second, and all that are left at its end. The job's displays,
+    files and trackers get them. A tensor on a GPU is copied there, and read only when it is sent. In an ordinary process
+    nothing happens.
+
+    Args:
+        values: by name a number, or a tensor with one element. At most 100 names in a process.
+
+    Raises:
+        ConfigError: a value is not a number, or there are too many names.
+    """
+    # Also in an ordinary process: a script that runs there must not fail in a job.
+    found, here = numbers(values), process.current()
+    if here is not None:
+        here.logged.add(found, None if here.worker is None else here.worker.tally, time.monotonic())
 
 
 def _number(name: str, value: Any) -> float:

@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
+from topotrain.training.reporting.logged_values import LoggedValues
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
@@ -64,6 +65,10 @@ class Connections(ABC):
     def link_traffic(self) -> tuple[int, int]:
         """Those of `traffic` over TCP, which leads to other hosts."""
         return 0, 0
+
+    def reports(self, now: float, last: bool = False) -> Iterable[Event]:
+        """Events about the connections that are due at this time; last: all, since no others follow."""
+        return ()
 
     @abstractmethod
     def close(self, finished: bool = True) -> None:
@@ -246,6 +251,10 @@ class Context:
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
     at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
+    logged: LoggedValues = field(init=False)  # by `tt.log`
+
+    def __post_init__(self) -> None:
+        self.logged = LoggedValues(self.sink, str(self.me))
 
     @property
     def is_main(self) -> bool:

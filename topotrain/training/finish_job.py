@@ -30,6 +30,7 @@ def finish(here: Context) -> None:
     """After the script: send the last messages; worker (0,0) saves the result."""
     worker = here.worker
     here.check_open("the end of the script")
+    here.logged.send()
     if worker is None and here.tables is None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
     # Before any message: the error of a script that trained nothing must not look like a finished job.
@@ -141,6 +142,8 @@ def _finish_without_model(here: Context) -> None:
 
 def close(here: Context, finished: bool) -> None:
     """Close all connections; finished: the script has ended, and `finish` went well."""
+    # Of a script that has failed.
+    here.logged.send()
     here.at_close.close()
     # The room that `tt.prepare` reserved. After `finish` there is none left.
     if here.is_main and not finished:

@@ -12,6 +12,7 @@ from topotrain.config.async_momentum import explanation
 from topotrain.config.private_files import create_text
 from topotrain.core.client.client import StepOutcome
 from topotrain.core.events import Finished, Notice, Skipped, StepDone
+from topotrain.training import context as process
 from topotrain.training.context import Connections, Context
 from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
@@ -30,6 +31,8 @@ class ProgressReporter(WorkerExtension):
         self._loss: float | None = None  # the last one that was reported
         self._here, self._worker, self._connections = here, worker, connections
         self._due = 0.0
+        # What the start has waited is no part of the training.
+        self._waited_before = worker.client.channel.waited
 
     def after_step(self, outcome: StepOutcome | None) -> None:
         # The losses of a late step were dropped (`drop_step`).
@@ -50,7 +53,7 @@ class ProgressReporter(WorkerExtension):
 
     def _totals(self) -> dict[str, Any]:
         """The fields that `StepDone` and `Finished` share."""
-        tally = self._worker.tally
+        tally, loop = self._worker.tally, process.latest_loop()
         sent, received = self._connections.traffic()
         return {
             "who": str(self._here.me),
@@ -63,6 +66,10 @@ class ProgressReporter(WorkerExtension):
             "late": tally.late,
             "threads": torch.get_num_threads(),
             "bytes_link": self._connections.link_traffic()[0],
+            "waited_s": self._worker.client.channel.waited - self._waited_before,
+            "staleness_p95": tally.staleness_p95,
+            "epoch": -1 if loop is None else loop.epoch,
+            "progress": -1.0 if loop is None else loop.estimate(),
         }
 
     def _report(self, now: float) -> None:
@@ -74,6 +81,9 @@ class ProgressReporter(WorkerExtension):
         if self._rising is not None and on_device and loss is not None:
             self._rising(loss)
         self._here.emit(StepDone(time=now - tally.started, step=tally.steps, loss=loss, **self._totals()))
+        self._here.logged.send_due(now)
+        for event in self._connections.reports(now):
+            self._here.emit(event)
 
     def left_job(self) -> None:
         """Report the last steps, and no end."""
@@ -81,6 +91,8 @@ class ProgressReporter(WorkerExtension):
         # Otherwise all steps are those of earlier processes of this worker, which have reported them.
         if self._worker.tally.started:
             self._report(time.monotonic())
+        for event in self._connections.reports(time.monotonic(), last=True):
+            self._here.emit(event)
 
     def job_over(self) -> None:
         """Report the last steps and the end."""

@@ -4,6 +4,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -115,6 +116,43 @@ class StepBatches:
 _FEW_OWN, _MOST_OWN = 10, 501
 
 
+_EXACT = 64  # a staleness below it is counted exactly
+
+
+class StalenessCounts:
+    """Counts how often each staleness was seen, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._exact = [0] * _EXACT
+        self._large: dict[int, int] = {}  # by the number of bits
+        self._total = 0
+
+    def add(self, values: Sequence[int]) -> None:
+        """Count the staleness of each slice of a step."""
+        self._total += len(values)
+        for value in values:
+            if value < _EXACT:
+                self._exact[value] += 1
+            else:
+                bits = (value - 1).bit_length()
+                self._large[bits] = self._large.get(bits, 0) + 1
+
+    def at_most(self, share: float) -> float:
+        """The staleness that this share of all does not exceed; a large one is rounded up to a power of two."""
+        needed, seen = share * self._total, 0
+        if not self._total:
+            return 0.0
+        for value, count in enumerate(self._exact):
+            seen += count
+            if seen >= needed:
+                return float(value)
+        for bits in sorted(self._large):
+            seen += self._large[bits]
+            if seen >= needed:
+                return float(1 << bits)
+        return float(1 << max(self._large))
+
+
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
     """A step of a worker that was skipped, because a gradient was not finite.
@@ -144,6 +182,7 @@ class WorkerStats:
     staleness_sum: int = 0
     staleness_count: int = 0
     staleness_max: int = 0
+    staleness_counts: StalenessCounts = field(default_factory=StalenessCounts)
     loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
     losses: int = 0
     backwards: int = 0  # of the script, through any model, without private ones
@@ -161,6 +200,11 @@ class WorkerStats:
     def staleness_mean(self) -> float:
         """Mean over steps and slices."""
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+
+    @property
+    def staleness_p95(self) -> float:
+        """95 of 100 updates of a slice were at most so stale."""
+        return self.staleness_counts.at_most(0.95)
 
     def start(self, now: float) -> None:
         """The script's first step or batch is at this time. Later calls change nothing."""
@@ -185,6 +229,7 @@ class WorkerStats:
         self.staleness_sum += sum(outcome.staleness)
         self.staleness_count += len(outcome.staleness)
         self.staleness_max = max(self.staleness_max, *outcome.staleness)
+        self.staleness_counts.add(outcome.staleness)
 
     def add_steps(self, count: int) -> None:
         """Count steps of the group."""

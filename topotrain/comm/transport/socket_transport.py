@@ -85,7 +85,8 @@ class SocketTransport:
         self._routes: dict[tuple[Address, Address], Connection] = {}
         self._connections: set[Connection] = set()
         self._incarnations: dict[Address, int] = {}
-        self._sent = self._received = 0
+        self._sent: Counter[tuple[Address, Address]] = Counter()  # by connections that have ended
+        self._received = 0
         self._listener: Listener | None = None
         self._url = ""
         self._refused: Counter[str] = Counter()
@@ -197,8 +198,16 @@ class SocketTransport:
         """
         with self._lock:
             # Under the lock: `unregister` moves the counts of a connection that ends into the sums.
-            sent = self._sent + sum(c.sent for c in self._connections)
+            sent = self._sent.total() + sum(c.sent for c in self._connections)
             return sent, self._received + sum(c.received for c in self._connections)
+
+    def sent(self) -> Counter[tuple[Address, Address]]:
+        """Return the bytes of messages sent so far, by endpoint and peer; see `traffic`."""
+        with self._lock:
+            found = self._sent.copy()
+            for connection in self._connections:
+                found[connection.me, connection.peer] += connection.sent
+            return found
 
     def leave(self, me: Address) -> None:
         """End the connections of one endpoint; queued messages are sent first."""
@@ -386,9 +395,9 @@ class SocketTransport:
     def unregister(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
-            self._sent += connection.sent
-            self._received += connection.received
             route = (connection.me, connection.peer)
+            self._sent[route] += connection.sent
+            self._received += connection.received
             # A newer connection of the peer may have taken its place.
             if self._routes.get(route) is connection:
                 del self._routes[route]

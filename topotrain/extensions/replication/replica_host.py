@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -74,6 +75,13 @@ class ReplicaSlot(ABC):
         """End this process, which the launcher then replaces."""
 
 
+class HostedServer(Protocol):
+    """A server of this process, and the seconds for which it has handled messages."""
+
+    server: Server
+    busy_s: float
+
+
 class ReplicaObserver:
     """Receives the reports of the servers of one process. This class ignores them."""
 
@@ -85,6 +93,9 @@ class ReplicaObserver:
 
     def on_failure(self) -> None:
         """A server cannot continue. Called inside `except`, on the thread of a message."""
+
+    def on_turn(self, servers: Mapping[Address, HostedServer], router: Router, last: bool = False) -> None:
+        """Called several times a second, with the servers that act in this process; last: at their end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,8 @@ class PrimaryEndpoint(MessageSender):
     ) -> None:
         self.me, self.server = primary.me, primary.copy.server
         self.primary, self.standby_number = primary, standby_number
+        self.busy_s = 0.0
+        """Seconds in the handling of messages."""
         self._process, self._servers, self._router = process, servers, process.router
         self._snapshots: SnapshotPort | None = None
         self._differed = 0
@@ -257,7 +270,9 @@ class PrimaryEndpoint(MessageSender):
         out: Out = []
         try:
             with self._lock:
+                began = time.monotonic()
                 yield out
+                self.busy_s += time.monotonic() - began
                 self._compare()  # the launcher must know of a difference before any message is sent
                 self._send(out)
                 self._read_snapshots()
@@ -598,14 +613,19 @@ class ReplicatedServers:
         """Wait until the job no longer needs this process."""
         poll_s = self._place.job.cluster.poll_time / 1000
         released: set[Address] = set()
-        with self._process.change:
-            while True:
-                primaries = list(self._primaries.values())
-                for each in primaries:
+        while True:
+            with self._process.change:
+                primaries = dict(self._primaries)
+                for each in primaries.values():
                     if each.done and each.me not in released:
                         released.add(each.me)
                         each.release_standby()
                 standbys = list(self._standbys.values())
-                if all(s.done for s in primaries) and all(x.done for x in standbys) and (primaries or standbys):
-                    return
-                self._process.change.wait(poll_s)
+                over = all(s.done for s in primaries.values()) and all(x.done for x in standbys)
+                over = over and bool(primaries or standbys)
+                if not over:
+                    self._process.change.wait(poll_s)
+            # Without the lock: a reader that has handled a message must not wait for the reports.
+            self._observer.on_turn(primaries, self._router, last=over)
+            if over:
+                return

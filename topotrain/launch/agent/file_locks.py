@@ -37,6 +37,22 @@ def locked(path: Path, how: int) -> Iterator[int]:
         os.close(fd)
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process of this host holds a lock on the file. Nothing is locked meanwhile."""
+    try:
+        inode = os.stat(path).st_ino
+        lines = _LOCKS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    return any(_inode(line) == inode for line in lines)
+
+
+def _inode(line: str) -> int:
+    """Return the inode of a lock of `flock` in /proc/locks; 0 for other locks."""
+    words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
+    return int(words[5].rpartition(":")[2]) if len(words) > 5 and words[1] == "FLOCK" else 0
+
+
 def _taken(path: Path, fd: int) -> str:
     # A holder in another container is listed with a pid that does not exist here. On a file system of several
     # hosts this kernel shows no holder at all.
@@ -61,10 +77,9 @@ def _holders(fd: int) -> list[int]:
     info, found = os.fstat(fd), []
     with contextlib.suppress(OSError):
         for line in _LOCKS.read_text(encoding="ascii").splitlines():
-            words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
             # Only inodes are compared: btrfs and overlayfs show another device here than `fstat` does.
-            if len(words) > 5 and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == info.st_ino:
-                found.append(int(words[4]))
+            if _inode(line) == info.st_ino:
+                found.append(int(line.split()[4]))
     # The kernel shows 0 or -1 for a process outside of this pid namespace.
     return [pid for pid in found if pid > 0]
 

@@ -50,6 +50,7 @@ from topotrain.launch.agent.children import Child, Children, EntryPoints, UnitCo
 from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader, ending, log_tail
 from topotrain.launch.agent.stop_signals import stop_signals
 from topotrain.launch.grace_period import waits
+from topotrain.launch.runtime.process_resources import ResourceReader
 
 GRACE_S = 1.5
 """Seconds from SIGTERM to SIGKILL."""
@@ -129,6 +130,7 @@ class Supervisor:
         self._held = False  # the launcher's own reader is behind
         self._paused = False  # the main worker's output is not read at present
         self._shutdown = ShutdownTimer()
+        self._resources = ResourceReader()
         self._continues = unit.job.on_failure is OnFailure.kContinue
         self._needed = self._continues  # the launcher may still send commands
 
@@ -161,6 +163,7 @@ class Supervisor:
         if self._shutdown.expired:
             self._advance()
         self._end_unreachable(time.monotonic())
+        self._report_resources(time.monotonic())
         for child in self._children.living:
             child.commands.write()
 
@@ -285,6 +288,13 @@ class Supervisor:
             if since is not None and now >= since + UNREACHABLE_S and not explained:
                 self._fail(child, f"{child.who} (pid {child.pid}) {_UNREACHABLE}")
                 self._children.end([child])
+
+    def _report_resources(self, now: float) -> None:
+        """Report the memory and the processor time of the children, now and then."""
+        # A launcher that is stopped reads nothing, and its old figures would be of no use to it.
+        if self._shutdown.running and not self._events.waiting and self._resources.due(now):
+            for found in self._resources.read((child.who, child.pid) for child in self._children.living if child.pid):
+                self._send(found)
 
     def _on_line(self, child: Child, stream: str, line: bytes) -> None:
         if stream:

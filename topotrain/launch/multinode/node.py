@@ -25,7 +25,7 @@ from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Counted, Event, Notice
-from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, Outlet, UnitPlace
+from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, JobWatch, Outlet, UnitPlace
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
@@ -51,6 +51,7 @@ from topotrain.launch.multinode.node_rendezvous import (
     outlast,
 )
 from topotrain.launch.multinode.restart_barrier import RestartInfo
+from topotrain.launch.multinode.shared_samples import SharedSamples
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
@@ -92,7 +93,7 @@ class Node:
     calls: the functions that child processes run; only tests change it.
     shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
     notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
-    forkserver, outlet: as for `LocalLauncher`.
+    forkserver, outlet, watch: as for `LocalLauncher`.
     """
 
     start: LaunchInfo
@@ -104,6 +105,7 @@ class Node:
     outlet: Outlet = field(default_factory=AlwaysTaken)
     notice: RendezvousNotice | None = None
     shared: SharedForkserver | None = None
+    watch: JobWatch = field(default_factory=JobWatch)
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -243,7 +245,7 @@ class Node:
             succession = Succession(job, rank, hosts.numbers, hosts)
             attempts = Attempts(rendezvous, agreement, membership, stop, record, succession, agreement.origin)
             folder = stack.enter_context(linked_folder(agreement.workspace, rank))
-            host = self._context(attempts, folder)
+            host = self._context(attempts, folder, on_event)
             stack.enter_context(closing(host.forkserver))
             try:
                 if rendezvous.opens:
@@ -268,10 +270,11 @@ class Node:
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return NodeResult(whole, end, job, topology, rank, membership.leader is not None)
 
-    def _context(self, attempts: Attempts, folder: Path) -> LauncherContext:
+    def _context(self, attempts: Attempts, folder: Path, on_sample: EventListener) -> LauncherContext:
         """Return the settings and resources that all attempts share.
 
-        folder: that of the control socket.
+        folder: that of the control socket. on_sample: receives events of other units, which are not in the report of
+        this one.
         """
         rank, workspace, membership = self.start.rank, attempts.agreement.workspace, attempts.membership
         mark, logs = secrets.token_hex(16), workspace / LOGS
@@ -290,6 +293,7 @@ class Node:
             self.outlet,
             requests=membership.requests,
             forwards=membership.forwards if continues else None,
+            samples=SharedSamples(membership, on_sample),
         )
 
     def _run_attempts(self, attempts: Attempts, host: LauncherContext, secret: bytes) -> tuple[JobOutcome, bool]:
@@ -331,6 +335,8 @@ class Node:
             moves,
             _where(topology),
             {"job": job_file.dumps(job).encode(), "hosts": hosts.dumped()},
+            self.watch,
+            bool(agreement.resume),
         )
         try:
             return UnitMembership(context, hosts, rendezvous.opens)

@@ -34,6 +34,7 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
+from topotrain.launch import JobWatch
 from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
@@ -49,6 +50,7 @@ from topotrain.launch.multinode.job_ending import JobEnding
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, is_local
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.multinode.shared_samples import ReceivedSamples
 from topotrain.launch.store_requests import StoreRequests
 
 LOST_S = 10.0
@@ -89,6 +91,7 @@ class UnitContext:
     first_server: this unit has the first server, and requests the last snapshot. moves: the first server may be in
         another process, and the leader knows where.
     where: the unit of each process and unit name. maintained: values of this start of the job that a leader maintains.
+    watch: knows the state of the job in the unit that leads. resumed: the job began at a snapshot.
     """
 
     stores: StoreKeys
@@ -101,6 +104,8 @@ class UnitContext:
     moves: bool = False
     where: Mapping[str, int] = field(default_factory=dict)
     maintained: Mapping[str, bytes] = field(default_factory=dict)
+    watch: JobWatch = field(default_factory=JobWatch)
+    resumed: bool = False
 
 
 class NodeMembership:
@@ -235,6 +240,14 @@ class FollowerMembership(NodeMembership):
         if self._silence_s > AWAY_S:  # no decision of the leader can be waited for
             self._ending.deliver(end)
 
+    def send_samples(self, lines: Sequence[str]) -> bool:
+        """Send events for displays; return False if a former message is still on its way."""
+        # So little is kept for a leader that is out of reach.
+        free = self.control.all_received
+        if free:
+            self._report({"samples": list(lines)})
+        return free
+
     def finish(self, events: Sequence[Event]) -> None:
         """Report that this unit ended well. When all have, the leader ends the job."""
         self._finished = True
@@ -316,10 +329,12 @@ class LeaderMembership(NodeMembership):
         self._words = {unit.word for unit in hosts.units}  # of units that are members, or were reported
         self._registered = 0.0
         self._asked_in_store = StoreRequests(context.stores.shared, requests)
+        self.samples = ReceivedSamples()
         # Not the lock of `_ending`, which is taken inside.
         self._deciding = threading.Lock()
         self.announced = threading.Event()
         """Set when the run loop has the news that this unit leads. Messages of other units come after it."""
+        context.watch.lead(context.resumed or control.term > FIRST_TERM, hosts.names)
         others = {unit.rank: unit.word for unit in hosts.units if unit.rank != self._rank}
         control.start(self, others)
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
@@ -354,6 +369,8 @@ class LeaderMembership(NodeMembership):
         elif "report" in words:
             self.reports[rank] = [from_json(line) for line in words["report"]]
             self._end_if_complete()
+        elif "samples" in words:
+            self.samples.add(words["samples"])
         elif "ask" in words:
             accept(self._requests, self.control, rank, words["ask"])
         else:
@@ -431,6 +448,7 @@ class LeaderMembership(NodeMembership):
         if end.code:
             self._stores.run.set("end", end.dumped())  # the user may ask why the job failed
         self._stores.registry.keep(self._stores.record)
+        self._tell_summary()
         self._stores.registry.end(self._stores.record.id, state)
 
     def _watch(self) -> None:
@@ -472,9 +490,16 @@ class LeaderMembership(NodeMembership):
                 self._stores.run.delete("end")
         if time.monotonic() - self._registered > _REGISTER_EVERY_S:
             self._stores.registry.keep(self._stores.record)
+            self._tell_summary()
             self._registered = time.monotonic()
         if self._context.recovers and (self._gone or self.silent(2 * BEAT_S)):
             self._look_for_returns()
+
+    def _tell_summary(self) -> None:
+        """Write the state of the job to the store. Raises StoreError."""
+        found = self._context.watch.summary()
+        if found is not None:
+            self._stores.registry.report(self._stores.record.id, found)
 
     def _lose(self, rank: int) -> None:
         """Handle the loss of a unit: it ends the job, or the recovery policy decides."""

@@ -16,7 +16,7 @@ store, or a death ends the job, no other unit takes over.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -254,6 +254,21 @@ class UnitMembership:
         with self._lock:
             self._report = list(events)
             self._role.finish(self._report)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this unit leads; see `SampleTransfer`."""
+        return self.leader is not None
+
+    def send_samples(self, lines: Sequence[str]) -> bool:
+        """Send events to the leader; see `SampleTransfer`."""
+        role = self._role
+        return isinstance(role, FollowerMembership) and role.send_samples(lines)
+
+    def take_samples(self) -> Iterable[Event]:
+        """Return the events of other units; see `SampleTransfer`."""
+        role = self._role
+        return role.samples.take() if isinstance(role, LeaderMembership) else ()
 
     def wait(self, seconds: float) -> JobEnd | None:
         """Return the end of the job if it is decided in time, else None."""

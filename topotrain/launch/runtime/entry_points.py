@@ -5,6 +5,7 @@ import os
 import runpy
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from topotrain.comm.router import RouterConfig
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.config import job_file
 from topotrain.config.job import OnFailure
@@ -40,10 +41,11 @@ from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter,
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
-from topotrain.extensions.replication.replica_host import ReplicaSlot
+from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, message_pause, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
+from topotrain.launch.runtime.host_reports import HostReports
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
 from topotrain.launch.runtime.process_host import HostObserver, HostOptions, serve
@@ -131,10 +133,17 @@ class ServerObserver(UnitObserver):
         self._requests, self._apart = requests, apart
         self.connections = self if apart is not None else None
         self.servers: ServerProcess | None = None
+        self._reports = HostReports()
 
     def on_open(self, servers: ServerProcess) -> None:
         self.servers = servers
         self._requests.open(servers)
+
+    def on_turn(self, servers: Mapping[Address, HostedServer], router: Router, last: bool = False) -> None:
+        """Report the work of the servers, now and then."""
+        if self._reports.due(time.monotonic(), last):
+            for event in self._reports.servers(servers, router):
+                self._control.emit(event)
 
     def on_done(self, server: Server) -> None:
         """Report the distance between server groups."""

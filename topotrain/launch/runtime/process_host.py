@@ -126,6 +126,8 @@ class ServerEndpoint(MessageSender):
         inline: bool = False,
     ) -> None:
         self.server = factory.make(me, self)
+        self.busy_s = 0.0
+        """Seconds in the handling of messages."""
         self.workers: set[Address] = set()
         self._goes_on, self._inline = goes_on, inline
         self._observer = options.observer
@@ -213,14 +215,15 @@ class ServerEndpoint(MessageSender):
                 self._change.notify_all()
 
     def _handle(self, sender: Address, message: Message) -> None:
-        if not self._inline:
-            self.server.handle(sender, message)
-            return
-        torch.set_flush_denormal(True)  # not `flushing`: this runs for every message
+        began = time.monotonic()
+        if self._inline:
+            torch.set_flush_denormal(True)  # not `flushing`: this runs for every message
         try:
             self.server.handle(sender, message)
         finally:
-            torch.set_flush_denormal(False)
+            if self._inline:
+                torch.set_flush_denormal(False)
+            self.busy_s += time.monotonic() - began
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message of the server; see `MessageSender`."""
@@ -310,9 +313,14 @@ class HostedServers:
 
     def wait(self) -> None:
         """Return when the job needs these servers no more."""
-        with self._change:
-            while not all(endpoint.done for endpoint in self.endpoints.values()):
-                self._change.wait(self._place.job.cluster.poll_time / 1000)
+        poll_s = self._place.job.cluster.poll_time / 1000
+        while True:
+            with self._change:
+                if all(endpoint.done for endpoint in self.endpoints.values()):
+                    return
+                self._change.wait(poll_s)
+            # Without the lock: a reader that has handled a message must not wait for the reports.
+            self._observer.on_turn(self.endpoints, self._router)
 
 
 def serve(
@@ -347,6 +355,7 @@ def serve(
             servers.open()
             observer.on_open(servers)
             servers.wait()
+            observer.on_turn(servers.endpoints, router, last=True)
             for endpoint in servers.endpoints.values():
                 observer.on_done(endpoint.server)
         router.close()

@@ -5,6 +5,7 @@ It handles addresses and transports, and no algorithm. A process holds one worke
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -22,6 +23,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import Client
 from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.events import Event
 from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.transport_contract import MessageSender
@@ -30,6 +32,7 @@ from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSum
 from topotrain.extensions.host_sums.host_units import used_unit
 from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.extensions.replication.replica_connections import ReplicaClientHost, ReplicaConnections
+from topotrain.launch.runtime.host_reports import HostReports
 from topotrain.launch.runtime.process_host import ConditionWaiter, HostedServers, HostOptions, InlineWaiter
 from topotrain.launch.runtime.unit_connections import UnitConnections
 from topotrain.launch.runtime.worker_composition import client_extensions
@@ -95,6 +98,7 @@ class WorkerConnections(Connections):
         self._place = place
         reader = InlineReader() if place.topology.inline else None
         self._router = Router(place, self.memory, reader, options.deliveries)
+        self._reports = HostReports()
         poll_s, observer = place.job.cluster.poll_time / 1000, options.observer
         self._waiter = (
             ConditionWaiter(poll_s, observer)
@@ -228,6 +232,13 @@ class WorkerConnections(Connections):
     def link_traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received over TCP."""
         return self._router.link_traffic()
+
+    def reports(self, now: float, last: bool = False) -> Iterator[Event]:
+        """Yield the reports that are due; see `context.Connections`."""
+        if self._reports.due(now, last):
+            yield from self._reports.traffic(self.me, self._router)
+            if self._inline_server is not None:
+                yield from self._reports.servers(self._inline_server.endpoints, self._router)
 
     def close(self, finished: bool = True) -> None:
         """Leave after all queued messages are sent.

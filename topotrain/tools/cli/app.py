@@ -23,7 +23,7 @@ import typer
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
-from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit
+from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit, watch
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.job_arguments import (
@@ -219,7 +219,7 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 
 def _takes_program(command: str) -> bool:
     # After the program of `chaos` its own options go on, so the script's need a "--" there. The others have no program.
-    return command not in ("jobs", "store", "chaos", "simulate")
+    return command not in ("jobs", "store", "chaos", "simulate", "watch")
 
 
 def _version(wanted: bool) -> None:
@@ -591,3 +591,4 @@ chaos.register(app)
 elastic_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
+watch.register(app)

@@ -42,6 +42,10 @@ LIST_EXAMPLE = """\b
 Example:
   topotrain jobs list --rendezvous tcp://127.0.0.1:29400
 """
+VIEW_EXAMPLE = """\b
+Example:
+  topotrain jobs view night7 --rendezvous tcp://127.0.0.1:29400
+"""
 STORE_EXAMPLE = """\b
 Example:
   topotrain store tcp://127.0.0.1:29400
@@ -70,9 +74,12 @@ def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
             print(_table([("id", "state", "started", "units", "name"), *map(_row, records)]))
 
 
-@jobs.command("view")
+@jobs.command("view", epilog=VIEW_EXAMPLE)
 def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """Show the record of one job."""
+    """Show the record of one job, and how its training is: step, loss, samples/s, staleness, incidents.
+
+    The job tells it to the store every 5 seconds.
+    """
     with _registry(rendezvous) as registry:
         record = registry.view(id)
         if as_json:
@@ -82,6 +89,10 @@ def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
             rows = [("id", record.id), ("name", record.name), ("state", record.state), ("started", _when(record))]
             rows += [("units", str(record.units)), ("hosts", ", ".join(record.hosts)), ("sign of life", seen)]
             print(_table(rows))
+            if record.summary is not None:
+                from topotrain.tools.summary_text import summary_text
+
+                print(f"\n{summary_text(record.summary)}")
 
 
 @jobs.command("stop")

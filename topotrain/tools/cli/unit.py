@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
+    from topotrain.tools.job_recording import JobRecording
     from topotrain.tools.monitor.job_report import Report
 
 EXAMPLE = """\b
@@ -102,18 +103,30 @@ def register(app: typer.Typer) -> None:
             # It loads torch while this process loads its own modules, and meets the other units.
             shared = None if forkserver else join(start.scope(os.environ))
             from topotrain.launch.multinode.node import Node
+            from topotrain.tools.job_recording import JobRecording
             from topotrain.tools.monitor.rendezvous_line import rendezvous_line
 
-            window = _Window(start.rank, quiet, as_json)
+            recorded = JobRecording()
+            window = _Window(start.rank, quiet, as_json, recorded)
             try:
                 notice = rendezvous_line(start.rank, start.nprocs)
                 node = Node(
-                    start, job, window.watching, forkserver=forkserver, shared=shared, outlet=window, notice=notice
+                    start,
+                    job,
+                    window.watching,
+                    forkserver=forkserver,
+                    shared=shared,
+                    outlet=window,
+                    notice=notice,
+                    watch=recorded,
                 )
                 ended = node.run()
+                recorded.end(ended.outcome.code)
             except StoreError as error:
                 complain(str(error))
                 raise typer.Exit(1) from None
+            finally:
+                recorded.end(None)
             _print_end(ended, window, report, as_json, quiet)
             raise typer.Exit(ended.outcome.code)
 
@@ -152,6 +165,7 @@ class _Window:
     rank: int
     quiet: bool
     as_json: bool
+    recorded: "JobRecording"
     report: "Report | None" = None
     console: Any = field(default=None)
     outlet: "ConsoleOutput | None" = None
@@ -173,6 +187,7 @@ class _Window:
         from topotrain.tools.monitor.result_tables import console
 
         self.report = report = Report(job, topology)
+        self.recorded.begin(job, topology)
         self.console = terminal = console(stderr=True)
         if self.rank:
             where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
@@ -182,6 +197,9 @@ class _Window:
             def on_event(event: Any) -> None:
                 report(event)
                 shown(event)
+                self.recorded(event)
+                for notice in self.recorded.notices():
+                    shown(notice)
 
             yield on_event
 

@@ -53,6 +53,7 @@ def train(
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
+    from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
     from topotrain.tools.monitor.lecture import explaining
 
@@ -60,7 +61,10 @@ def train(
         topology = replace(topology, link_mbit=loopback_mbit())
     report = Report(job, topology)
     saved: Saved | None = None
-    with display(job, topology, terminal, options.quiet, options.as_json) as (window, made):
+    with (
+        recording(job, topology, bool(options.resume)) as recorded,
+        display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
+    ):
         explain = explaining(topology, window, bool(options.lecture) and not options.quiet)
 
         def on_event(event: "Event") -> None:
@@ -70,6 +74,9 @@ def train(
             report(event)
             window(event)
             explain(event)
+            recorded(event)
+            for notice in recorded.notices():
+                window(notice)
             if listener is not None:
                 listener(event)
 
@@ -80,8 +87,10 @@ def train(
             pause_s=options.lecture,
             resume=options.resume,
             outlet=made,
+            watch=recorded,
         )
         outcome = launcher.start(job, topology, on_event)
+        recorded.end(outcome.code)
     if outcome.cause is not None:
         # After the display has ended, so that the error is the last thing on the terminal.
         complain(story(outcome.cause, job, report.topology))

@@ -130,6 +130,18 @@ class LoopProgress(ABC):
         self._most = max(self._most, self._now())
         return self._most
 
+    def estimate(self) -> float:
+        """The share that is done, for a display; -1: it is not known. This changes no later share."""
+        try:
+            return max(self._most, self._now())
+        except ConfigError:
+            return -1.0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way or was the last, from 0; -1: the loop is not over epochs."""
+        return -1
+
 
 class EpochProgress(LoopProgress):
     """Progress of a loop over epochs.
@@ -152,6 +164,11 @@ class EpochProgress(LoopProgress):
     def end(self) -> None:
         """All epochs are over."""
         self._epoch = self._count
+
+    @property
+    def epoch(self) -> int:
+        """As in the base class."""
+        return min(self._epoch, self._count - 1)
 
     def _now(self) -> float:
         if self._epoch >= self._count:

@@ -1,7 +1,8 @@
 """The registry of jobs: one record each, in a store that all of them use.
 
 `registry/ID` holds the record of a job, as JSON. `alive/ID` holds a value that its unit of rank 0 renews, and that
-expires when it is not renewed. A job watches `jobs/ID/stop` for a request to end.
+expires when it is not renewed. `summary/ID` holds the state of its training, as the job has told it last. A job watches
+`jobs/ID/stop` for a request to end.
 
 * A record changes by compare-and-set only.
 * A record expires KEEP seconds after its last change or heartbeat.
@@ -9,6 +10,7 @@ expires when it is not renewed. A job watches `jobs/ID/stop` for a request to en
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +24,8 @@ STOP_SAVING = b"stop after a snapshot"
 """The request to end after a last snapshot, as after SIGTERM."""
 RUNNING, LOST = "running", "lost"
 ENDED = ("done", "failed", "stopped")
+SUMMARY_BYTES = 16 << 10
+"""Limit of the state of a job's training, as JSON."""
 _LONG = 120  # characters of a name
 
 
@@ -40,6 +44,7 @@ class JobRecord:
     units: int = 1  # how many
     hosts: tuple[str, ...] = ()  # their addresses
     heartbeat: float = 0.0  # the latest one, as `started`; 0 before the first
+    summary: Mapping[str, Any] | None = None  # of `view`: the state of its training; None: unknown
 
     def as_data(self) -> dict[str, Any]:
         """Return the fields as JSON data."""
@@ -74,6 +79,7 @@ class Registry:
                 break
         # Last: the request was meant for an earlier job of this ID.
         self._store.delete(stop_key(record.id))
+        self._store.delete(_summary(record.id))
 
     def list(self) -> "list[JobRecord]":
         """Return all jobs, the latest start first."""
@@ -85,8 +91,15 @@ class Registry:
         return sorted(found, key=lambda record: (-record.started, record.id))
 
     def view(self, id: str) -> JobRecord:
-        """Return one job. Raises UnknownJob."""
-        return self._read(id, self._raw(id))
+        """Return one job, with the state of its training. Raises UnknownJob."""
+        record = self._read(id, self._raw(id))
+        return replace(record, summary=_loaded_summary(self._store.get(_summary(id)), record.state))
+
+    def report(self, id: str, summary: Mapping[str, Any]) -> None:
+        """Note the state of a job's training. One that is too large is left out."""
+        raw = json.dumps(summary, separators=(",", ":")).encode()
+        if len(raw) <= SUMMARY_BYTES:
+            self._store.set(_summary(id), raw, KEEP)
 
     def beat(self, id: str, ttl: float = BEAT_TTL) -> None:
         """Renew the heartbeat for `ttl` seconds. Raises UnknownJob without a record."""
@@ -158,6 +171,21 @@ def _alive(id: str) -> str:
     return f"alive/{id}"
 
 
+def _summary(id: str) -> str:
+    return f"summary/{id}"
+
+
+def _loaded_summary(raw: bytes | None, state: str) -> Mapping[str, Any] | None:
+    """Return a job's own words about its training, with the state that the registry knows."""
+    try:
+        data = json.loads(raw or b"")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    return data | {"state": "ended" if state in ENDED else state}
+
+
 def _check_id(id: str) -> None:
     check_key(id, "id")
     if "/" in id:
@@ -166,7 +194,7 @@ def _check_id(id: str) -> None:
 
 def _dumped(record: JobRecord) -> bytes:
     data = {**record.as_data(), "name": record.name[:_LONG]}
-    del data["heartbeat"]
+    del data["heartbeat"], data["summary"]
     return json.dumps(data).encode()
 
 
@@ -179,7 +207,7 @@ def _loaded(id: str, raw: bytes) -> JobRecord:
         "units": (int,),
         "hosts": (list,),
     }
-    names = {field.name for field in fields(JobRecord)}
+    names = {field.name for field in fields(JobRecord)} - {"heartbeat", "summary"}
     try:
         data = {name: value for name, value in json.loads(raw).items() if name in names}
         right = all(isinstance(data[name], kinds) for name, kinds in types.items())

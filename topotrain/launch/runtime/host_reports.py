@@ -1,0 +1,66 @@
+"""Reports of one process about its connections and its servers, with a bounded rate."""
+
+from collections.abc import Iterator, Mapping
+
+from topotrain.comm.router import Router
+from topotrain.config.sharding import SliceMap
+from topotrain.config.topology import Address
+from topotrain.core.events import Event, ServerLoad, Slices, Traffic
+from topotrain.extensions.replication.replica_host import HostedServer
+
+INTERVAL_S = 1.0
+"""Seconds between two reports about the same thing, at least."""
+MOST_SLICES = 500
+"""The number of slices of a server that are listed. An event is one line, and a model may have 100,000 parameters."""
+
+
+class HostReports:
+    """Makes the reports of one process. Nothing is reported twice without a change."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+        self._traffic: dict[Address, Traffic] = {}
+        self._loads: dict[Address, ServerLoad] = {}
+        self._sliced: set[Address] = set()
+
+    def due(self, now: float, last: bool = False) -> bool:
+        """Whether it is time; last: no other report follows."""
+        if now < self._due and not last:
+            return False
+        self._due = now + INTERVAL_S
+        return True
+
+    def traffic(self, me: Address, router: Router) -> Iterator[Event]:
+        """Yield the bytes that an endpoint of the process has sent."""
+        found = Traffic(str(me), {str(peer): count for peer, count in sorted(router.sent_by(me).items())})
+        if found.sent and self._traffic.get(me) != found:
+            self._traffic[me] = found
+            yield found
+
+    def servers(self, servers: Mapping[Address, HostedServer], router: Router) -> Iterator[Event]:
+        """Yield the slices, the load and the traffic of servers."""
+        for me, each in servers.items():
+            state = each.server.state
+            model = state.model
+            if model is not None and me not in self._sliced:
+                self._sliced.add(me)
+                yield slices(me, model.map)
+            updates = 0 if model is None else state.version - state.start.version
+            load = ServerLoad(str(me), updates, state.version, each.busy_s)
+            if self._loads.get(me) != load:
+                self._loads[me] = load
+                yield load
+            yield from self.traffic(me, router)
+
+
+def slices(me: Address, slice_map: SliceMap) -> Slices:
+    """Return the parts of parameters that a server is home to."""
+    found = slice_map.segments_of(me.index)
+    shown = found[:MOST_SLICES]
+    return Slices(
+        str(me),
+        tuple(slice_map.parameters[segment.parameter].name for segment in shown),
+        tuple(segment.start for segment in shown),
+        tuple(segment.hi - segment.lo for segment in shown),
+        len(found) - len(shown),
+    )

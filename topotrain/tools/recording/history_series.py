@@ -1,0 +1,134 @@
+"""Series of points, states and stories in bounded memory. Each entry has a number, by which later ones are found."""
+
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MOST_POINTS, FEWEST_POINTS = 2048, 32
+ALL_POINTS = 200_000
+"""Points of all series of a history together."""
+MOST_STATES = 1000
+MOST_STORIES = 1000
+_PASSING = frozenset({"computes", "waits", "applies"})
+_MINOR = frozenset({"notice", "skipped", "evaluation", "snapshot"})
+
+
+class SeriesPoint(NamedTuple):
+    """A value. number: of the event that it is of. value: None for a number that is not finite."""
+
+    number: int
+    at: float
+    step: int
+    value: float | None
+
+
+@dataclass(slots=True)
+class ThinnedSeries:
+    """The points of one metric: the newest ones, and of the older ones each n-th, over the whole time.
+
+    metric, of, unit: as in the view.
+    """
+
+    metric: str
+    of: str
+    unit: str
+    _whole: list[SeriesPoint] = field(default_factory=list)
+    _recent: deque[SeriesPoint] = field(default_factory=deque)
+    _stride: int = 1
+    _passed: int = 0  # points that have left the recent ones
+
+    def add(self, point: SeriesPoint, limit: int) -> None:
+        """Add a point; `at` never decreases. limit: the number of points to keep."""
+        self._recent.append(point)
+        while len(self._recent) > max(1, limit // 2):
+            old = self._recent.popleft()
+            if self._passed % self._stride == 0:
+                self._whole.append(old)
+            self._passed += 1
+        while len(self._whole) > max(1, limit // 2):
+            # Each second one, by its place in all points: what is kept is the same in whatever steps it was thinned.
+            self._whole = self._whole[::2]
+            self._stride *= 2
+
+    def since(self, number: int) -> list[SeriesPoint]:
+        """Return the points with higher numbers, in order."""
+        if self._recent and self._recent[0].number > number:
+            at = bisect_right(self._whole, number, key=lambda point: point.number)
+            return [*self._whole[at:], *self._recent]
+        return [point for point in self._recent if point.number > number]
+
+    @property
+    def last(self) -> SeriesPoint | None:
+        """The last point."""
+        return self._recent[-1] if self._recent else None
+
+    def as_data(self, name: str, number: int) -> dict[str, Any]:
+        """Return the series as in the view, with the points behind a number."""
+        points = [[round(point.at, 3), point.step, point.value] for point in self.since(number)]
+        return {"id": name, "metric": self.metric, "of": self.of, "unit": self.unit, "points": points}
+
+
+@dataclass(slots=True)
+class StateTrack:
+    """The states of a process over time."""
+
+    _entries: list[tuple[int, float, str]] = field(default_factory=list)
+
+    @property
+    def now(self) -> str:
+        """The present state; "": none yet."""
+        return self._entries[-1][2] if self._entries else ""
+
+    def enter(self, number: int, at: float, state: str) -> None:
+        """Enter a state, which may be the present one."""
+        if state == self.now:
+            return
+        self._entries.append((number, at, state))
+        if len(self._entries) > MOST_STATES:
+            half = MOST_STATES // 2
+            # Of the older entries only those stay that tell more than that a process works or waits.
+            old = [
+                entry
+                for before, entry in zip([None, *self._entries[: half - 1]], self._entries[:half], strict=True)
+                if before is None or not {before[2], entry[2]} <= _PASSING
+            ]
+            self._entries = [*old[-half:], *self._entries[half:]]
+
+    def since(self, number: int) -> list[list[Any]]:
+        """Return the entries with higher numbers as in the view."""
+        return [[round(at, 3), state] for each, at, state in self._entries if each > number]
+
+
+@dataclass(frozen=True, slots=True)
+class StoryEntry:
+    """A moment of the job, in words. of: the name of a process, or "job"."""
+
+    number: int
+    at: float
+    kind: str
+    of: str
+    text: str
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the entry as in the view."""
+        return {"at": round(self.at, 3), "kind": self.kind, "of": self.of, "text": self.text}
+
+
+@dataclass(slots=True)
+class StoryTrack:
+    """The moments of a job; of too many, older ones that matter little are dropped first."""
+
+    _entries: list[StoryEntry] = field(default_factory=list)
+
+    def add(self, entry: StoryEntry) -> None:
+        """Add a moment."""
+        self._entries.append(entry)
+        if len(self._entries) > MOST_STORIES:
+            old = self._entries[: MOST_STORIES // 2]
+            minor = next((at for at, each in enumerate(old) if each.kind in _MINOR), 1)
+            del self._entries[minor]
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Return the moments with higher numbers as in the view."""
+        return [entry.as_data() for entry in self._entries if entry.number > number]

@@ -1,0 +1,218 @@
+"""The figures of a job as a whole, and its summary."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from topotrain.core.events import Recovered, Saved, StepDone
+from topotrain.tools.recording.process_figures import ProcessTrack
+from topotrain.tools.recording.recorded_lines import RecordingHeader
+
+SUMMARY_VERSION = 1
+MOST_INCIDENTS = 100
+LAST_SNAPSHOTS = 5
+_SHORT = 200  # characters
+_USUAL = frozenset({"computes", "waits", "applies", "finished"})
+
+
+@dataclass(slots=True)
+class IncidentRecord:
+    """An incident, and the seconds until the job trained again."""
+
+    number: int
+    at_s: float
+    what: str
+    action: str
+    recovered_s: float | None = None
+
+
+@dataclass(slots=True)
+class JobFigures:
+    """The figures of the job that are those of no single process."""
+
+    header: RecordingHeader | None = None
+    at: float = 0.0
+    started: float = 0.0
+    """When the job first started, in seconds since 1970."""
+    ended: float | None = None
+    code: int | None = None
+    incidents: list[IncidentRecord] = field(default_factory=list)
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    _start_at: float = 0.0
+    _first: dict[str, tuple[float, float]] = field(default_factory=dict)  # of this start: time and share of a worker
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from the beginning of the present start to the last event."""
+        return self.at - self._start_at
+
+    def begin(self, header: RecordingHeader, offset: float, at: float) -> None:
+        """Note a start of the job, or a change of its layout."""
+        if self.header is None:
+            self.started = header.started
+        if self.header is None or self.header.started != header.started:
+            self._start_at = offset
+            self._first.clear()
+        self.header, self.ended, self.code = header, None, None
+        self.at = max(self.at, at)
+
+    def on_incident(self, incident: IncidentRecord) -> None:
+        """Record an incident."""
+        self.incidents = [*self.incidents, incident][-MOST_INCIDENTS:]
+
+    def on_recovered(self, event: Recovered) -> None:
+        """Record that the job trains again."""
+        for incident in reversed(self.incidents):
+            if incident.number == event.number:
+                incident.recovered_s = event.waited_s
+                return
+
+    def on_saved(self, event: Saved, at: float) -> None:
+        """Record a snapshot."""
+        found = {"number": event.number, "step": event.step, "why": event.why, "at_s": round(at, 3)}
+        self.snapshots = [*self.snapshots, found][-LAST_SNAPSHOTS:]
+
+    def on_progress(self, event: StepDone, at: float) -> None:
+        """Record the share of the job that a worker knows of."""
+        self._first.setdefault(event.who, (at, max(0.0, event.progress)))
+
+    def progress(self, processes: Mapping[str, ProcessTrack]) -> float | None:
+        """Return the share of the job's samples that are done; None: unknown."""
+        shares = [each.worker.progress for each in processes.values() if each.is_worker]
+        known = [share for share in shares if share >= 0 and math.isfinite(share)]
+        return min(1.0, max(known)) if known else None
+
+    def eta_s(self, processes: Mapping[str, ProcessTrack]) -> float | None:
+        """Return the seconds that the job will take from here, at its pace since this start; None: unknown."""
+        progress = self.progress(processes)
+        if progress is None or not self._first or self.ended is not None:
+            return None
+        since, share = min(self._first.values())
+        return (1.0 - progress) * (self.at - since) / (progress - share) if progress > share else None
+
+    def epoch(self, processes: Mapping[str, ProcessTrack]) -> int | None:
+        """Return the epoch of the worker that is furthest."""
+        known = [each.worker.epoch for each in processes.values() if each.is_worker and each.worker.epoch >= 0]
+        return max(known) if known else None
+
+    def as_data(self, processes: Mapping[str, ProcessTrack]) -> dict[str, Any]:
+        """Return the job as in the view."""
+        job: Mapping[str, Any] = {} if self.header is None else self.header.job
+        texts = {name: str(job.get(name, "")) for name in ("name", "framework", "workspace", "block")}
+        return {
+            **texts,
+            "started": self.started,
+            "elapsed": round(self.at, 3),
+            "ended": None if self.ended is None else round(self.ended, 3),
+            "code": self.code,
+            "progress": self.progress(processes),
+            "eta_s": _rounded(self.eta_s(processes)),
+            "epoch": self.epoch(processes),
+        }
+
+
+class ProcessSummary:
+    """The present state of a job and its processes.
+
+    Args:
+        processes: by name.
+        job: the figures of the job.
+    """
+
+    def __init__(self, processes: Mapping[str, ProcessTrack], job: JobFigures) -> None:
+        self._processes, self._job = processes, job
+        self._workers = [process for process in processes.values() if process.is_worker]
+        self._servers = [process for process in processes.values() if not process.is_worker]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the summary, as the page about recordings describes it."""
+        job = self._job.as_data(self._processes)
+        # Of a job that has ended, the last figures of all.
+        counted = [each for each in self._workers if self._job.ended is not None or each.is_present]
+        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
+        rates = [each.worker.samples_per_s for each in counted if each.worker.samples_per_s is not None]
+        return {
+            "version": SUMMARY_VERSION,
+            "state": "running" if self._job.ended is None else "ended",
+            "name": job["name"],
+            "framework": job["framework"],
+            "elapsed_s": job["elapsed"],
+            **{name: job[name] for name in ("progress", "eta_s", "epoch", "code")},
+            "step": max((each.worker.step for each in self._workers), default=0),
+            "loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "samples_per_s": _rounded(sum(rates)) if rates else None,
+            "bytes_per_s": self._bytes_per_s(),
+            "workers": [_worker(each) for each in self._workers],
+            "servers": [_server(each) for each in self._servers],
+            "incidents": [asdict(each) for each in self._job.incidents],
+            "snapshots": self._job.snapshots,
+        }
+
+    def _bytes_per_s(self) -> float | None:
+        found = [each.bytes_per_s(to) for each in self._processes.values() if each.is_present for to in each.sent]
+        rates = [rate for rate in found if rate is not None]
+        return _rounded(sum(rates)) if rates else None
+
+
+def _worker(process: ProcessTrack) -> dict[str, Any]:
+    figures = process.worker
+    return {
+        "name": str(process.address),
+        "state": process.states.now or "starting",
+        "step": figures.step,
+        "loss": None if figures.loss is None else _finite(figures.loss),
+        "samples_per_s": _rounded(figures.samples_per_s),
+        "staleness_mean": _finite(figures.staleness_mean),
+        "staleness_p95": _finite(figures.staleness_p95),
+        "staleness_max": figures.staleness_max,
+        "waiting_share": _rounded(figures.waiting_share),
+        "memory_bytes": process.memory_bytes,
+        "log": {name: _finite(value) for name, value in figures.log.items()},
+    }
+
+
+def _server(process: ProcessTrack) -> dict[str, Any]:
+    return {
+        "name": str(process.address),
+        "state": process.states.now or "starting",
+        "updates": process.server.updates,
+        "updates_per_s": _rounded(process.server.updates_per_s),
+        "memory_bytes": process.memory_bytes,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 3) if value is not None and math.isfinite(value) else None
+
+
+def compacted(summary: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Return a summary of at most `limit` bytes as JSON, without the processes that tell least.
+
+    `left_out` counts the workers and servers that are missing.
+    """
+    data = {**summary, "left_out": 0}
+    data["incidents"] = data["incidents"][-LAST_SNAPSHOTS:]
+    if _size(data) > limit:
+        data["workers"] = [{**worker, "log": {}} for worker in data["workers"]]
+        data["incidents"] = [
+            {**each, "what": each["what"][:_SHORT], "action": each["action"][:_SHORT]} for each in data["incidents"]
+        ]
+    everyone = [(kind, each) for kind in ("workers", "servers") for each in data[kind]]
+    # Those that do not work come first: the others are alike.
+    everyone.sort(key=lambda pair: pair[1]["state"] in _USUAL)
+    while _size(data) > limit and everyone:
+        everyone = everyone[: len(everyone) * 3 // 4]
+        data["workers"] = [each for kind, each in everyone if kind == "workers"]
+        data["servers"] = [each for kind, each in everyone if kind == "servers"]
+        data["left_out"] = len(summary["workers"]) + len(summary["servers"]) - len(everyone)
+    return data
+
+
+def _size(data: Mapping[str, Any]) -> int:
+    return len(json.dumps(data, separators=(",", ":")))

@@ -1,0 +1,154 @@
+"""The present figures of a worker and of a server, from its samples."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import Finished, ServerLoad, StepDone
+from topotrain.tools.recording.history_series import StateTrack
+from topotrain.tools.recording.recording_thinning import RATE_S
+
+MOST_NAMES = 32
+"""Names of logged values of one worker. Values with other names are left out."""
+
+
+@dataclass(slots=True)
+class RateWindow:
+    """Rates of counters over the last seconds.
+
+    A rate is that since the first sample of the window, or since the one before the last where that is older. A counter
+    that decreases is that of a new process.
+    """
+
+    _samples: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
+
+    def add(self, at: float, *counters: float) -> None:
+        """Add a sample of the counters."""
+        if self._samples and any(now < before for now, before in zip(counters, self._samples[-1][1], strict=True)):
+            self._samples.clear()
+        self._samples.append((at, counters))
+        while len(self._samples) > 2 and self._samples[0][0] < at - RATE_S:
+            self._samples.popleft()
+
+    def grown(self) -> tuple[float, tuple[float, ...]] | None:
+        """Return the seconds and the growth of the counters; None after a single sample."""
+        if len(self._samples) < 2:
+            return None
+        (first, before), (last, now) = self._samples[0], self._samples[-1]
+        return last - first, tuple(b - a for a, b in zip(before, now, strict=True))
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    """The present figures of a worker."""
+
+    step: int = 0
+    loss: float | None = None
+    samples_per_s: float | None = None
+    staleness_mean: float = 0.0
+    staleness_p95: float = 0.0
+    staleness_max: int = 0
+    waiting_share: float | None = None
+    epoch: int = -1
+    progress: float = -1.0
+    log: dict[str, float] = field(default_factory=dict)
+    _rates: RateWindow = field(default_factory=RateWindow)
+
+    def on_step(self, at: float, event: StepDone) -> None:
+        """Record a step."""
+        self._take(event)
+        self.step = event.step
+        if event.loss is not None:
+            self.loss = event.loss
+        self._rates.add(at, event.time, event.samples, event.waited_s)
+        grown = self._rates.grown()
+        # The seconds are those of the process: several samples may have come together.
+        seconds, samples, waited = (event.time, event.samples, event.waited_s) if grown is None else grown[1]
+        if seconds > 0:
+            self.samples_per_s = samples / seconds
+            self.waiting_share = min(1.0, waited / seconds)
+
+    def on_finished(self, event: Finished) -> None:
+        """Record the end of the script."""
+        self._take(event)
+        self.step = event.steps
+
+    def _take(self, event: StepDone | Finished) -> None:
+        self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
+        self.staleness_p95 = event.staleness_p95
+        # -1 is unknown, and says nothing about what was known before.
+        self.epoch = self.epoch if event.epoch < 0 else event.epoch
+        self.progress = self.progress if event.progress < 0 else event.progress
+
+    def on_logged(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Record logged values; return those that are kept."""
+        kept = {name: value for name, value in values.items() if name in self.log or len(self.log) < MOST_NAMES}
+        self.log.update(kept)
+        return kept
+
+
+@dataclass(slots=True)
+class ServerFigures:
+    """The present figures of a server."""
+
+    updates: int = 0
+    updates_per_s: float | None = None
+    works: bool = False
+    """Whether it has applied updates between its last two samples."""
+    _rates: RateWindow = field(default_factory=RateWindow)
+
+    def on_load(self, at: float, event: ServerLoad) -> None:
+        """Record a sample."""
+        self.works = event.updates > self.updates
+        self.updates = event.updates
+        self._rates.add(at, event.updates)
+        grown = self._rates.grown()
+        if grown is not None and grown[0] > 0:
+            self.updates_per_s = grown[1][0] / grown[0]
+
+
+@dataclass(slots=True)
+class ProcessTrack:
+    """One process of the layout over time."""
+
+    address: Address
+    unit: int
+    host: str
+    pid: int | None = None
+    memory_bytes: int | None = None
+    slices: list[dict[str, Any]] = field(default_factory=list)
+    states: StateTrack = field(default_factory=StateTrack)
+    worker: WorkerFigures = field(default_factory=WorkerFigures)
+    server: ServerFigures = field(default_factory=ServerFigures)
+    load_at: float | None = None
+    sent: dict[str, RateWindow] = field(default_factory=dict)
+    """By the process that the bytes were sent to."""
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this is a worker."""
+        return self.address.role is Role.WORKER
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the process takes part in the job."""
+        return self.states.now not in ("dead", "away", "finished", "")
+
+    def on_sent(self, at: float, to: str, count: int) -> None:
+        """Record the bytes that were sent to a process."""
+        self.sent.setdefault(to, RateWindow()).add(at, count)
+
+    def bytes_per_s(self, to: str) -> float | None:
+        """Return the present rate of bytes to a process."""
+        grown = self.sent[to].grown() if to in self.sent else None
+        return None if grown is None or grown[0] <= 0 else grown[1][0] / grown[0]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the process as in the view."""
+        name, group, index = str(self.address), self.address.group, self.address.index
+        place = {"unit": self.unit, "host": self.host, "pid": self.pid}
+        more = {} if self.is_worker else {"slices": self.slices}
+        role = "worker" if self.is_worker else "server"
+        return {"name": name, "role": role, "group": group, "index": index, **place, **more}

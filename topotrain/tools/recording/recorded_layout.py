@@ -1,0 +1,70 @@
+"""The layout of a job in a recording: made from a topology, and read again."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from topotrain.config.topology import Address, Role, Topology
+
+
+def layout_data(topology: Topology, hosts: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the layout as plain data. hosts: the name of each unit's host; empty: all are on this one."""
+    implicit = range(topology.worker_groups)
+    return {
+        "units": [
+            {
+                "rank": unit.rank,
+                "host": hosts[unit.rank] if unit.rank < len(hosts) else "localhost",
+                "workers": [[worker.group, worker.index] for worker in unit.workers],
+                "servers": [[server.group, server.index] for server in unit.servers],
+            }
+            for unit in topology.units
+        ],
+        "server_group_of_worker_group": [topology.server_group_of(group) for group in implicit],
+        "servers_in_workers": topology.inline or topology.collective,
+    }
+
+
+class RecordedLayout:
+    """A layout as a recording has it. What cannot be read is left out."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = data
+
+    def residents(self) -> Iterator[tuple[Address, int, str]]:
+        """Yield each worker and server with its unit and its host."""
+        for unit in _dicts(self._data.get("units")):
+            rank, host = unit.get("rank"), str(unit.get("host", ""))
+            for role, name in ((Role.WORKER, "workers"), (Role.SERVER, "servers")):
+                for group, index in _pairs(unit.get(name)):
+                    yield Address(role, group, index), rank if isinstance(rank, int) else 0, host
+
+    @property
+    def servers_in_workers(self) -> bool:
+        """Whether servers have no process of their own."""
+        return self._data.get("servers_in_workers") is True
+
+    def connections(self) -> Iterator[tuple[str, str]]:
+        """Yield each worker with each server of its home."""
+        homes = self._data.get("server_group_of_worker_group")
+        everyone = [address for address, _, _ in self.residents()]
+        servers: dict[int, list[str]] = {}
+        for address in everyone:
+            if address.role is Role.SERVER:
+                servers.setdefault(address.group, []).append(str(address))
+        for address in everyone:
+            if address.role is Role.WORKER and isinstance(homes, list) and address.group < len(homes):
+                for server in servers.get(homes[address.group], ()):
+                    yield str(address), server
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _pairs(value: object) -> list[tuple[int, int]]:
+    pairs = value if isinstance(value, list) else []
+    return [
+        (pair[0], pair[1])
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2 and all(isinstance(number, int) and number >= 0 for number in pair)
+    ]

@@ -1,0 +1,72 @@
+"""The recording of a workspace: where it is, what it says, and whether its job runs."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from topotrain.config.job import ConfigError
+from topotrain.launch.agent.file_locks import is_held
+from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.recorded_lines import RecordingError
+from topotrain.tools.recording.recording_file import FILE, RecordingFollower
+
+QUIET_S = 15.0
+"""Seconds without a line after which a job without a launcher on this host is lost."""
+
+
+class RecordedWorkspace:
+    """Reads the recording of a workspace, again and again.
+
+    Args:
+        workspace: the folder of a job that runs or has ended.
+        field: the name of the folder in errors.
+
+    Raises:
+        ConfigError: there is no such folder, or no recording in it that can be read.
+    """
+
+    def __init__(self, workspace: Path, field: str = "WORKSPACE") -> None:
+        self.path = workspace / FILE
+        self._workspace, self._field = workspace, field
+        self._follower, self.history = RecordingFollower(self.path), JobHistory()
+        if not workspace.is_dir():
+            raise self._refused("there is no such folder; it must be the workspace of a job")
+        self.poll()
+        if not self.history.has_job:
+            raise self._refused(f"has no recording ({FILE}): a job writes one from its start on")
+
+    def poll(self) -> bool:
+        """Read what has come; return whether there was something. Raises ConfigError."""
+        try:
+            found = self._follower.poll()
+        except RecordingError as error:
+            raise self._refused(f"its recording {error}") from None
+        except OSError as error:
+            raise self._refused(f"its recording cannot be read ({error.strerror})") from None
+        for timed in found:
+            self.history.add(timed)
+        return bool(found)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the job may still run: its launcher holds the workspace, or has just written."""
+        if self.history.has_ended:
+            return False
+        try:
+            quiet_s = time.time() - self.path.stat().st_mtime
+        except OSError:
+            return False
+        # The locks of another host are not seen here.
+        return quiet_s < QUIET_S or is_held(self._workspace / "lock")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary, in which a job that has ended without a word is lost."""
+        found = self.history.summary()
+        return found if self.history.has_ended or self.runs else {**found, "state": "lost"}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._follower.close()
+
+    def _refused(self, accepted: str) -> ConfigError:
+        return ConfigError(self._field, str(self._workspace), accepted)
