@@ -16,6 +16,9 @@ from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
 from wait_limit import ended_after
 
 from topotrain.extensions.slow_deliveries.explanations import SENTENCES, FrameworkKind
+from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.recording_file import FILE, read_recording
+from topotrain.tools.recording.travel_track import MOST_TRAVELS
 
 pytestmark = pytest.mark.journey
 
@@ -86,6 +89,12 @@ def test_each_message_of_a_framework_is_explained(
     # Each process holds one message at a time, so it cannot have had them in less time.
     assert max(received.values()) * PAUSE_S <= ended.report["wall_seconds"]
     assert ended.report["steps"] > 0 and "main says hello" in ended.out
+    # The page gets the same sentences.
+    history = JobHistory()
+    for timed in read_recording(ended.workspace / FILE):
+        history.add(timed)
+    sentences = [travel[-1] for travel in history.view()["travels"]]
+    assert sentences == [line for line in ended.err.splitlines() if TOLD.match(line)][-MOST_TRAVELS:]
 
 
 @pytest.mark.parametrize("cluster", [SANDBLASTER, SANDBLASTER + TCP, ALLREDUCE], ids=["shared", "TCP", "AllReduce"])
