@@ -56,7 +56,7 @@ class TravelTrack:
 
 def _explanations(block: str) -> "Explanations | None":
     """Return the explanations for a cluster block. None: there are none for it."""
-    if find_spec(PACKAGE) is None:
+    if not block or find_spec(PACKAGE) is None:
         return None
     from topotrain.extensions.slow_deliveries.explanations import Explanations
 
