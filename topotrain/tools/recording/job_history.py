@@ -219,7 +219,7 @@ class JobHistory:
                     self._enter(process, "starting")
             case Failed(who=who) | Lost(who=who) if who.startswith("unit "):
                 for process in self._processes.values():
-                    if f"unit {process.unit}" == who and process.is_present:
+                    if f"unit {process.unit}" == who and process.states.now not in ("finished", "away"):
                         self._enter(process, "dead")
             case Traveled():
                 self._travels.add(self._number, at, event)
