@@ -142,7 +142,7 @@ def test_on_a_terminal_there_is_a_table_although_the_workers_are_forks(tmp_path:
 @pytest.mark.journey
 def test_in_a_notebook_a_long_wait_is_a_line_and_nothing_is_drawn_again(tmp_path: Path) -> None:
     text = f"""
-from topotrain.tools.monitor import longest_wait
+from topotrain.tools.monitor.progress import longest_wait
 longest_wait.FIRST_S = 1.0
 def die(step):
     if step == 0 and tt.rank() == 0 and not os.path.exists("released"):

@@ -21,7 +21,7 @@ from topotrain.core.events import (
     StepDone,
     Waits,
 )
-from topotrain.tools.monitor.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
+from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
 from topotrain.tools.monitor.progress.live_table import LiveTable
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 

@@ -27,7 +27,7 @@ from topotrain.core.events import (
 )
 from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.job_report import moved
-from topotrain.tools.monitor.longest_wait import JobWaits, WaitLines
+from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
 from topotrain.tools.monitor.progress.run_progress import RunProgress
 from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
 from topotrain.tools.monitor.stragglers import stragglers
