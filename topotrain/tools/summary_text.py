@@ -5,7 +5,7 @@ the terminal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 _LONGEST = 100  # characters of a word from a job
 
@@ -117,7 +117,7 @@ def _word(value: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

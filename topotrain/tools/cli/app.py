@@ -54,6 +54,7 @@ from topotrain.tools.cli.job_arguments import (
     with_link,
 )
 from topotrain.tools.cli.page_commands import WatchHost, WatchPort, watched
+from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -301,6 +302,10 @@ def run(
     ] = None,
     watch: WatchPort = None,
     watch_host: WatchHost = page_commands.HOST,
+    lecture: Annotated[
+        float | None,
+        typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
+    ] = None,
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -315,6 +320,8 @@ def run(
         job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
+        if lecture is not None:
+            check_lecture(lecture, topology)
         if report is not None:
             check_writable("--report", report)
         stack.enter_context(watched(watch, watch_host, job.workspace))
@@ -324,7 +331,8 @@ def run(
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = train(job, topology, terminal, RunOptions(quiet, as_json, forkserver, step, snapshot, shared))
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, lecture or 0.0)
+        result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)

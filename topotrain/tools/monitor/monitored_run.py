@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.monitor.job_report import JobResult
+    from topotrain.tools.monitor.progress.chosen_display import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class RunOptions:
     profile: int = 0  # the step to profile; 0: none
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
+    lecture: float = 0.0  # seconds for which each message of a step is held, and explained; 0: none is
 
 
 def train(
@@ -53,6 +55,7 @@ def train(
     from topotrain.launch.local import LocalLauncher
     from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
+    from topotrain.tools.monitor.lecture import explaining
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
@@ -62,6 +65,7 @@ def train(
         recording(job, topology, bool(options.resume)) as recorded,
         display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
     ):
+        explain = explaining(topology, window, bool(options.lecture) and not options.quiet)
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -69,6 +73,7 @@ def train(
                 saved = event
             report(event)
             window(event)
+            explain(event)
             recorded(event)
             for notice in recorded.notices():
                 window(notice)
@@ -79,6 +84,7 @@ def train(
             forkserver=options.forkserver,
             shared=options.shared,
             profile=options.profile,
+            pause_s=options.lecture,
             resume=options.resume,
             outlet=made,
             watch=recorded,
@@ -100,13 +106,13 @@ def train(
 @contextmanager
 def display(
     job: Job, topology: "Topology", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
-) -> "Iterator[tuple[EventListener, ConsoleOutput]]":
+) -> "Iterator[tuple[Progress, ConsoleOutput]]":
     """Display a job while it runs; its events are for the listener.
 
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress_display import checked, progress
+    from topotrain.tools.monitor.progress.chosen_display import checked, progress
 
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)

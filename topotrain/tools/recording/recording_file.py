@@ -62,6 +62,11 @@ class RecordingFile:
         self._size = os.fstat(self._fd).st_size
         self._broken = self._size > 0  # a killed launcher may have left half a line
 
+    @property
+    def size(self) -> int:
+        """The bytes in the file."""
+        return self._size
+
     def write(self, lines: str) -> None:
         """Append lines, and thin the file if it has become too large. Raises OSError."""
         if not lines:

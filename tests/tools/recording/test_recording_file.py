@@ -1,0 +1,355 @@
+"""Recordings on disk: what is written is read, whatever has happened to the file, to the disk and to the writer."""
+
+import errno
+import itertools
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.test_events import EXAMPLES
+from tests.support.recorded_jobs import STARTED, Clock, header, history, recordings, step
+from topotrain.core import events
+from topotrain.core.events import EVENTS, Event, Notifier, Output
+from topotrain.tools.recording import recorded_lines, recording_file
+from topotrain.tools.recording.recorded_lines import (
+    LONGEST_TEXT,
+    VERSION,
+    RecordingEnd,
+    RecordingError,
+    RecordingHeader,
+    TimedEvent,
+    from_line,
+    to_line,
+)
+from topotrain.tools.recording.recording_file import (
+    FILE,
+    RecordingFile,
+    RecordingFollower,
+    RecordingWriter,
+    read_recording,
+)
+
+
+class Told(Notifier):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notify(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def written(path: Path, *events_: Event, code: int | None = 0, resumed: bool = False, **more: object) -> None:
+    writer = RecordingWriter(path, header(STARTED + resumed, resumed), Clock(), **more)  # type: ignore[arg-type]
+    for event in events_:
+        writer.write(event)
+    writer.close(code)
+
+
+def events_of(path: Path) -> list[object]:
+    return [timed.event for timed in read_recording(path)]
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_event_comes_back_from_its_line() -> None:
+    for event in [*EXAMPLES, header(), RecordingEnd(0), RecordingEnd(None)]:
+        line = to_line(TimedEvent(1.5, event))
+        assert line.endswith("\n") and line.count("\n") == 1
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        found = from_line(line)
+        assert found is not None and found.at == 1.5
+        assert repr(found.event) == repr(event)  # NaN is not equal to itself
+
+
+def test_numbers_that_json_does_not_have_are_texts() -> None:
+    for value, text in ((float("nan"), "NaN"), (float("inf"), "Infinity"), (-float("inf"), "-Infinity")):
+        line = to_line(TimedEvent(0.0, step(loss=value)))
+        assert json.loads(line)["loss"] == text
+        logged = to_line(TimedEvent(0.0, events.Logged("worker 0/0", 1.0, 1, {"a": value})))
+        assert json.loads(logged)["values"] == {"a": text}
+        for each, get in ((line, lambda e: e.loss), (logged, lambda e: e.values["a"])):
+            found = from_line(each)
+            assert found is not None and repr(get(found.event)) == repr(value)
+
+
+def test_a_text_with_such_a_name_stays_a_text() -> None:
+    event = events.Notice("worker 0/0", "NaN")
+    found = from_line(to_line(TimedEvent(0.0, event)))
+    assert found is not None and found.event == event
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "null",
+        "[]",
+        "{",
+        '{"at":1}',
+        '{"event":"StepDone"}',
+        '{"at":1,"event":"OfTheFuture","who":"worker 0/0"}',
+        '{"at":1,"event":["StepDone"]}',
+        '{"at":"x","event":"Waits","who":"worker 0/0","seconds":1}',
+        '{"at":1,"event":"Waits","who":7,"seconds":1}',
+        '{"at":1,"event":"Waits","who":"worker 0/0"}',
+        '{"at":1,"event":"Failed","who":"w","kind":"unheard of","text":"","traceback":""}',
+        "[" * 5000,
+    ],
+)
+def test_a_line_that_is_no_event_of_this_version_is_left_out(line: str) -> None:
+    assert from_line(line) is None
+
+
+def test_fields_of_other_versions_do_not_matter() -> None:
+    line = '{"at": 2, "event": "StepDone", "who": "worker 0/0", "time": 1, "step": 7, "samples": 9, "loss": null, '
+    line += '"staleness_mean": 0, "staleness_max": 0, "bytes_out": 1, "bytes_in": 1, "of_the_future": {"a": []}}'
+    found = from_line(line)
+    # A field of this version that an earlier one does not have gets its default.
+    assert found is not None and isinstance(found.event, events.StepDone) and found.at == 2.0
+    assert (found.event.step, found.event.progress, found.event.epoch) == (7, -1.0, -1)
+
+
+def test_a_recording_of_a_newer_version_is_refused() -> None:
+    line = to_line(TimedEvent(0.0, header())).replace('"version": 1', f'"version": {VERSION + 1}')
+    with pytest.raises(RecordingError, match=f"is of version {VERSION + 1}, and this topotrain reads"):
+        from_line(line)
+
+
+def test_of_long_texts_the_end_is_kept() -> None:
+    found = from_line(to_line(TimedEvent(0.0, events.Failed("worker 0/0", "program", "x", "a" * 10**6 + "the error"))))
+    assert found is not None and isinstance(found.event, events.Failed)
+    assert len(found.event.traceback) == LONGEST_TEXT and found.event.traceback.endswith("the error")
+
+
+def test_the_header_has_no_arguments_of_the_program() -> None:
+    assert "args" not in json.loads(to_line(TimedEvent(0.0, header())))["job"]
+
+
+def test_the_kinds_of_samples_are_events() -> None:
+    assert {*recorded_lines.SAMPLES, *recorded_lines.ONCE} <= EVENTS.keys()
+
+
+# ---- the writer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_has_all_events_but_output_between_header_and_end(tmp_path: Path) -> None:
+    path = tmp_path / "work" / FILE
+    written(path, *EXAMPLES, code=3)
+    found = events_of(path)
+    assert isinstance(found[0], RecordingHeader) and found[-1] == RecordingEnd(3)
+    # Of the same kind and process only the last sample of half a second is there.
+    names = {type(event).__name__ for event in found[1:-1]}
+    assert names == {type(event).__name__ for event in EXAMPLES} - {Output.__name__}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_times_always_increase(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    written(path, *[events.Notice("launcher", str(n)) for n in range(100)])
+    times = [timed.at for timed in read_recording(path)]
+    assert times == sorted(set(times)) and times[0] == 0.0
+
+
+def test_no_file_is_made_before_the_first_event(tmp_path: Path) -> None:
+    writer = RecordingWriter(tmp_path / FILE, header(), Clock())
+    writer.flush()
+    writer.close(0)
+    assert not (tmp_path / FILE).exists() and "recording" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_second_run_begins_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    written(path, events.Notice("launcher", "first"))
+    written(path, events.Notice("launcher", "second"))
+    assert events.Notice("launcher", "first") not in events_of(path)
+    written(path, events.Notice("launcher", "third"), resumed=True)
+    found = [type(event).__name__ for event in events_of(path)]
+    assert found == ["RecordingHeader", "Notice", "RecordingEnd"] * 2
+    seen = history(*read_recording(path)).view()
+    assert [entry["kind"] for entry in seen["story"]] == ["notice", "ended", "notice", "notice", "ended"]
+
+
+def test_a_resumed_run_begins_a_new_line_behind_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    written(path, events.Notice("launcher", "first"), code=None)
+    with path.open("ab") as file:
+        file.write(b'{"at":9.0,"event":"Noti')
+    written(path, events.Notice("launcher", "again"), resumed=True)
+    assert [e.text for e in events_of(path) if isinstance(e, events.Notice)] == ["first", "again"]
+
+
+def test_samples_are_written_at_most_twice_a_second_and_the_last_one_always(tmp_path: Path) -> None:
+    path, clock = tmp_path / FILE, Clock()
+    writer = RecordingWriter(path, header(), clock)
+    for tick in range(400):
+        clock.now = tick / 40
+        writer.write(step(number=tick))
+    writer.write(events.Waits("worker 0/0", 1.0))
+    writer.close(0)
+    steps = [timed for timed in read_recording(path) if isinstance(timed.event, events.StepDone)]
+    assert 18 <= len(steps) <= 22 and steps[-1].event.step == 399  # type: ignore[union-attr]
+    assert all(later.at - earlier.at >= 0.4 for earlier, later in itertools.pairwise(steps[:-1]))
+
+
+def test_an_event_stands_behind_the_samples_before_it(tmp_path: Path) -> None:
+    path, clock = tmp_path / FILE, Clock()
+    writer = RecordingWriter(path, header(), clock)
+    writer.write(step(number=7))
+    clock.now = 0.1
+    writer.write(events.Incident(0, "worker 0/0", "was killed", "restarts", 0.1))
+    clock.now = 0.2
+    writer.write(step(number=3))
+    writer.close(0)
+    assert [getattr(e, "step", type(e).__name__) for e in events_of(path)[1:]] == [7, "Incident", 3, "RecordingEnd"]
+
+
+def test_a_full_disk_costs_one_notice_and_the_recording_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, told, full, real = tmp_path / FILE, Told(), threading.Event(), os.write
+    tried = threading.Semaphore(0)
+
+    def write(fd: int, data: bytes) -> int:
+        if not full.is_set():
+            return real(fd, data)
+        tried.release()
+        # Some of it still fits.
+        real(fd, bytes(data)[:7])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recording_file.os, "write", write)
+    writer = RecordingWriter(path, header(), Clock(), told)
+    writer.write(events.Notice("launcher", "before"))
+    writer.flush(10)
+    full.set()
+    for text in ("lost", "lost, too"):
+        writer.write(events.Notice("launcher", text))
+        writer.flush(10)
+        assert tried.acquire(timeout=10)
+    full.clear()
+    writer.write(events.Notice("launcher", "after"))
+    writer.close(0)
+    (text,) = told.texts
+    assert str(path) in text and "No space left on device" in text and "the job continues" in text
+    assert [e.text for e in events_of(path) if isinstance(e, events.Notice)] == ["before", "after"]
+
+
+def test_a_recording_that_could_not_begin_has_its_header_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, told = tmp_path / "work" / FILE, Told()
+    (tmp_path / "work").write_text("no folder")
+    writer = RecordingWriter(path, header(), Clock(), told)
+    writer.write(events.Notice("launcher", "lost"))
+    writer.flush(10)
+    (tmp_path / "work").unlink()
+    writer.write(events.Notice("launcher", "after"))
+    writer.close(0)
+    assert len(told.texts) == 1
+    assert [type(e).__name__ for e in events_of(path)] == ["RecordingHeader", "Notice", "RecordingEnd"]
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    told = Told()
+    written(tmp_path / FILE, events.Notice("launcher", "x"), notifier=told, resumed=True)
+    assert len(told.texts) == 1
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(recordings(most=30), st.data())
+def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st.DataObject) -> None:
+    whole = "".join(map(to_line, timed)).encode()
+    lines = whole.split(b"\n")[:-1]
+    cut = data.draw(st.integers(0, len(whole)))
+    path = _temporary(whole[:cut])
+    complete = whole[:cut].count(b"\n")
+    found = list(read_recording(path))
+    assert [repr(each) for each in found] == [repr(from_line(line.decode())) for line in lines[:complete]]
+    made = history(*found)
+    assert made.has_job is (complete > 0)
+    json.dumps([made.view(), made.summary()], allow_nan=False)
+
+
+@settings(max_examples=40)
+@given(recordings(most=30), st.lists(st.integers(1, 400), max_size=30))
+def test_a_follower_reads_each_line_once(timed: list[TimedEvent], pieces: list[int]) -> None:
+    whole = "".join(map(to_line, timed)).encode()
+    path = _temporary(b"")
+    follower, found = RecordingFollower(path), []
+    at = 0
+    for size in [*pieces, len(whole)]:
+        with path.open("ab") as file:
+            file.write(whole[at : at + size])
+        at += size
+        found += follower.poll()
+    follower.close()
+    assert [repr(each) for each in found] == [repr(each) for each in read_recording(path)]
+
+
+def test_a_follower_waits_for_the_file(tmp_path: Path) -> None:
+    follower = RecordingFollower(tmp_path / FILE)
+    assert follower.poll() == []
+    written(tmp_path / FILE, events.Notice("launcher", "x"))
+    assert len(follower.poll()) == 3 and follower.poll() == []
+    follower.close()
+
+
+def test_a_follower_keeps_its_place_when_the_file_is_thinned(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    file, follower, seen = RecordingFile(path, limit=40_000), RecordingFollower(path), []
+    file.write(to_line(TimedEvent(0.0, header())))
+    inodes = []
+    for number in range(2000):
+        file.write(to_line(TimedEvent(1.0 + number, step(number=number))))
+        inodes.append(path.stat().st_ino)
+        if number % 70 == 69:
+            seen += follower.poll()
+    seen += follower.poll()
+    file.close()
+    follower.close()
+    assert sum(before != after for before, after in itertools.pairwise(inodes)) > 3
+    steps = [timed.event.step for timed in seen if isinstance(timed.event, events.StepDone)]
+    assert steps == list(range(2000))
+    assert len(list(read_recording(path))) < 300
+
+
+def test_a_follower_sees_that_another_job_has_begun(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    written(path, events.Notice("launcher", "first"))
+    follower = RecordingFollower(path)
+    made = history(*follower.poll())
+    cursor = made.view()["cursor"]
+    writer = RecordingWriter(path, header(STARTED + 5), Clock())
+    writer.write(events.Notice("launcher", "second"))
+    writer.close(0)
+    for timed in follower.poll():
+        made.add(timed)
+    follower.close()
+    assert [entry["text"] for entry in made.view()["story"]] == ["second", "the job has ended"]
+    delta = made.since(cursor)
+    assert delta["whole"] is True and delta["job"]["started"] == STARTED + 5
+
+
+_FOLDER: list[Path] = []
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _FOLDER[:] = [tmp_path_factory.mktemp("recordings")]
+
+
+def _temporary(data: bytes) -> Path:
+    path = _FOLDER[0] / f"{len(list(_FOLDER[0].iterdir()))}.jsonl"
+    path.write_bytes(data)
+    return path
