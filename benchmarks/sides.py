@@ -231,6 +231,7 @@ class Sides:
         terminal: bool = False,
         script: Path = STEPPER,
         checkout: Path = ROOT,
+        options: Sequence[str] = (),
     ) -> Side:
         """A job of topotrain with `workers` workers in all.
 
@@ -240,6 +241,7 @@ class Sides:
             terminal: on a pretended terminal, with the live table.
             script: what it runs; one that is no stepper gets `model` as its --way.
             checkout: another one of topotrain, for before and after; it runs its own copy of the script.
+            options: more of `topotrain run`.
         Raises Refused, also for a conf that topotrain does not take (yet).
         """
         why = refusal(conf)
@@ -248,7 +250,7 @@ class Sides:
         folder = self.room(name)
         file = folder / "job.conf"
         file.write_text(conf)
-        command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",))]
+        command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",)), *options]
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
         command += ["--set", f"cluster.transport={transport}"] if transport else []
         command += [] if cold or checkout != ROOT else ["--forkserver", self.serve()]

@@ -86,9 +86,11 @@ LIBRARIES = {
     "ray": ("launch/launchers/ray.py",),
     "starlette": ("tools/dashboard/web_routes.py", "tools/dashboard/http_thread.py"),
     "uvicorn": ("tools/dashboard/http_thread.py",),
+    "prometheus_client": ("tools/exporters/prometheus_metrics.py",),
+    "tensorboard": ("tools/exporters/tensorboard_export.py",),
 }
 # optional extras: imported inside the function that needs them
-LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray"})
+LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray", "prometheus_client", "tensorboard"})
 ONE_FILE = frozenset({"safetensors"})
 
 

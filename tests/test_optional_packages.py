@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
+    "tools/dashboard": {"tools/cli/watch.py"},
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -69,10 +70,32 @@ for name in ("minimize", "TrainOp"):
     raise AssertionError(f"{name} is there")
 """
 
+DASHBOARD = """
+from pathlib import Path
+from topotrain.tools.cli.job_arguments import BadInput
+from topotrain.tools.cli.watch import serve, watched, write_page
+
+with watched(None, "127.0.0.1", "."):
+    pass
+uses = (lambda: watched(0, "127.0.0.1", ".").__enter__(), lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ()))
+for use in uses:
+    try:
+        use()
+    except BadInput as error:
+        assert "this installation has no page (package topotrain.tools.dashboard)" in str(error), error
+    else:
+        raise AssertionError("not refused")
+"""
+
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    ("package", "then"), [("parallel/auto_placement", PLACEMENT), ("compat/tensorflow/session", SESSION)]
+    ("package", "then"),
+    [
+        ("parallel/auto_placement", PLACEMENT),
+        ("compat/tensorflow/session", SESSION),
+        ("tools/dashboard", DASHBOARD),
+    ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:
     code, out = run_without_package(warm_at, MASK + then, package)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from topotrain.extensions.tables.frontend.embedding import Embedding
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
+    from topotrain.tools.exporters.tracker import Tracker
     from topotrain.tools.notebook import notebook_launch
     from topotrain.training.api import (
         clip_grad_norm_,
@@ -93,6 +94,7 @@ _HOMES = {
     "notebook_launch": "topotrain.tools.notebook",
     "Session": "topotrain.compat.tensorflow.session.session_client",
     "Trainer": "topotrain.training.trainer.trainer",
+    "Tracker": "topotrain.tools.exporters.tracker",
     "state_dict": "topotrain.training.model_state",
 }
 _MODULES = {
@@ -107,6 +109,7 @@ __all__ = [
     "Embedding",
     "Job",
     "Session",
+    "Tracker",
     "Trainer",
     "Updater",
     "assign",

@@ -21,6 +21,7 @@ from topotrain.config.job import ConfigError, LRGen, Step, Updater
 from topotrain.core import events
 from topotrain.core.client.client import JobError
 from topotrain.launch import choose_cause
+from topotrain.launch.log_lines import without_stamps
 from topotrain.launch.runtime import entry_points
 from topotrain.parallel.api.dry_run import state_factor
 from topotrain.training import finish_job, misuse_checks
@@ -343,7 +344,8 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     frames = [line for line in lines if line.startswith("  File ")]  # first the calls of this test
     assert frames[-1] == f'  File "{program}", line 1, in <module>'
     assert lines[-1] == told[0].text == end
-    assert log.read_text() == told[0].traceback
+    assert without_stamps(log.read_bytes()).decode() == told[0].traceback
+    assert log.read_text().count(f"Z {here.context.me} | ") == len(lines)
     assert capsys.readouterr().err == ""
 
 

@@ -22,7 +22,6 @@ from topotrain.launch.recovery.recovery_actions import (
     AskServers,
     EndProcess,
     FailJob,
-    GroupRequest,
     PlaceReplica,
     ReportGone,
     RequestSnapshot,
@@ -117,7 +116,9 @@ class ActionExecutor:
                     self.send("dismiss", who=who)  # exactly one unit has this process
                 case PlaceReplica(process=who, number=number, why=why, seats=seats, unit=unit):
                     self.send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
-                    if self._shutdown.saving or self._snapshots:  # the process that was asked for a snapshot may have died
+                    if (
+                        self._shutdown.saving or self._snapshots
+                    ):  # the process that was asked for a snapshot may have died
                         self.request_snapshot()
                 case RestartJob():
                     self.restart_job()

@@ -202,18 +202,19 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
 
 def checked(wish: JobRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request as data. Raises ConfigError if it is a refusal."""
-    option: tuple[str, int | None]
+    option, value = "", None
+    names: tuple[str, ...]
     match wish:
-        case GroupRequest(group=group):
-            option, names = ("--group", group), ("group", "text")
-        case ResizeRequest(workers=workers):
-            option, names = ("--workers", workers), ("workers", "step", "text")
+        case GroupRequest(group=value):
+            option, names = "--group", ("group", "text")
+        case ResizeRequest(workers=value):
+            option, names = "--workers", ("workers", "step", "text")
         case TakeSnapshot():
-            option, names = ("", None), ("snapshot", "step", "path", "text")
+            names = ("snapshot", "step", "path", "text")
         case StopJob():
-            option, names = ("", None), ("text",)
+            names = ("text",)
     if "error" in answer:
-        raise ConfigError(*option, answer["error"])
+        raise ConfigError(option, value, answer["error"])
     return {name: answer[name] for name in names}
 
 

@@ -12,6 +12,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
+from topotrain.launch.runtime.event_records import is_silenced, record
 from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress.chosen_display import checked, progress
@@ -59,10 +60,11 @@ def notebook_launch(
                 display.enter_context(shown)
                 display.enter_context(checked(shown))
             report(event)
-            shown(event)
-            recorded(event)
-            for notice in recorded.notices():
-                shown(notice)
+            for each in (event, *recorded.notices()):
+                record(each)
+                if not is_silenced(each):
+                    shown(each)
+                recorded(each)
 
         outcome = FunctionLauncher(function, watch=recorded).start(whole, topology, on_event)
         recorded.end(outcome.code)

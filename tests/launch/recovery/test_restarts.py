@@ -12,6 +12,7 @@ import pytest
 from tests.support.launch_targets import CALLS, launch, marked, parts, processes
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.log_lines import without_stamps
 from topotrain.launch.recovery import attempt_state, resume_point
 
 pytestmark = pytest.mark.journey
@@ -60,7 +61,7 @@ def test_a_group_starts_again_as_often_as_it_may_and_leaves_nothing_open(tmp_pat
     assert [started.count(who) for who in ("worker 0/0", "worker 0/1", "worker 1/0", "server 0/0")] == [4, 4, 1, 1]
     said = "".join(event.text for event in told(events, Output))
     assert said == "life 0\nlife 1\nlife 2\nlife 3\n"
-    log = (tmp_path / "logs" / "worker-0-0.log").read_text().splitlines()
+    log = without_stamps((tmp_path / "logs" / "worker-0-0.log").read_bytes()).decode().splitlines()
     assert [line for line in log if not line.startswith("---")] == said.splitlines()
     assert sum(line.startswith("--- worker 0/0 starts again: worker 0/") for line in log) == 3
     for entry in processes(tmp_path):
@@ -190,7 +191,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
     assert len(set(tokens)) == 3
     assert len(set(counts)) == 1
     assert len(forkservers) == 1
-    log = (tmp_path / "logs" / "servers-unit-0.log").read_text()
+    log = without_stamps((tmp_path / "logs" / "servers-unit-0.log").read_bytes()).decode()
     assert log == "--- server 0/0 starts again: the whole job starts again ---\n" * 3
     assert {entry["exit"] for entry in processes(tmp_path) if entry["roles"] != ["launcher"]} == {0}
 

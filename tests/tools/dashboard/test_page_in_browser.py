@@ -89,7 +89,9 @@ def test_the_map_shows_units_processes_states_and_stragglers(browser: Browser, t
     slow = browser.script("return [...document.querySelectorAll('.process[data-slow]')].map((b) => b.dataset.name)")
     assert slow == ["worker 2/0"]
     assert "slow" in browser.script("return document.querySelector('[data-slow].process').getAttribute('aria-label')")
-    browser.wait("return arguments[0] === document.querySelector(\"[data-name='worker 1/0'] .state-name\").textContent", "dead")
+    browser.wait(
+        "return arguments[0] === document.querySelector(\"[data-name='worker 1/0'] .state-name\").textContent", "dead"
+    )
     assert browser.script(DRAWN, "canvas.connections") > 500
     browser.picture("map")
 
@@ -140,7 +142,9 @@ def test_the_cursor_is_shared_and_a_click_goes_to_the_moment(browser: Browser, t
     browser.wait("return document.querySelectorAll('.key output')[1]?.textContent")
     browser.script("document.querySelector('.chart canvas').focus()")
     browser.press(HOME, *[RIGHT] * 10)
-    places = browser.script("return [...document.querySelectorAll('.cursor:not([hidden])')].map((c) => c.style.transform)")
+    places = browser.script(
+        "return [...document.querySelectorAll('.cursor:not([hidden])')].map((c) => c.style.transform)"
+    )
     assert len(places) >= 2 and len(set(places)) == 1
     browser.press(ENTER)
     assert browser.text("#replay-time").startswith("0:24")
@@ -166,7 +170,9 @@ def test_replay_by_keyboard_and_by_playing(browser: Browser, tmp_path: Path) -> 
     assert browser.text("#replay-time").startswith("0:00")
     assert state(browser, "worker 0/0") == "starting"
     browser.press(*[RIGHT] * 100)
-    assert "of 4 min 0 s" in browser.script("return document.getElementById('replay-slider').ariaValueText ?? document.getElementById('replay-slider').getAttribute('aria-valuetext')")
+    assert "of 4 min 0 s" in browser.script(
+        "return document.getElementById('replay-slider').ariaValueText ?? document.getElementById('replay-slider').getAttribute('aria-valuetext')"
+    )
     browser.script("document.getElementById('replay-speed').value = '100'")
     browser.click("#replay-play")
     # Four minutes at a hundred times: some seconds, and then it stands at the end.

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from topotrain.core.events import Ending, Event, Failed
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader
+from topotrain.launch.log_lines import LineStamps
 
 MAIN = Address(Role.WORKER, 0, 0)
 """The main worker. Its output reaches the terminal."""
@@ -86,6 +88,7 @@ class Child:
     events: the events from its control channel.
     outputs: by stream name, the pipes of the main worker. The unit also writes that output to the log. Other children
         write to their logs themselves.
+    stamps: for the lines that the unit writes to the log.
     fds: the shared memfds, which belong to the unit.
     announced: the child has announced its end.
     doomed: the child must end, because another process replaces it.
@@ -108,9 +111,11 @@ class Child:
     doomed: bool = False
     unreachable_since: float | None = None
     commands: LineWriter = field(init=False)
+    stamps: LineStamps = field(init=False)
 
     def __post_init__(self) -> None:
         self.commands = LineWriter(self.control.fileno())
+        self.stamps = LineStamps(self.who)
 
     @property
     def who(self) -> str:
@@ -152,6 +157,7 @@ class Child:
 
         A full disk does not end the job.
         """
+        output = self.stamps.stamped(output, time.time())
         try:
             while output:
                 # A nearly full disk may take a part of the output only.
@@ -242,6 +248,8 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
                 stderr=given[-1],
                 fds=spec.fds,
                 ignore_sigint=serving,
+                # The unit stamps the lines of the main worker, which the terminal gets without stamps.
+                stamp="" if shown else child.who,
             )
         )
     finally:
@@ -260,7 +268,8 @@ def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
     if again:
         # A full disk must not keep a process from restarting.
         with contextlib.suppress(OSError):
-            os.write(fd, f"--- {spec.addresses[0]} starts again: {again} ---\n".encode())
+            header = f"--- {spec.addresses[0]} starts again: {again} ---\n".encode()
+            os.write(fd, LineStamps(str(spec.addresses[0])).stamped(header, time.time()))
     return fd
 
 

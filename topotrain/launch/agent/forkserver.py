@@ -42,6 +42,7 @@ class ForkRequest:
     """A process to fork.
 
     call: "module:function", called as function(spec, control: socket, fds: list[int]).
+    stamp: the name that its lines get, with the time; "": they get none.
     """
 
     who: str
@@ -54,6 +55,7 @@ class ForkRequest:
     cwd: str = field(default_factory=os.getcwd)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ignore_sigint: bool = False
+    stamp: str = ""
 
 
 class ForkserverClient:
@@ -82,7 +84,8 @@ class ForkserverClient:
         `receive` returns its name with its pid or an error, and later {"pid", "exit"}. Before the exit it may return
         {"pid", "frozen": true} when a signal has stopped the process, and false when the process continues.
         """
-        body = {name: getattr(request, name) for name in ("who", "call", "spec", "cwd", "environ", "ignore_sigint")}
+        names = ("who", "call", "spec", "cwd", "environ", "ignore_sigint", "stamp")
+        body = {name: getattr(request, name) for name in names}
         self._ask(body, (request.control, request.stdout, request.stderr, *request.fds))
 
     def signal(self, pid: int, number: int, group: bool = False) -> None:

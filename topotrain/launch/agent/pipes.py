@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from topotrain.config.private_files import open_for_reading
+from topotrain.launch.log_lines import without_stamps
 
 _LOG_TAIL_BYTES = 4000
 
@@ -129,12 +130,12 @@ class LineWriter:
 
 
 def log_tail(path: Path) -> str:
-    """Return the end of a log file; "" if it cannot be read."""
+    """Return the end of a log file, without stamps; "" if it cannot be read."""
     try:
         with os.fdopen(open_for_reading(path), "rb") as file:
             # The cut may be inside a character, which `errors` then replaces.
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            return without_stamps(file.read()).decode(errors="replace")
     except OSError:
         return ""
 

@@ -22,12 +22,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Ending, Event, EventNotifier, Failed, to_json
 from topotrain.launch import RUN_VARIABLE
 from topotrain.launch.agent.remaining_threads import RemainingThreads
+from topotrain.launch.log_lines import LineStamps, text_stream
+from topotrain.launch.runtime import event_records
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread for servers and libraries of a script. `worker_threads` divides the cores among the workers' torch."""
@@ -53,10 +55,15 @@ class CommandHandler(Protocol):
 
 
 class ChildChannel:
-    """The control channel of a child to its unit; `emit` may be called on any thread."""
+    """The control channel of a child to its unit; `emit` may be called on any thread.
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    Args:
+        channel: the socket.
+        name: of the process.
+    """
+
+    def __init__(self, channel: socket.socket, name: str = "") -> None:
+        self._channel, self._name = channel, name
         self._lock = threading.Lock()
         self._handlers: Sequence[CommandHandler] = ()
 
@@ -67,7 +74,10 @@ class ChildChannel:
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
-        """Send an event to the unit."""
+        """Send an event to the unit, and log it."""
+        event_records.record(event, self._name)
+        if event_records.is_silenced(event):
+            return
         line = to_json(event).encode() + b"\n"
         # Two threads that send at the same time would mix their lines. A lost unit is no error here: the receiving
         # thread ends this process.
@@ -234,7 +244,7 @@ def run_forked(child: ForkedChild, functions: Mapping[str, ProcessMain] = Mappin
 
 def _announce(who: str, channel: socket.socket) -> None:
     """Announce the end of this process to the unit."""
-    control = ChildChannel(channel)
+    control = ChildChannel(channel, who)
     control.emit(Ending(who))
     # Threads and processes of the program may delay the end, which the user should know.
     RemainingThreads(EventNotifier(control, who)).watch()
@@ -260,7 +270,7 @@ def _become(child: ForkedChild) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     # The kernel's limit for a name is 15 bytes.
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
-    _open_streams(*child.fds[1:3])
+    _open_streams(*child.fds[1:3], request["stamp"])
     asked = request["environ"]
     _mark(asked.get(RUN_VARIABLE, ""))
     # The forkserver's own environment is that of the moment at which it started.
@@ -280,19 +290,24 @@ def _mark(mark: str) -> None:
         ctypes.memmove(place, mark.encode(), len(mark))
 
 
-def _open_streams(stdout: int, stderr: int) -> None:
+def _open_streams(stdout: int, stderr: int, stamp: str) -> None:
     # A script that reads stdin gets the end of file: the forkserver's stdin is its order to end.
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, number in ((nothing, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    stamps = LineStamps(stamp)  # of both streams, which share a log
     for name, fd in (("stdout", 1), ("stderr", 2)):
         # Line by line, as in a terminal: a log must have the last lines of a killed process.
-        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        stream = text_stream(fd, stamps) if stamp else _plain_stream(fd)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     faulthandler.enable()
+
+
+def _plain_stream(fd: int) -> TextIO:
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def end_process(code: int) -> NoReturn:

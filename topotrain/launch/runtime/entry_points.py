@@ -1,6 +1,5 @@
 """The entry points of a job's processes, which the forkserver calls after a fork."""
 
-import contextlib
 import os
 import runpy
 import socket
@@ -18,7 +17,6 @@ from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.config import job_file
 from topotrain.config.job import OnFailure
-from topotrain.config.private_files import open_file
 from topotrain.config.python_module import module_of
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import (
@@ -44,6 +42,8 @@ from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerP
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, message_pause, profiled_step
+from topotrain.launch.log_lines import LineStamps
+from topotrain.launch.runtime import event_records
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.host_reports import HostReports
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
@@ -65,7 +65,7 @@ _LEFT = -1
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Run the servers of one unit; return the exit code."""
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
-    control = ChildChannel(channel)
+    control = _control(spec, channel)
     slot = LaunchedSlot(spec["seats"], control) if spec.get("seats") else None
     sigterm, snapshot = SigtermHandler(), FinalSnapshot(str(addresses[0]), control)
     requests = ResizeRequests(control)
@@ -222,6 +222,11 @@ def _report_counts(control: ChildChannel, place: RouterConfig, servers: ServerPr
             control.emit(event)
 
 
+def _control(spec: dict[str, Any], channel: socket.socket) -> ChildChannel:
+    event_records.log_to(Path(spec["log"]), spec["who"])
+    return ChildChannel(channel, spec["who"])
+
+
 def _place(spec: dict[str, Any]) -> RouterConfig:
     job = job_file.loads(spec["job"], "the job")
     token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
@@ -262,7 +267,7 @@ def run_worker(
     """
     ((group, index),) = spec["workers"]
     me, server = Address(Role.WORKER, group, index), Address(Role.SERVER, 0, index)
-    control, sigterm = ChildChannel(channel), SigtermHandler()
+    control, sigterm = _control(spec, channel), SigtermHandler()
     snapshot = FinalSnapshot(str(me), control)
     control.start(sigterm, snapshot)
     place = _place(spec)
@@ -409,7 +414,7 @@ class ProgramGuard:
         # The traceback of these errors has only lines of topotrain, which explain nothing.
         explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)
         text = f"{error}\n" if explained else trace
-        _write(text, self._log)
+        self._write(text)
         if kind == "quarantine" and here.worker is not None:
             here.worker.leave_job()  # the report of a job that goes on has all of it
         plain = explained or kind in ("config", "quarantine")
@@ -417,6 +422,13 @@ class ProgramGuard:
         shown = _users_line(error.__traceback__) if explained or kind == "config" else text
         here.emit(Failed(str(here.me), kind, words, shown))
         return 2 if kind == "config" else 1
+
+    def _write(self, text: str) -> None:
+        if self._log is None:
+            print(text, file=sys.stderr, end="", flush=True)
+            return
+        whole = f"{text.rstrip()}\n".encode("utf-8", "backslashreplace")
+        event_records.append(self._log, LineStamps(str(self._here.me)).stamped(whole, time.time()))
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
@@ -433,16 +445,3 @@ def _users_line(trace: TracebackType | None) -> str:
     ours = str(Path(__file__).parents[2])  # the folder topotrain/
     theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
     return "".join(traceback.format_list(theirs[-1:]))
-
-
-def _write(text: str, log: Path | None) -> None:
-    if log is None:
-        print(text, file=sys.stderr, end="", flush=True)
-        return
-    with (
-        contextlib.suppress(OSError),
-        os.fdopen(
-            open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace"
-        ) as file,
-    ):
-        file.write(text)

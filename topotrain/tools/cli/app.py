@@ -23,19 +23,10 @@ import typer
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
-from topotrain.tools.cli import (
-    chaos,
-    elastic_commands,
-    jobs,
-    page_commands,
-    pserver,
-    setup_commands,
-    simulate,
-    unit,
-    watch,
-)
+from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit, watch
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
+from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -53,7 +44,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
-from topotrain.tools.cli.page_commands import WatchHost, WatchPort, watched
+from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
@@ -300,8 +291,10 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
-    watch: WatchPort = None,
-    watch_host: WatchHost = page_commands.HOST,
+    watch_port: WatchPort = None,
+    watch_host: WatchHost = HOST,
+    logs: Logs = None,
+    metrics: Metrics = "",
     lecture: Annotated[
         float | None,
         typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
@@ -324,14 +317,17 @@ def run(
             check_lecture(lecture, topology)
         if report is not None:
             check_writable("--report", report)
-        stack.enter_context(watched(watch, watch_host, job.workspace))
+        stack.enter_context(watched(watch_port, watch_host, job.workspace))
+        exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
 
         # The input is good. From here on torch is loaded, while this process loads its own modules.
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, lecture or 0.0)
+        if exports is not None and exports.url:
+            terminal.print(f"metrics: {exports.url}", soft_wrap=True, markup=False)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0)
         result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
@@ -618,7 +614,6 @@ jobs.register(app)
 unit.register(app)
 chaos.register(app)
 elastic_commands.register(app)
-page_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
 watch.register(app)

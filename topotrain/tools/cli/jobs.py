@@ -80,6 +80,11 @@ def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
 
     The job tells it to the store every 5 seconds.
     """
+    print_record(id, rendezvous, as_json)
+
+
+def print_record(id: str, rendezvous: str, as_json: bool) -> None:
+    """Print what a store knows of a job; errors are printed, and end with their code."""
     with _registry(rendezvous) as registry:
         record = registry.view(id)
         if as_json:

@@ -10,6 +10,7 @@ function that returns its exports, after the modules that it imports. Only the f
 import re
 from base64 import b64encode
 from collections.abc import Mapping
+from contextlib import closing
 from graphlib import TopologicalSorter
 from hashlib import sha256
 from pathlib import Path
@@ -17,8 +18,7 @@ from typing import Any
 
 from topotrain.tools.dashboard.page_files import INDEX, PageFile, page_files
 from topotrain.tools.dashboard.page_json import embedded_json
-from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.recording_file import FILE, read_recording
+from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.-]+)";[ \t]*\n?', re.M)
 _EXPORT = re.compile(r"^export (?=(?:async function|function|class|const)\b)", re.M)
@@ -36,11 +36,9 @@ class UnknownForm(Exception):
 
 
 def view_of(workspace: Path) -> dict[str, Any]:
-    """Return the view of a recorded job. Raises OSError, or RecordingError."""
-    history = JobHistory()
-    for timed in read_recording(workspace / FILE):
-        history.add(timed)
-    return history.view()
+    """Return the view of a recorded job. Raises ConfigError."""
+    with closing(RecordedWorkspace(workspace)) as recorded:
+        return recorded.history.view()
 
 
 def mailed_page(view: Mapping[str, Any], second: Mapping[str, Any] | None = None) -> str:

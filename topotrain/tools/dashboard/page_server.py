@@ -24,7 +24,7 @@ from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.event_streams import RunTicker, StreamLimits
 from topotrain.tools.dashboard.page_access import LOGIN, PageAccess
 from topotrain.tools.dashboard.watched_run import WatchedRun
-from topotrain.tools.recording.recording_file import FILE
+from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 PACKAGES = ("starlette", "uvicorn")
 MISSING = "the page needs the packages starlette and uvicorn: pip install 'topotrain[watch]'"
@@ -129,7 +129,9 @@ def announce(bound: BoundPage, url: str) -> None:
 
 def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int:
     """Serve the page of recorded or running jobs until Ctrl-C; return the exit code. Raises ConfigError."""
-    check_recorded(workspaces)
+    for workspace in workspaces:
+        # Only for its errors: a job that has not begun, or a folder that is none of a job.
+        RecordedWorkspace(workspace).close()
     # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     bound = bind_page(options)
@@ -137,11 +139,3 @@ def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int
         announce(bound, url)
         number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 128 + number
-
-
-def check_recorded(workspaces: Sequence[Path]) -> None:
-    """Raise ConfigError for a folder that has no recording."""
-    for workspace in workspaces:
-        if not (workspace / FILE).is_file():
-            accepted = f"must be the workspace of a job that has started: it has no {FILE}"
-            raise ConfigError("WORKSPACE", str(workspace), accepted)

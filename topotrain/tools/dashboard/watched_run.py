@@ -74,6 +74,10 @@ class WatchedRun:
     def _update(self, event: str, data: dict[str, Any]) -> RunUpdate:
         return RunUpdate(int(data["cursor"]), event, page_json(data | {"runs": self._runs}))
 
+    def summary(self) -> dict[str, Any]:
+        """Return the present state of the job."""
+        return self._history.summary()
+
     def process(self, name: str) -> dict[str, Any] | None:
         """Return the entry of a process in the view, or None."""
         processes: list[dict[str, Any]] = self._history.view()["processes"]

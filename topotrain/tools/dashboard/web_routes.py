@@ -1,12 +1,12 @@
 """The addresses of the page's server, as a Starlette application. Its module is imported where a page is served.
 
-    GET  /login?token=T     the one-time token for a cookie
-    GET  /                  the page, and its files below /static/
-    GET  /api/view          the view of a run: ?run=B the second one
-    GET  /api/events        the same, and then what is new, as server-sent events
-    GET  /api/log           the last lines of a log: ?process=worker 0/0
-    POST /api/act           a request to the job
-    GET  /metrics           the figures for Prometheus
+GET  /login?token=T     the one-time token for a cookie
+GET  /                  the page, and its files below /static/
+GET  /api/view          the view of a run: ?run=B the second one
+GET  /api/events        the same, and then what is new, as server-sent events
+GET  /api/log           the last lines of a log: ?process=worker 0/0
+POST /api/act           a request to the job
+GET  /metrics           the figures for Prometheus
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -148,7 +149,14 @@ class PageRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Return the figures of the first run for Prometheus."""
-        raise HTTPException(404, "no metrics here: `topotrain run --metrics PORT` serves them")
+        if find_spec("prometheus_client") is None:
+            raise HTTPException(404, "the metrics need prometheus_client: pip install 'topotrain[metrics]'")
+        from topotrain.tools.exporters.prometheus_metrics import exposition
+
+        run = self._run(request)
+        run.poll()
+        found = exposition(run.summary(), request.headers.get("accept", ""))
+        return Response(found.body, headers={"content-type": found.content_type})
 
     def _run(self, request: Request) -> WatchedRun:
         run = self._ticker.runs.get(request.query_params.get("run", FIRST))

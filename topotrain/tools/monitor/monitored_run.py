@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
+    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.monitor.progress.chosen_display import Progress
 
@@ -37,6 +38,7 @@ class RunOptions:
     profile: int = 0  # the step to profile; 0: none
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
+    exports: "JobExports | None" = None  # for other tools
     lecture: float = 0.0  # seconds for which each message of a step is held, and explained; 0: none is
 
 
@@ -53,13 +55,16 @@ def train(
     from topotrain.core.events import Saved
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
+    from topotrain.launch.runtime.event_records import is_silenced, record
     from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
     from topotrain.tools.monitor.lecture import explaining
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
-    report = Report(job, topology)
+    report, exports = Report(job, topology), options.exports
+    if exports is not None:
+        exports.begin(job, topology, bool(options.resume))
     saved: Saved | None = None
     with (
         recording(job, topology, bool(options.resume)) as recorded,
@@ -71,14 +76,17 @@ def train(
             nonlocal saved
             if isinstance(event, Saved):
                 saved = event
-            report(event)
-            window(event)
-            explain(event)
-            recorded(event)
-            for notice in recorded.notices():
-                window(notice)
-            if listener is not None:
-                listener(event)
+            for each in (event, *recorded.notices(), *(exports.notices() if exports else ())):
+                report(each)
+                record(each)
+                if not is_silenced(each):
+                    window(each)
+                explain(each)
+                recorded(each)
+                if exports is not None:
+                    exports(each)
+                if listener is not None:
+                    listener(each)
 
         launcher = LocalLauncher(
             forkserver=options.forkserver,
@@ -91,6 +99,10 @@ def train(
         )
         outcome = launcher.start(job, topology, on_event)
         recorded.end(outcome.code)
+        if exports is not None:
+            exports.end(outcome.code)
+            for notice in exports.notices():
+                window(notice)
     if outcome.cause is not None:
         # After the display has ended, so that the error is the last thing on the terminal.
         complain(story(outcome.cause, job, report.topology))

@@ -1,0 +1,184 @@
+"""A real job with its page: each act on it, its end, and what is left of it afterwards."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_runner import DOWNPOUR, SANDBLASTER, JobRunner
+from page_client import PageClient
+from process_pool import client
+from shells import alive
+
+pytestmark = pytest.mark.journey
+
+ADDRESS = re.compile(r"topotrain: the page is at (http://127\.0\.0\.1:\d+/login\?token=[\w-]+)")
+LONG = ("steady.py", "--epochs", "400", "--step-s", "0.02")
+
+
+class WatchedProcess:
+    """A command that serves a page, with what it says."""
+
+    def __init__(self, process: "subprocess.Popen[str]", said: Path) -> None:
+        self.process, self._said = process, said
+        self.wait_for(lambda: ADDRESS.search(self.said) is not None)
+        found = ADDRESS.search(self.said)
+        assert found is not None
+        self.page = PageClient(found.group(1))
+        assert self.page.login().status == 303
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.said}"
+            assert time.monotonic() < until, self.said
+            time.sleep(0.02)
+
+    def view(self) -> Any:
+        return self.page.get("/api/view").data
+
+    def trains(self) -> None:
+        """Wait until every worker has made a step."""
+        self.wait_for(lambda: _states(self.view(), "worker") == {"computes"})
+
+
+def _states(view: Any, role: str) -> set[str]:
+    names = [process["name"] for process in view["processes"] if process["role"] == role]
+    return {entries[-1][1] if (entries := view["states"].get(name)) else "" for name in names}
+
+
+@contextmanager
+def watched(runner: JobRunner, command: list[str]) -> Iterator[WatchedProcess]:
+    # Not by the pool of processes, which would get the signals in its place.
+    said = runner.folder / "said"
+    with said.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
+    try:
+        yield WatchedProcess(process, said)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=60)
+
+
+def run(runner: JobRunner, cluster: str, extra: str = "") -> list[str]:
+    return runner.command(cluster, *LONG, extra=extra, options=["--watch", "0"])
+
+
+def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: JobRunner) -> None:
+    with watched(runner, run(runner, SANDBLASTER, "snapshot_s: 3600")) as job:
+        job.trains()
+        for number in (1, 2):
+            answer = job.page.act({"act": "snapshot"}).data
+            assert re.fullmatch(rf"snapshot {number} has step \d+: .*", answer["done"]), answer
+            assert Path(answer["done"].partition(": ")[2]).is_dir()
+        job.wait_for(lambda: sum(entry["kind"] == "snapshot" for entry in job.view()["story"]) == 2)
+        assert _states(job.view(), "worker") <= {"computes", "waits"}
+        pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
+        with job.page.events() as events:
+            next(events)
+            assert "is asked to end" in job.page.act({"act": "stop"}).data["done"]
+            last = [data for _, data in events][-1]
+        assert job.process.wait(timeout=60) == 143
+    assert last["job"]["ended"] is not None and last["job"]["code"] == 143
+    assert "asked to end by `topotrain stop` or from its page" in job.said
+    assert len(list((runner.folder / "job").rglob("MANIFEST*"))) or "snapshot 3 has step" in job.said
+    assert alive(pids) == []
+
+
+def test_a_group_leaves_and_comes_again(runner: JobRunner) -> None:
+    with watched(runner, run(runner, DOWNPOUR, "on_failure: kContinue")) as job:
+        job.trains()
+        assert "group 7" in job.page.act({"act": "leave", "group": 7}).data["error"]
+        assert job.page.act({"act": "leave", "group": 1}).data["done"].startswith("group 1 has left")
+        job.wait_for(lambda: "away" in _states(job.view(), "worker"))
+        assert job.page.act({"act": "join", "group": 1}).data["done"].startswith("group 1 starts")
+        job.trains()
+        assert {"left", "joined"} <= {entry["kind"] for entry in job.view()["story"]}
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait(timeout=60) == 130
+
+
+def test_a_worker_leaves_a_job_of_one_group(runner: JobRunner) -> None:
+    with watched(runner, run(runner, SANDBLASTER, "on_failure: kContinue")) as job:
+        job.trains()
+        done = job.page.act({"act": "leave", "workers": 1}).data
+        assert done.get("done", "").startswith("a worker has left"), done
+        job.wait_for(lambda: sum(process["role"] == "worker" for process in job.view()["processes"]) == 2)
+        assert "one has to stay" in job.page.act({"act": "leave", "workers": 2}).data["error"]
+
+
+def test_ctrl_c_leaves_nothing(runner: JobRunner) -> None:
+    with watched(runner, run(runner, SANDBLASTER)) as job:
+        job.trains()
+        pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
+        assert len(pids) == 5
+        with job.page.events() as events:
+            next(events)
+            job.process.send_signal(signal.SIGINT)
+            assert job.process.wait(timeout=60) == 130
+    assert alive(pids) == []
+    with pytest.raises(OSError):
+        job.page.get("/")
+
+
+def test_the_page_of_a_job_that_has_ended(runner: JobRunner) -> None:
+    runner.run(SANDBLASTER, "steady.py", "--epochs", "1")
+    command = [sys.executable, "-m", "topotrain", "watch", str(runner.folder / "job")]
+    with watched(runner, command) as seen:
+        view = seen.view()
+        assert view["job"]["code"] == 0 and view["job"]["ended"] is not None
+        assert seen.page.get("/api/log?process=worker+0/0").status == 200
+        seen.process.send_signal(signal.SIGINT)
+        assert seen.process.wait(timeout=20) == 130
+        assert "Traceback" not in seen.said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--watch", "{taken}"], "--watch = {taken}: must be a free port, or 0 for any: another process listens there"),
+        (["--watch", "0", "--watch-host", "192.0.2.1"], "--watch-host: host = '192.0.2.1': must be an address of this"),
+        (["--watch-host", "127.0.0.2"], "--watch-host: needs --watch"),
+    ],
+)
+def test_a_page_that_cannot_be_served_is_one_line_before_the_job_starts(
+    runner: JobRunner, options: list[str], said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        words = [word.format(taken=taken) for word in options]
+        command = runner.command(SANDBLASTER, *LONG, options=words)
+        done = subprocess.run([*client(runner.warm_at), *command[1:]], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said.format(taken=taken) in done.stderr and done.stderr.count("\n") == 1
+    assert not (runner.folder / "job" / "logs").exists()
+
+
+def test_without_the_packages_the_command_says_what_to_install(runner: JobRunner) -> None:
+    command = runner.command(SANDBLASTER, *LONG, options=["--watch"])
+    # As if the packages were not there: nothing else is found by this finder.
+    masked = (
+        "import importlib.util, sys, runpy\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'uvicorn' else real(name, *more)\n"
+        "sys.argv = ['topotrain', *sys.argv[1:]]\n"
+        "runpy.run_module('topotrain', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [command[0], "-c", masked, *command[3:]], capture_output=True, text=True, cwd=runner.folder, env=os.environ
+    )
+    assert done.returncode == 2
+    assert "the page needs the packages starlette and uvicorn: pip install 'topotrain[watch]'" in done.stderr

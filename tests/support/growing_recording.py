@@ -1,0 +1,36 @@
+"""Recordings that tests write themselves, event by event."""
+
+from pathlib import Path
+from typing import Any
+
+from topotrain.config.job import Cluster
+from topotrain.config.topology import layout
+from topotrain.core.events import StepDone
+from topotrain.tools.recording.recorded_layout import layout_data
+from topotrain.tools.recording.recorded_lines import Recorded, RecordingHeader, TimedEvent, to_line
+from topotrain.tools.recording.recording_file import FILE, RecordingFile
+
+STARTED = 1_700_000_000.0
+
+
+class GrowingRecording:
+    """The recording of a job in a workspace, which begins with its header. `cluster`: fields of its cluster block."""
+
+    def __init__(self, workspace: Path, name: str = "digits", started: float = STARTED, **cluster: Any) -> None:
+        self.workspace = workspace
+        # Never thinned: that is tested elsewhere, and takes its time.
+        self._file = RecordingFile(workspace / FILE, limit=1 << 30)
+        topology = layout(Cluster(**cluster))
+        job = {"name": name, "framework": "Downpour", "workspace": str(workspace), "block": "cluster { }"}
+        self.add(0.0, RecordingHeader(started=started, job=job, layout=layout_data(topology)))
+
+    def add(self, at: float, *events: Recorded) -> None:
+        self._file.write("".join(to_line(TimedEvent(at + number * 1e-6, event)) for number, event in enumerate(events)))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def step(who: str, number: int, loss: float = 0.5) -> StepDone:
+    """A step of a worker, a tenth of a second after the one before."""
+    return StepDone(who, number / 10, number, number * 32, loss, 0.0, 0, 0, 0)

@@ -1,0 +1,157 @@
+"""The page as one file: nothing in it runs but its own script, and it loads nothing."""
+
+import json
+import re
+from base64 import b64encode
+from contextlib import closing
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from growing_recording import GrowingRecording, step
+
+from topotrain.core.events import Notice
+from topotrain.tools.cli import app
+from topotrain.tools.dashboard.mailed_page import UnknownForm, mailed_page, one_script, view_of
+from topotrain.tools.dashboard.page_files import PageFile, page_files
+from topotrain.tools.dashboard.page_json import embedded_json, page_json
+
+EVIL = "</script></body><script>alert(1)</script><!-- &amp; \u2028"
+
+
+class Elements(HTMLParser):
+    """The elements of a page as a browser finds them: each with its attributes and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=False)
+        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.found.append(("", {}, ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.found:
+            tag, attributes, text = self.found[-1]
+            self.found[-1] = (tag, attributes, text + data)
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attributes, text) for found, attributes, text in self.found if found == tag]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    with closing(GrowingRecording(tmp_path / "job", EVIL, nworkers_per_group=2)) as recording:
+        recording.add(1.0, step("worker 0/0", 1), step("worker 0/1", 1), Notice("worker 0/0", EVIL))
+        recording.add(2.0, step("worker 0/0", 2, float("inf")))
+    return tmp_path / "job"
+
+
+def test_the_file_has_the_view_and_only_its_own_script_runs(workspace: Path) -> None:
+    view = view_of(workspace)
+    text = mailed_page(view, view | {"cursor": 0})
+    page = Elements(text)
+    ((policy, _),) = [meta for meta in page.all("meta") if meta[0].get("http-equiv") == "Content-Security-Policy"]
+    content = policy["content"] or ""
+    scripts = {attributes.get("id") or attributes.get("type"): code for attributes, code in page.all("script")}
+    assert set(scripts) == {"module", "view", "view-b"}, "what the view says is in no element of its own"
+    ((_, style),) = page.all("style")
+    for what, source in (("script-src", scripts["module"]), ("style-src", style)):
+        hashed = b64encode(sha256(source.encode()).digest()).decode()
+        assert f"{what} 'sha256-{hashed}';" in content
+    assert content.startswith("default-src 'none';") and "unsafe" not in content and "'self'" not in content
+    assert json.loads(scripts["view"]) == json.loads(page_json(view)) and json.loads(scripts["view-b"])["cursor"] == 0
+    assert json.loads(scripts["view"])["story"][0]["text"].endswith(EVIL)
+    assert text.index("Content-Security-Policy") < text.index("<style") < text.index("</body>")
+    assert '<html lang="en" data-source="embedded">' in text
+
+
+def test_the_file_loads_nothing(workspace: Path) -> None:
+    text = mailed_page({**view_of(workspace), "story": []})
+    for attribute in re.findall(r'\b(?:src|href)="([^"]*)"', text):
+        assert attribute.startswith(("#", "data:")), attribute
+    assert "/static/" not in text
+
+
+def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
+    texts = {
+        "main.js": 'import { twice } from "./a.js";\nimport {\n  one as first, Two,\n} from "./b.js";\nrun(Two);\n',
+        "a.js": 'import { one } from "./b.js";\nexport function twice(x) { return 2 * x * one; }\n',
+        "b.js": "export const one = 1;\nexport class Two {}\nconst hidden = 2;\nexport async function three() {}\n",
+    }
+    script = one_script({name: PageFile(name, text) for name, text in texts.items()}, "main.js")
+    assert re.findall(r"^const (module_\w+)", script, re.M) == ["module_b", "module_a", "module_main"]
+    assert "return { one, Two, three };" in script
+    assert "const { one: first, Two, } = module_b;" in script
+    assert not re.search(r"^(?:import|export)\b", script, re.M)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'import x from "./b.js";',
+        'import "./b.js";',
+        "export default 1;",
+        "export let a = 1;",
+        'await import("./b.js");',
+    ],
+)
+def test_a_form_that_cannot_be_in_one_script_is_refused(line: str) -> None:
+    files = {name: PageFile(name, text) for name, text in (("main.js", line + "\n"), ("b.js", ""))}
+    with pytest.raises(UnknownForm, match=r"main\.js"):
+        one_script(files, "main.js")
+
+
+def test_a_module_that_is_missing_is_named() -> None:
+    with pytest.raises(UnknownForm, match=r"b\.js: is imported"):
+        one_script({"main.js": PageFile("main.js", 'import { a } from "./b.js";\n')}, "main.js")
+
+
+def test_the_script_of_the_page_has_all_its_modules() -> None:
+    files = page_files()
+    script = one_script(files, "main.js")
+    modules = [name for name in files if name.endswith(".js")]
+    assert len(re.findall(r"^const module_\w+ = ", script, re.M)) == len(modules)
+
+
+def test_json_in_a_page() -> None:
+    text = embedded_json({"a": [float("nan"), -float("inf"), 1.5], "b": EVIL})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": [None, None, 1.5], "b": EVIL}
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        app.main(words)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_the_command_writes_the_file(workspace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert run("report", str(workspace), str(workspace), "--html", str(file)) == 0
+    scripts = {attributes.get("id") for attributes, _ in Elements(file.read_text("utf-8")).all("script")}
+    assert {"view", "view-b"} <= scripts
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere", "--html", "x.html"), "WORKSPACE = 'nowhere': there is no such folder"),
+        (("{workspace}",), "no file: give --html FILE"),
+        (("{workspace}", "--html", "/proc/x.html"), "--html /proc/x.html: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], said: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("report", *(word.format(workspace=workspace) for word in words)) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1

@@ -1,0 +1,407 @@
+"""The page's server over loopback: strangers, files, logs, events, and readers that are too slow."""
+
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from growing_recording import STARTED, GrowingRecording, step
+from page_client import PageClient
+
+from topotrain.config.job import ConfigError
+from topotrain.core.events import Logged, Notice, Started
+from topotrain.tools.dashboard.event_streams import StreamLimits
+from topotrain.tools.dashboard.page_files import page_files
+from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
+from topotrain.tools.recording.recorded_lines import RecordingEnd
+
+QUICK = StreamLimits(tick_s=0.02)
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+@contextmanager
+def served(*workspaces: Path, limits: StreamLimits = QUICK, host: str = "127.0.0.1") -> Iterator[PageClient]:
+    """A server of these workspaces, and a client that has not logged in."""
+    with served_page(bind_page(PageOptions(host=host)), workspaces, limits) as url:
+        yield PageClient(url)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[GrowingRecording]:
+    with closing(GrowingRecording(tmp_path, nworkers_per_group=2, server_worker_separate=True)) as made:
+        made.add(1.0, Started("worker 0/0", 4711), step("worker 0/0", 1), step("worker 0/1", 1))
+        yield made
+
+
+@pytest.fixture
+def stranger(recording: GrowingRecording) -> Iterator[PageClient]:
+    with served(recording.workspace) as client:
+        yield client
+
+
+@pytest.fixture
+def page(stranger: PageClient) -> PageClient:
+    assert stranger.login().status == 303
+    return stranger
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is true."""
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+PATHS = ("/", "/static/main.js", "/api/view", "/api/events", "/api/log?process=worker+0/0", "/nothing")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_the_token_nothing_is_told(stranger: PageClient, path: str) -> None:
+    answer = stranger.get(path)
+    assert answer.status == 403
+    assert answer.text == "no token: open the address that topotrain has printed\n"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_foreign_name_or_origin_is_refused_with_the_cookie(page: PageClient, path: str) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
+        answer = page.get(path, **headers)
+        assert answer.status == 403 and answer.text.count("\n") == 1
+
+
+def test_the_token_is_exchanged_once(stranger: PageClient) -> None:
+    for path in ("/login", "/login?token=", "/login?token=wrong", stranger.login_path[:-1]):
+        answer = stranger.get(path)
+        assert answer.status == 403 and "wrong token" in answer.text and "set-cookie" not in answer.headers
+    # Programs that look at links must not use it up.
+    assert stranger.ask("HEAD", stranger.login_path).status == 405
+    answer = stranger.login()
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    attributes = {part.strip().lower() for part in answer.headers["set-cookie"].split(";")[1:]}
+    assert attributes == {"httponly", "samesite=strict", "path=/"}
+    assert stranger.get("/").status == 200
+    again = stranger.get(stranger.login_path)
+    assert again.status == 403 and "was used already" in again.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/static/../page_server.py", "/static/..%2fpage_server.py", "/static/%2e%2e/page_server.py", "/static/"),
+        *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/index.html%00.js", "/static/nothing.js"),
+        *("/../etc/passwd", "//etc/passwd", "/static/..\\page_server.py", "/page/index.html"),
+    ],
+)
+def test_no_path_leads_to_another_file(page: PageClient, path: str) -> None:
+    answer = page.get(path)
+    assert answer.status == 404
+    assert "import" not in answer.text and "root:" not in answer.text
+
+
+def test_all_answers_have_the_policy(page: PageClient) -> None:
+    for answer in (page.get("/"), page.get("/nothing"), page.get("/", Host="evil.example"), page.get("/api/view")):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "frame-ancestors 'none'" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        assert "server" not in answer.headers
+
+
+def test_the_page_and_all_its_files_are_served_and_need_nothing_from_elsewhere(page: PageClient) -> None:
+    files = page_files()
+    assert page.get("/").text == files["index.html"].text
+    for name, file in files.items():
+        answer = page.get(f"/static/{name}")
+        assert answer.text == file.text
+        assert answer.headers["content-type"] == f"{file.media_type}; charset=utf-8"
+        assert "://" not in answer.text.replace("http://www.w3.org/", ""), name
+
+
+def test_methods_and_sizes_are_limited(page: PageClient) -> None:
+    usual = {"Origin": page.origin, "X-Topotrain": "1"}
+    assert page.ask("POST", "/api/view", usual).status == 405
+    assert page.ask("GET", "/api/act").status == 405
+    assert page.ask("POST", "/api/act", usual, b"x" * 5000).status == 413
+    with socket.create_connection((page.host, page.port)) as endless:
+        endless.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"x" * 1_000_000)
+        assert endless.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+# ---- what the page is told -------------------------------------------------------------------------------------------
+
+
+def test_the_view_and_then_what_is_new(page: PageClient, recording: GrowingRecording) -> None:
+    view = page.get("/api/view").data
+    assert view["job"]["name"] == "digits" and view["runs"] == 1
+    assert [process["name"] for process in view["processes"]] == ["worker 0/0", "worker 0/1", "server 0/0"]
+    with page.events() as events:
+        event, first = next(events)
+        assert event == "view" and first["processes"] == view["processes"]
+        recording.add(2.0, step("worker 0/0", 2, 0.25), Notice("worker 0/0", EVIL))
+        event, delta = next(events)
+        assert event == "delta" and delta["cursor"] > first["cursor"] and "processes" not in delta
+        losses = {series["of"]: series["points"] for series in delta["series"] if series["metric"] == "loss"}
+        assert losses["worker 0/0"] == [[2.0, 2, 0.25]]
+        (told,) = delta["story"]
+        assert EVIL in told["text"], "text is told as it is, and shown as text"
+        recording.add(3.0, RecordingEnd(0))
+        event, delta = next(events)
+        assert delta["job"]["ended"] == 3.0 and delta["job"]["code"] == 0
+    assert page.get("/api/view").data["cursor"] == delta["cursor"]
+
+
+def test_another_job_in_the_workspace_is_another_view(page: PageClient, recording: GrowingRecording) -> None:
+    with page.events() as events:
+        next(events)
+        with closing(GrowingRecording(recording.workspace, "letters", STARTED + 60, nworkers_per_group=3)):
+            event, view = next(events)
+    assert event == "view" and view["job"]["name"] == "letters"
+
+
+def test_figures_for_prometheus_need_no_cookie_on_loopback(stranger: PageClient) -> None:
+    answer = stranger.get("/metrics")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
+    assert 'topotrain_worker_loss{group="0",process="worker 0/0"} 0.5' in answer.text
+    assert stranger.get("/metrics", Host="evil.example").status == 403
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        for name in ("one", "two"):
+            stack.enter_context(closing(GrowingRecording(tmp_path / name, name)))
+        client = stack.enter_context(served(tmp_path / "one", tmp_path / "two"))
+        client.login()
+        for path, name in (("/api/view", "one"), ("/api/view?run=A", "one"), ("/api/view?run=B", "two")):
+            view = client.get(path).data
+            assert (view["job"]["name"], view["runs"]) == (name, 2)
+        with client.events("/api/events?run=B") as events:
+            assert next(events)[1]["job"]["name"] == "two"
+        assert client.get("/api/view?run=C").status == 404
+
+
+def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: GrowingRecording) -> None:
+    recording.add(2.0, step("worker 0/0", 2, float("nan")), Logged("worker 0/0", 0.2, 2, {"lr": float("inf")}))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    view = json.loads(page.get("/api/view").text, parse_constant=refuse)
+    points = {series["id"]: series["points"] for series in view["series"]}
+    assert points["worker 0/0:loss"][-1] == [pytest.approx(2.0, abs=0.001), 2, None]
+
+
+def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"at":0,"event":"Recording","version":99,"topotrain":"9.9"}\n')
+    with served(tmp_path) as client:
+        client.login()
+        client.get("/api/view")
+        answer = client.get("/api/view")
+        assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
+
+
+def test_a_workspace_without_a_recording_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no recording \(events\.jsonl\)"):
+        serve_until_stopped([tmp_path], PageOptions())
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingRecording) -> None:
+    logs = recording.workspace / "logs"
+    logs.mkdir()
+    (logs / "worker-0-0.log").write_text("".join(f"line {n}\n" for n in range(9999)) + EVIL + "\n")
+    (logs / "servers-unit-2.log").write_text("of the server\n")
+    answer = page.get("/api/log?process=worker+0/0")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.text.endswith(f"line 9998\n{EVIL}") and "line 9000\n" not in answer.text
+    assert page.get("/api/log?process=server%200/0").text == "of the server"
+    assert page.get("/api/log?process=worker+0/1").text == "This machine has no log of it."
+
+
+@pytest.mark.parametrize(
+    "name", ["", "worker 0/9", "../../etc/passwd", "worker 0/0/../../x", "/etc/passwd", "unit 0", "worker 0/0%00"]
+)
+def test_only_processes_of_the_job_have_logs(page: PageClient, recording: GrowingRecording, name: str) -> None:
+    (recording.workspace / "x.log").write_text("secret")
+    answer = page.get(f"/api/log?process={name.replace(' ', '+')}")
+    assert (answer.status, answer.text) == (404, "no such process\n")
+
+
+# ---- acts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("snapshot", "an act is an object"),
+        ({}, "act: must be one of snapshot, leave, join, stop"),
+        ({"act": "sing"}, "act: must be one of"),
+        ({"act": ["stop"]}, "act: must be one of"),
+        ({"act": "leave", "group": "1"}, "group: must be a number from 0"),
+        ({"act": "leave", "group": -1}, "group: must be a number from 0"),
+        ({"act": "join", "workers": True}, "workers: must be a number from 0"),
+    ],
+)
+def test_what_is_no_act(page: PageClient, wish: Any, said: str) -> None:
+    answer = page.act(wish)
+    assert answer.status == 400 and said in answer.data["error"]
+
+
+def test_an_act_needs_what_a_form_of_another_page_cannot_send(page: PageClient) -> None:
+    cookie, page.cookie = page.cookie, ""
+    assert page.act({"act": "stop"}).status == 403
+    page.cookie = cookie
+    for header, value in (("Origin", "http://evil.example"), ("X-Topotrain", "0")):
+        assert page.act({"act": "stop"}, **{header: value}).status == 403
+    assert page.ask("POST", "/api/act", {"X-Topotrain": "1"}, b'{"act": "stop"}').status == 403
+    deep = page.ask("POST", "/api/act", {"Origin": page.origin, "X-Topotrain": "1"}, b"[" * 4000)
+    assert deep.status == 400
+
+
+def test_an_act_on_a_job_that_has_ended_is_answered(page: PageClient) -> None:
+    for wish in ({"act": "snapshot"}, {"act": "stop"}, {"act": "leave", "group": 0}, {"act": "join", "workers": 1}):
+        answer = page.act(wish)
+        assert answer.status == 200
+        assert "must be the workspace of a job with a launcher or a unit on this machine" in answer.data["error"]
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_takes_nothing_is_dropped_and_the_others_go_on(recording: GrowingRecording) -> None:
+    limits = StreamLimits(tick_s=0.05, slow_s=0.5, most=2)
+    with served(recording.workspace, limits=limits) as client, socket.socket() as slow:
+        client.login()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((client.host, client.port))
+        slow.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode())
+        with client.events() as events, growing(recording):
+            next(events)
+            assert not _opens(client), "there is room for two"
+            limit = time.monotonic() + 30
+            while not _opens(client):
+                assert time.monotonic() < limit, "the slow reader was not dropped"
+                before = time.monotonic()
+                next(events)
+                assert time.monotonic() - before < 5, "a slow reader is never waited for"
+
+
+@contextmanager
+def growing(recording: GrowingRecording) -> Iterator[None]:
+    """A recording that grows by so much that no buffer on the way takes it all."""
+    over = threading.Event()
+
+    def grow() -> None:
+        at = 2.0
+        while not over.wait(0.05):
+            recording.add(at, *(Notice("worker 0/0", "x" * 3000) for _ in range(100)))
+            at += 1.0
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_too_many_pages_are_refused_in_one_line(recording: GrowingRecording) -> None:
+    with served(recording.workspace, limits=StreamLimits(0.02, 10.0, 1)) as client:
+        client.login()
+        with client.events() as events:
+            next(events)
+            answer = client.get("/api/events")
+            assert (answer.status, answer.text) == (503, "more than 1 pages are open\n")
+        until(lambda: _opens(client))
+
+
+def _opens(client: PageClient) -> bool:
+    with closing(socket.create_connection((client.host, client.port))) as sock:
+        sock.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode())
+        return b" 200 " in sock.recv(100)
+
+
+def test_the_end_of_the_server_tells_what_came_last(recording: GrowingRecording) -> None:
+    heard: list[tuple[str, Any]] = []
+    with ExitStack() as stack:
+        with served(recording.workspace, limits=StreamLimits(tick_s=60.0)) as client:
+            client.login()
+            events = stack.enter_context(client.events())
+            next(events)
+            recording.add(9.0, RecordingEnd(0))
+        heard += events
+    assert [(event, data["job"]["ended"]) for event, data in heard] == [("delta", 9.0)]
+    with pytest.raises(OSError):
+        client.get("/")
+
+
+def test_a_server_that_ends_leaves_no_thread_and_no_descriptor(recording: GrowingRecording) -> None:
+    def threads() -> set[str]:
+        return {thread.name for thread in threading.enumerate()}
+
+    with served(recording.workspace):  # what is imported and opened once
+        pass
+    before, files = threads(), len(os.listdir("/proc/self/fd"))
+    with served(recording.workspace) as client:
+        client.login()
+        assert "page" in threads()
+    until(lambda: threads() <= before and len(os.listdir("/proc/self/fd")) <= files)
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = rf"^--watch = {port}: must be a free port, or 0 for any: another process listens there$"
+        with pytest.raises(ConfigError, match=said):
+            bind_page(PageOptions(port, port_option="--watch"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no such host"])
+def test_an_address_must_be_one_of_this_machine(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--host"):
+        bind_page(PageOptions(host=host))
+
+
+def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch) -> None:
+    from topotrain.comm.transport import tcp
+    from topotrain.tools.dashboard import page_server
+
+    def as_if_reached(host: str) -> tcp.ListenAddress:
+        found = tcp.local_address(host)
+        return tcp.ListenAddress(found.family, found.address, loopback=False)
+
+    monkeypatch.setattr(page_server, "local_address", as_if_reached)
+    bound = bind_page(PageOptions(host="127.0.0.1"))
+    with served_page(bound, [recording.workspace], QUICK) as url:
+        assert url.startswith("https://127.0.0.1:")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection(("127.0.0.1", bound.port)) as sock, context.wrap_socket(sock) as channel:
+            assert channel.version() == "TLSv1.3"
+            from hashlib import sha256
+
+            shown = sha256(channel.getpeercert(binary_form=True) or b"").hexdigest()
+            assert bound.fingerprint.replace(":", "").lower() == shown
+            path = PageClient(url).login_path
+            channel.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{bound.port}\r\n\r\n".encode())
+            answer = channel.recv(4096).decode()
+            assert "303" in answer.splitlines()[0] and "; secure" in answer.lower()
+        with socket.create_connection(("127.0.0.1", bound.port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert not plain.recv(4096).startswith(b"HTTP")

@@ -1,0 +1,276 @@
+"""Exports of a running job: real files, read back; slow and failing ones, which the job does not notice."""
+
+import json
+import math
+import sqlite3
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_history import events, step
+from wait_limit import ended_after
+
+import topotrain as tt
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.config.topology import layout
+from topotrain.core.events import Event, Notice, Output, Resized
+from topotrain.tools.exporters import export_thread, tensorboard_export
+from topotrain.tools.exporters.job_exports import JobExports
+from topotrain.tools.exporters.tracker_export import TrackerExport, load
+
+CALLS: list[tuple[Any, ...]] = []
+GO = threading.Event()
+
+
+class Remembers(tt.Tracker):
+    """A tracker that notes its calls."""
+
+    def start(self, job: Mapping[str, Any]) -> None:
+        CALLS.append(("start", dict(job)))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        CALLS.append(("log", step, dict(values)))
+
+    def end(self, code: int) -> None:
+        CALLS.append(("end", code))
+
+
+class Fails(Remembers):
+    """A tracker whose service is gone."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise ConnectionError("the service is gone")
+
+
+class Stands(Remembers):
+    """A tracker that waits until it is let go."""
+
+    def start(self, job: Mapping[str, Any]) -> None:
+        super().start(job)
+        GO.wait(60)
+
+
+class Other:
+    """No tracker."""
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This module is found by the name that the options give."""
+    monkeypatch.setitem(sys.modules, "remembering", sys.modules[__name__])
+    CALLS.clear()
+    GO.clear()
+    yield
+    GO.set()
+
+
+def exports(folder: Path, *logs: str, metrics: str = "", resumed: bool = False) -> JobExports:
+    cluster = Cluster(nworker_groups=2, server_worker_separate=True, workspace=str(folder))
+    job = Job(name="digits", cluster=cluster)
+    made = JobExports(job, logs, metrics, {})
+    made.begin(job, layout(cluster), resumed)
+    return made
+
+
+def run(made: JobExports, given: list[Event], code: int = 0) -> list[Notice]:
+    """Give the events of a job to its exports, from its start to its end."""
+    with closing(made), ended_after(60):
+        for event in given:
+            made(event)
+        made.end(code)
+        return made.notices()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None:
+    folder, began = tmp_path / "job", time.time() - 0.001
+    assert run(exports(folder, "jsonl"), [*events(), step("worker 0/0", 13, math.nan)]) == []
+    path = folder / "curves.jsonl"
+    found = lines(path)
+    assert all(list(line) == ["time", "step", "process", "name", "value"] for line in found)
+    assert [line["time"] for line in found] == sorted(line["time"] for line in found)
+    assert began <= found[0]["time"] <= time.time()
+    losses = [
+        (line["step"], line["value"]) for line in found if (line["process"], line["name"]) == ("worker 0/0", "loss")
+    ]
+    assert losses == [*((number, 0.75) for number in range(1, 13)), (13, None)]
+    logged = [line for line in found if line["name"].startswith("log:")]
+    assert [(line["step"], line["process"], line["value"]) for line in logged] == [(12, "worker 0/0", 0.5)]
+    assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_named_file_and_two_exports_at_once(tmp_path: Path) -> None:
+    made = exports(tmp_path / "job", f"jsonl:{tmp_path / 'a' / 'curves'}", "python:remembering:Remembers")
+    assert run(made, events(2), 3) == []
+    assert lines(tmp_path / "a" / "curves") and CALLS[-1] == ("end", 3)
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_lines_of_a_job_that_goes_on_follow_the_earlier_ones(tmp_path: Path) -> None:
+    for resumed in (False, False, True):
+        run(exports(tmp_path, "jsonl", resumed=resumed), events(2))
+    found = [line for line in lines(tmp_path / "curves.jsonl") if line["process"].startswith("worker")]
+    losses = [line["step"] for line in found if line["name"] == "loss"]
+    assert sorted(losses.count(number) for number in (1, 2)) == [4, 4]
+
+
+def test_workers_that_join_have_curves(tmp_path: Path) -> None:
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, workspace=str(tmp_path))
+    job = Job(name="digits", cluster=cluster)
+    made = JobExports(job, ["jsonl"], "", {})
+    made.begin(job, layout(cluster))
+    run(made, [step("worker 0/1", 1), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
+    assert {line["process"] for line in lines(tmp_path / "curves.jsonl") if line["name"] == "staleness_max"} == {
+        "worker 0/1",
+        "worker 0/2",
+    }
+
+
+def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
+    began = time.time()
+    assert run(exports(tmp_path, "tensorboard"), events()) == []
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    tags = set(found.Tags()["scalars"])
+    assert tags >= {f"{name}/worker 1/0" for name in ("loss", "staleness_mean", "staleness_p95", "staleness_max")}
+    assert tags >= {"loss/group 0", "loss/group 1", 'log/accuracy "of" all/worker 0/0', "memory_bytes/server 0/0"}
+    loss = found.Scalars("loss/worker 1/0")
+    assert [(point.step, point.value) for point in loss] == [(number, 0.75) for number in range(1, 13)]
+    assert began <= loss[0].wall_time <= loss[-1].wall_time <= time.time()
+
+
+def test_a_tracker_gets_the_job_its_values_and_its_end(tmp_path: Path) -> None:
+    assert run(exports(tmp_path, "python:remembering:Remembers"), events(), 1) == []
+    assert (CALLS[0][0], CALLS[0][1]["name"], CALLS[0][1]["framework"]) == (
+        "start",
+        "digits",
+        "Downpour (asynchronous)",
+    )
+    assert CALLS[0][1]["workspace"] == str(tmp_path) and "nworker_groups: 2" in CALLS[0][1]["block"]
+    assert CALLS[-1] == ("end", 1)
+    steps = [call[1] for call in CALLS if call[0] == "log"]
+    assert steps == sorted(steps) and steps[-1] == 12
+    whole = {name: value for call in CALLS if call[0] == "log" for name, value in call[2].items()}
+    assert whole["loss/group 1"] == 0.75 and whole["staleness_p95/worker 0/0"] == 3.0
+
+
+def test_a_step_that_is_behind_counts_as_the_last_one(tmp_path: Path) -> None:
+    given: list[Event] = [*events(1), step("worker 0/0", 9), step("worker 1/0", 4), step("worker 1/0", 5)]
+    run(exports(tmp_path, "python:remembering:Remembers"), given)
+    steps = [call[1] for call in CALLS if call[0] == "log"]
+    assert steps == sorted(steps) and steps[-1] == 9
+
+
+def test_a_tracker_that_fails_is_said_once_and_its_job_goes_on(tmp_path: Path) -> None:
+    made = exports(tmp_path, "python:remembering:Fails", "jsonl")
+    (notice,) = run(made, events())
+    assert notice == Notice(
+        "launcher",
+        "--log python:remembering:Fails has failed: ConnectionError: the service is gone; the job continues without it",
+    )
+    assert made.notices() == []
+    assert [call[0] for call in CALLS] == ["start"]
+    assert len(lines(tmp_path / "curves.jsonl")) > 12
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (notice,) = run(exports(tmp_path, f"jsonl:{tmp_path / 'file' / 'x'}"), events())
+    assert "--log jsonl:" in notice.text and "File exists" in notice.text
+
+
+def test_a_tracker_that_stands_still_costs_the_job_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_thread, "MOST_WAITING", 100)
+    made = exports(tmp_path, "python:remembering:Stands")
+    with closing(made), ended_after(60):
+        for number in range(1, 1001):
+            made(step("worker 0/0", number))
+            made(Output("worker 0/0", "stdout", "not exported\n"))
+        GO.set()
+        made.end(0)
+        (notice,) = made.notices()
+    assert CALLS[-1] == ("end", 0)
+    dropped = int(notice.text.split(" events")[0].rsplit(" ", 1)[1])
+    assert "was too slow" in notice.text and 900 <= dropped <= 901
+
+
+def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_thread, "END_S", 0.1)
+    (notice,) = run(exports(tmp_path, "python:remembering:Stands"), events())
+    assert notice.text.endswith("is left behind")
+
+
+def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
+    made = exports(tmp_path, metrics="0")
+    with closing(made), ended_after(60):
+        for event in events():
+            made(event)
+        text = ""
+        while 'topotrain_worker_steps_total{group="0",process="worker 0/0"} 12.0' not in text:
+            with urllib.request.urlopen(made.url, timeout=10) as answer:
+                text = answer.read().decode()
+        made.end(0)
+        assert made.notices() == []
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(made.url, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("value", "accepted"),
+    [
+        ("wandb", r"must be tensorboard\[:DIR\], jsonl\[:FILE\] or python:MODULE:CLASS"),
+        ("", "must be tensorboard"),
+        ("python", "must be python:MODULE:CLASS"),
+        ("python:remembering", "must be python:MODULE:CLASS"),
+        ("python:../x:Y", "must be python:MODULE:CLASS"),
+        ("python:remembering:Missing", "cannot be made: AttributeError"),
+        ("python:no_such_module:Y", "cannot be made: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("python:remembering:Other", "must name a subclass of tt.Tracker"),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, value: str, accepted: str) -> None:
+    with pytest.raises(ConfigError, match=f"--log.*{accepted}"):
+        exports(tmp_path, value)
+
+
+def test_the_same_export_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        exports(tmp_path, "jsonl", "jsonl")
+
+
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard_export, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[tensorboard\]'"):
+        exports(tmp_path, "tensorboard")
+
+
+def test_nothing_is_written_before_the_job_starts(tmp_path: Path) -> None:
+    with closing(exports(tmp_path / "job", "jsonl", "tensorboard")) as made:
+        made.end(1)
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_base_class_alone_is_a_tracker(tmp_path: Path) -> None:
+    export = TrackerExport(load("--log", "x", "topotrain:Tracker"))
+    export.tracker.log(1, {"loss": 1.0})
+
+
+def test_the_example_for_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    made = exports(tmp_path, "python:examples.track_sqlite:Sqlite")
+    assert run(made, events()) == []
+    with closing(sqlite3.connect(tmp_path / "curves.sqlite")) as file:
+        assert file.execute("select code from ends where job = 'digits'").fetchall() == [(0,)]
+        rows = file.execute("select distinct value from curves where name = 'loss/group 0'").fetchall()
+    assert rows == [(0.75,)]

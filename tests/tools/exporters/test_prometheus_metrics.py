@@ -1,0 +1,191 @@
+"""The metrics of a job: served over HTTP, read by Prometheus' own parser; the dashboard and the page name them."""
+
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from sample_history import sampled
+
+from topotrain.config.job import ConfigError
+from topotrain.tools.exporters import metrics_server, prometheus_metrics
+from topotrain.tools.exporters.metrics_server import MetricsExport, parse_address
+from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
+
+ROOT = Path(__file__).parents[3]
+TOKEN = "0123456789abcdef"
+
+
+@contextmanager
+def served(text: str = "0", token: str = "") -> "Iterator[MetricsExport]":
+    environ = {metrics_server.VARIABLE: token} if token else {}
+    with closing(MetricsExport(parse_address(text, environ))) as export:
+        export.start(sampled(), resumed=False)
+        yield export
+
+
+def fetch(url: str, **headers: str) -> tuple[int, str, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return answer.status, answer.read().decode(), answer.headers["Content-Type"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers["Content-Type"]
+
+
+def values(text: str) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_prometheus_reads_the_figures_of_a_job() -> None:
+    with served() as export:
+        code, text, kind = fetch(export.url)
+    assert code == 200 and kind.startswith("text/plain; version=")
+    found = values(text)
+    assert found["topotrain_worker_steps_total", "worker 0/0", "0"] == 12
+    assert found["topotrain_worker_loss", "worker 1/0", "1"] == 0.75
+    assert found["topotrain_worker_staleness_p95_versions", "worker 1/0", "1"] == 3
+    assert found["topotrain_worker_logged_value", "worker 0/0", "0", 'accuracy "of" all'] == 0.5
+    assert found["topotrain_process_memory_bytes", "server 0/0", "0"] == 5_000_000
+    assert found["topotrain_server_updates_total", "server 0/0", "0"] == 30
+    assert found["topotrain_job_info", "digits", "Downpour"] == 1
+    assert found["topotrain_job_running",] == 1
+    assert found["topotrain_job_incidents_total",] == 4
+    assert found["topotrain_job_steps_total",] == 12
+    assert found["topotrain_job_progress_ratio",] == 0.25
+    states = {name: value for name, value in found.items() if name[0] == "topotrain_process_state"}
+    assert states["topotrain_process_state", "worker 0/0", "0", "computes"] == 1
+    assert sum(states.values()) == 3 and len(states) == 3 * len(STATES)
+
+
+def test_every_metric_has_help_and_its_type() -> None:
+    text = exposition(sampled().summary()).body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for metric in ALL:
+        family = families[metric.name.removesuffix("_total")]
+        assert family.documentation == metric.help and metric.help.endswith(".")
+        assert family.type == ("counter" if metric.is_counter else "gauge")
+    assert len(families) == len(ALL)
+
+
+def test_what_is_not_known_yet_is_left_out() -> None:
+    text = exposition({}).body.decode()
+    assert {name for name, *_ in values(text)} == {
+        "topotrain_job_info",
+        "topotrain_job_running",
+        "topotrain_job_incidents_total",
+    }
+
+
+def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
+    with served() as export:
+        _, text, kind = fetch(export.url, Accept="application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
+
+
+def test_requests_see_the_last_state_of_the_job() -> None:
+    with served() as export:
+        export.update(sampled(steps=40))
+        assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "worker 0/0", "0"] == 40
+
+
+def test_a_page_of_another_site_is_refused() -> None:
+    with served() as export:
+        assert fetch(export.url, Host="evil.example:80")[:2] == (403, "this address is for this machine only\n")
+        port = export.url.rpartition(":")[2].partition("/")[0]
+        assert fetch(export.url, Host=f"localhost:{port}")[0] == 200
+        assert fetch(export.url.replace("/metrics", "/other"))[:2] == (404, "the metrics are at /metrics\n")
+        assert fetch(export.url.replace("/metrics", "/../metrics"))[0] == 404
+
+
+def test_an_address_for_other_machines_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match=r"--metrics.*0\.0\.0\.0:0.*TOPOTRAIN_METRICS_TOKEN"):
+        parse_address("0.0.0.0:0", {})
+    with served("0.0.0.0:0", TOKEN) as export:
+        url = export.url.replace("0.0.0.0", "127.0.0.1")
+        assert fetch(url)[0] == 401
+        assert fetch(url, Authorization="Bearer " + TOKEN[:-1])[0] == 401
+        assert fetch(url, Authorization="Bearer ä")[0] == 401
+        assert fetch(url, Authorization=f"Bearer {TOKEN}", Host="gpu7")[0] == 200
+    with pytest.raises(ConfigError, match="at least 16 characters"):
+        parse_address("0", {metrics_server.VARIABLE: "short"})
+
+
+@pytest.mark.parametrize("text", ["", "x", ":1", "70000", "1.5", "localhost:", "-1", "１２"])
+def test_a_wrong_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics.*must be PORT or ADDRESS:PORT"):
+        parse_address(text, {})
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--metrics.*127\.0\.0\.1:{port}.*already in use"):
+            MetricsExport(parse_address(str(port), {}))
+
+
+def test_ipv6_and_names_of_this_machine() -> None:
+    with served("localhost:0") as export:
+        assert fetch(export.url)[0] == 200
+    if socket.has_ipv6:
+        try:
+            with served("[::1]:0") as export:
+                assert fetch(export.url)[0] == 200 and "[::1]" in export.url
+        except ConfigError as error:
+            pytest.skip(f"no loopback of IPv6: {error}")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[metrics\]'"):
+        parse_address("9400", {})
+
+
+# ---- who names them --------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"\btopotrain_[a-z0-9_]+")
+
+
+def expressions(value: Any) -> Iterator[str]:
+    """The texts of a dashboard in which metrics are named."""
+    if isinstance(value, dict):
+        yield from (each for key in ("expr", "query") if isinstance(each := value.get(key), str))
+    if isinstance(value, dict | list):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from expressions(inside)
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    dashboard = json.loads((ROOT / "examples/grafana/topotrain.json").read_text())
+    named = {name for text in expressions(dashboard) for name in _NAME.findall(text)}
+    known = {metric.name for metric in ALL}
+    assert named <= known
+    # Each panel has its own, and those that no panel needs are few.
+    assert all(any(expressions(panel)) for panel in dashboard["panels"])
+    assert known - named <= {
+        "topotrain_job_elapsed_seconds",
+        "topotrain_job_loss",
+        "topotrain_job_running",
+        "topotrain_worker_steps_total",
+    }
+    asked = set(re.findall(r'state=~"([^"]+)"', "".join(expressions(dashboard)))[0].split("|"))
+    assert asked <= set(STATES)
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_page_has_every_metric() -> None:
+    text = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(topotrain_[a-z0-9_]+)` \| .* \| (.+?) \|$", text, re.MULTILINE))
+    assert rows == {metric.name: metric.help for metric in prometheus_metrics.ALL}

@@ -1,0 +1,52 @@
+"""New points of a job's curves, in the order of time."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from topotrain.tools.recording.job_history import JobHistory
+
+_LEFT_OUT = ("bytes_per_s",)
+"""Of these curves there is one for each pair of processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A value of a curve.
+
+    time: seconds since 1970. process: a worker, a server or a group, or "job". name: such as "loss" or "log:accuracy".
+    value: NaN for any number that is not finite.
+    """
+
+    time: float
+    step: int
+    process: str
+    name: str
+    value: float
+
+    @property
+    def tag(self) -> str:
+        """The name of the curve, such as "loss/group 0": tools show equal beginnings together."""
+        return f"{self.name.replace(':', '/')}/{self.process}"
+
+
+class CurveReader:
+    """Reads from a history the points that have come since the last call."""
+
+    def __init__(self) -> None:
+        self._cursor = 0
+
+    def read(self, history: JobHistory) -> list[CurvePoint]:
+        """Return the new points."""
+        delta = history.since(self._cursor)
+        self._cursor = delta["cursor"]
+        return sorted(self._points(delta), key=lambda point: point.time)
+
+    def _points(self, delta: dict[str, Any]) -> Iterator[CurvePoint]:
+        started = delta["job"]["started"]
+        for series in delta["series"]:
+            if series["metric"] not in _LEFT_OUT:
+                for at, step, value in series["points"]:
+                    number = math.nan if value is None else float(value)
+                    yield CurvePoint(started + at, int(step), series["of"], series["metric"], number)

@@ -1,0 +1,114 @@
+"""The exports of a job that the options `--log` and `--metrics` ask for."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Topology, layout
+from topotrain.core.events import Event, Notice, Resized
+from topotrain.launch.recovery.resize import resized
+from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
+from topotrain.tools.exporters.export_thread import Export, ExportThread
+from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.recorded_lines import RecordingHeader
+
+LOG = "--log"
+_ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A job that has begun, with its present layout."""
+
+    job: Job
+    topology: Topology
+    header: RecordingHeader
+
+    def after(self, event: Resized) -> "_Begun":
+        topology = layout(resized(self.topology.cluster, event.workers), self.topology.hosts)
+        return _Begun(self.job, topology, header_of(self.job, topology, self.header.started, self.header.resumed))
+
+
+class JobExports:
+    """All exports of a job; a listener of its events.
+
+    Args:
+        job: the job.
+        logs: the values of `--log`.
+        metrics: the value of `--metrics`, or "".
+        environ: the environment.
+
+    Raises:
+        ConfigError: an option is wrong, or its library is missing.
+    """
+
+    def __init__(self, job: Job, logs: Sequence[str], metrics: str, environ: Mapping[str, str]) -> None:
+        self._exports: dict[str, Export] = {}
+        self._threads: list[ExportThread] = []
+        self._closing = ExitStack()
+        self._begun: _Begun | None = None
+        self.url = ""
+        """Where the metrics are; "" without them."""
+        for value in logs:
+            name = f"{LOG} {value}"
+            if name in self._exports:
+                raise ConfigError(LOG, value, "is given twice")
+            self._exports[name] = _export(value, Path(job.workspace))
+        if metrics:
+            served = metrics_server.MetricsExport(metrics_server.parse_address(metrics, environ))
+            self._closing.callback(served.close)
+            self.url = served.url
+            self._exports[f"{metrics_server.OPTION} {metrics}"] = served
+
+    def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
+        """Name the job. Before its first event nothing is written: the workspace may be that of another one.
+
+        resumed: it goes on from a snapshot.
+        """
+        self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
+
+    def __call__(self, event: Event) -> None:
+        """Take an event of the job."""
+        begun = self._begun
+        if begun is None:
+            return
+        if not self._threads:
+            self._threads = [ExportThread(name, export, begun.header) for name, export in self._exports.items()]
+        given: list[Event | RecordingHeader] = [event]
+        if isinstance(event, Resized):
+            self._begun = begun.after(event)
+            given.append(self._begun.header)
+        for thread in self._threads:
+            for each in given:
+                thread.put(each)
+
+    def notices(self) -> list[Notice]:
+        """Return what the user should know about the exports, once."""
+        return [notice for thread in self._threads for notice in thread.notices()]
+
+    def end(self, code: int) -> None:
+        """Let all exports write what is left; code: the exit code of the job."""
+        for thread in self._threads:
+            thread.end(code)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._closing.close()
+
+
+def _export(value: str, workspace: Path) -> Export:
+    kind, _, words = value.partition(":")
+    match kind:
+        case "tensorboard":
+            if not tensorboard_export.is_installed():
+                raise ConfigError(LOG, value, tensorboard_export.MISSING)
+            return tensorboard_export.TensorBoardExport(Path(words) if words else workspace / tensorboard_export.FOLDER)
+        case "jsonl":
+            return jsonl_export.JsonLinesExport(Path(words) if words else workspace / jsonl_export.FILE)
+        case "python":
+            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
+        case _:
+            raise ConfigError(LOG, value, _ACCEPTED)

@@ -1,0 +1,55 @@
+"""`--log jsonl`: the curves of a job as lines of JSON.
+
+A line is one value: {"time": 1765000000.5, "step": 12, "process": "group 0", "name": "loss", "value": 0.25}.
+A value that is not finite is null.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from topotrain.config.private_files import make_folder, open_file
+from topotrain.tools.exporters.curve_points import CurvePoint, CurveReader
+from topotrain.tools.recording.job_history import JobHistory
+
+FILE = "curves.jsonl"
+
+
+class JsonLinesExport:
+    """Writes each point of a curve as a line.
+
+    Args:
+        path: of the file, which is made for this user alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._reader = path, CurveReader()
+
+    def start(self, history: JobHistory, resumed: bool) -> None:
+        """As `Export.start`."""
+        make_folder(self._path.parent)
+        # The curves of a job that goes on follow those of its earlier start.
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)
+        self._file = os.fdopen(open_file(self._path, flags), "w", encoding="utf-8")
+
+    def update(self, history: JobHistory) -> None:
+        """As `Export.update`."""
+        self._file.writelines(map(_line, self._reader.read(history)))
+        # A reader follows the file while the job runs.
+        self._file.flush()
+
+    def end(self, code: int) -> None:
+        """As `Export.end`."""
+        self._file.close()
+
+
+def _line(point: CurvePoint) -> str:
+    data = {
+        "time": round(point.time, 3),
+        "step": point.step,
+        "process": point.process,
+        "name": point.name,
+        "value": point.value if math.isfinite(point.value) else None,
+    }
+    return json.dumps(data) + "\n"

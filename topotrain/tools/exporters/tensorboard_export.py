@@ -1,0 +1,52 @@
+"""`--log tensorboard`: the curves of a job as event files of TensorBoard.
+
+They are written as torch's `SummaryWriter` does it, by TensorBoard's own writer: the launcher does not load torch.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from topotrain.config.private_files import make_folder
+from topotrain.tools.exporters.curve_points import CurveReader
+from topotrain.tools.recording.job_history import JobHistory
+
+FOLDER = "tensorboard"
+MISSING = "needs tensorboard: pip install 'topotrain[tensorboard]'"
+
+
+def is_installed() -> bool:
+    """Whether TensorBoard is there."""
+    return find_spec("tensorboard") is not None
+
+
+class TensorBoardExport:
+    """Writes each point of a curve as a scalar.
+
+    Args:
+        folder: of the event files, for `tensorboard --logdir`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._reader = folder, CurveReader()
+
+    def start(self, history: JobHistory, resumed: bool) -> None:
+        """As `Export.start`."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        make_folder(self._folder)
+        self._writer = EventFileWriter(str(self._folder))
+
+    def update(self, history: JobHistory) -> None:
+        """As `Export.update`."""
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in self._reader.read(history):
+            value = Summary.Value(tag=point.tag, simple_value=point.value)
+            self._writer.add_event(Record(wall_time=point.time, step=point.step, summary=Summary(value=[value])))
+        # Its own thread writes to the disk every two minutes only.
+        self._writer.flush()
+
+    def end(self, code: int) -> None:
+        """As `Export.end`."""
+        self._writer.close()
