@@ -155,7 +155,7 @@ export class MapView {
     if (!this._geometry || !this._view || this._t === undefined) return;
     const { width, height, curves } = this._geometry;
     const { connections } = this._view;
-    this._traffic = connections.map((one) => this._view.trafficAt(one, this._t));
+    this._traffic = this._view.trafficAt(this._t);
     const most = this._mostTraffic();
     const classes = new Map();
     const keys = connections.map((one, index) => {
