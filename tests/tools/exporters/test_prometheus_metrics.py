@@ -44,8 +44,9 @@ def fetch(url: str, **headers: str) -> tuple[int, str, str]:
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
+    """The values by name and labels, in the order of the labels' names."""
     return {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -56,19 +57,19 @@ def test_prometheus_reads_the_figures_of_a_job() -> None:
         code, text, kind = fetch(export.url)
     assert code == 200 and kind.startswith("text/plain; version=")
     found = values(text)
-    assert found["topotrain_worker_steps_total", "worker 0/0", "0"] == 12
-    assert found["topotrain_worker_loss", "worker 1/0", "1"] == 0.75
-    assert found["topotrain_worker_staleness_p95_versions", "worker 1/0", "1"] == 3
-    assert found["topotrain_worker_logged_value", "worker 0/0", "0", 'accuracy "of" all'] == 0.5
-    assert found["topotrain_process_memory_bytes", "server 0/0", "0"] == 5_000_000
-    assert found["topotrain_server_updates_total", "server 0/0", "0"] == 30
-    assert found["topotrain_job_info", "digits", "Downpour"] == 1
+    assert found["topotrain_worker_steps_total", "0", "worker 0/0"] == 12
+    assert found["topotrain_worker_loss", "1", "worker 1/0"] == 0.75
+    assert found["topotrain_worker_staleness_p95_versions", "1", "worker 1/0"] == 3
+    assert found["topotrain_worker_logged_value", "0", 'accuracy "of" all', "worker 0/0"] == 0.5
+    assert found["topotrain_process_memory_bytes", "0", "server 0/0"] == 5_000_000
+    assert found["topotrain_server_updates_total", "0", "server 0/0"] == 30
+    assert found["topotrain_job_info", "Downpour", "digits"] == 1
     assert found["topotrain_job_running",] == 1
     assert found["topotrain_job_incidents_total",] == 4
     assert found["topotrain_job_steps_total",] == 12
     assert found["topotrain_job_progress_ratio",] == 0.25
     states = {name: value for name, value in found.items() if name[0] == "topotrain_process_state"}
-    assert states["topotrain_process_state", "worker 0/0", "0", "computes"] == 1
+    assert states["topotrain_process_state", "0", "worker 0/0", "computes"] == 1
     assert sum(states.values()) == 3 and len(states) == 3 * len(STATES)
 
 
@@ -100,7 +101,7 @@ def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
 def test_requests_see_the_last_state_of_the_job() -> None:
     with served() as export:
         export.update(sampled(steps=40))
-        assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "worker 0/0", "0"] == 40
+        assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "0", "worker 0/0"] == 40
 
 
 def test_a_page_of_another_site_is_refused() -> None:
