@@ -1,4 +1,4 @@
-"""Packages that nothing else imports can be deleted: automatic placement, and TensorFlow's client session.
+"""Packages that nothing else imports can be deleted: automatic placement, TensorFlow's client session, exports.
 
 A test masks the modules of one package, as if its folder were deleted, in a process that has imported torch and forgets
 the package.
@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
+    "tools/exporters": {"tools/cli/export_arguments.py", "tools/monitor/monitored_run.py", "__init__.py"},
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -70,9 +71,29 @@ for name in ("minimize", "TrainOp"):
 """
 
 
+EXPORTS = """
+from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.export_arguments import exports_of
+
+with exports_of(Job(), [], "") as none:
+    assert none is None
+for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
+    try:
+        with exports_of(Job(), logs, metrics):
+            raise AssertionError("was not refused")
+    except ConfigError as error:
+        assert option in str(error) and "needs topotrain.tools.exporters" in str(error), error
+"""
+
+
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    ("package", "then"), [("parallel/auto_placement", PLACEMENT), ("compat/tensorflow/session", SESSION)]
+    ("package", "then"),
+    [
+        ("parallel/auto_placement", PLACEMENT),
+        ("compat/tensorflow/session", SESSION),
+        ("tools/exporters", EXPORTS),
+    ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:
     code, out = run_without_package(warm_at, MASK + then, package)
