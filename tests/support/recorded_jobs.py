@@ -139,23 +139,28 @@ def recordings(draw: st.DrawFn, most: int = 40) -> list[TimedEvent]:
     return found
 
 
-def day(workers: int, seconds: float) -> Iterator[tuple[float, Event]]:
-    """The events of a job with so many workers and a server for each four, as its processes send them."""
-    servers = max(1, workers // 4)
-    peers = {f"server 0/{k}": 0 for k in range(servers)}
-    ticks = int(seconds * 4)
+def day(workers: int, seconds: float, every_s: float = 0.5) -> Iterator[tuple[float, Event]]:
+    """The events of a job with so many workers and a server for each three, as its processes send them."""
+    servers = [f"server 0/{k}" for k in range(servers_of(workers))]
+    ticks = int(seconds / every_s)
     for tick in range(ticks):
-        at = tick / 4
+        at, count = tick * every_s, tick * 12
+        seldom = tick % max(1, round(1 / every_s)) == 0
         for index in range(workers):
             who = f"worker {index}/0"
             known = {"waited_s": at / 9, "progress": tick / ticks, "epoch": tick * 9 // ticks}
-            yield at, step(who, at + 0.1, tick * 12, 1.0 / (tick + 1), own_s=0.02, threads=1, **known)
-            if tick % 4 == 0:
+            yield at, step(who, at + 0.1, count, 1.0 / (tick + 1), own_s=0.02, threads=1, **known)
+            if seldom:
                 yield at, events.Resources(who, 4000 + index, 10**9 + tick, at)
-                yield at, events.Traffic(who, dict.fromkeys(peers, tick * 123457))
-                yield at, events.Logged(who, at, tick * 12, {"accuracy": 0.5})
-        for index in range(servers) if tick % 4 == 0 else ():
-            yield at, events.ServerLoad(f"server 0/{index}", tick * workers, tick * workers, at / 3)
-            yield at, events.Resources(f"server 0/{index}", 5000 + index, 10**9 + tick, at)
-        if tick % 1200 == 0:
-            yield at, events.Saved("server 0/0", tick // 1200, tick * 12, "work/manifests/step", "time")
+                yield at, events.Traffic(who, {name: tick * 123_457 for name in servers})
+                yield at, events.Logged(who, at, count, {"accuracy": 0.5})
+        for index, who in enumerate(servers if seldom else ()):
+            yield at, events.ServerLoad(who, count * workers, count * workers, at / 3)
+            yield at, events.Resources(who, 5000 + index, 10**9 + tick, at)
+        if tick % 600 == 0:
+            yield at, events.Saved("server 0/0", tick // 600, count, "work/manifests/step", "time")
+
+
+def servers_of(workers: int) -> int:
+    """The number of servers of `day`."""
+    return max(1, workers // 3)

@@ -68,7 +68,13 @@ class Launcher:
         self.forkservers = 0
 
     def __call__(
-        self, forkserver: str, profile: int, resume: str = "", outlet: object = None, shared: object = None
+        self,
+        forkserver: str,
+        profile: int,
+        resume: str = "",
+        outlet: object = None,
+        shared: object = None,
+        watch: object = None,
     ) -> "Launcher":
         self.profiles.append(profile)
         return self

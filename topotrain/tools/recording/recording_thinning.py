@@ -109,7 +109,10 @@ def thinned(lines: Sequence[RecordedLine], room: int) -> list[int]:
     events = _bounded([line for line in lines if line.key is None], room // _EVENTS_SHARE)
     samples = [line for line in lines if line.key is not None]
     left = room - sum(line.size for line in events)
-    fixed = _fixed(samples)
+    fixed = _fixed(samples, RATE_S)
+    if sum(line.size for line in samples if line.index in fixed) > left // 2:
+        # So many processes that only the last two of each fit.
+        fixed = _fixed(samples, 0.0)
     recent = left // 2
     for line in reversed(samples):
         recent -= line.size
@@ -127,8 +130,11 @@ def thinned(lines: Sequence[RecordedLine], room: int) -> list[int]:
     return sorted(line.index for line in (*events, *samples))
 
 
-def _fixed(samples: Sequence[RecordedLine]) -> set[int]:
-    """Return the indices of samples that are kept whatever their age is."""
+def _fixed(samples: Sequence[RecordedLine], window_s: float) -> set[int]:
+    """Return the indices of samples that are kept whatever their age is.
+
+    window_s: how long before the last one of a process.
+    """
     of_key: dict[_Key, list[RecordedLine]] = {}
     for line in samples:
         assert line.key is not None
@@ -143,7 +149,7 @@ def _fixed(samples: Sequence[RecordedLine]) -> set[int]:
         # One more than those of the window: a rate needs a sample before.
         for line in reversed(same[:-1]):
             found.add(line.index)
-            if line.at < last - RATE_S:
+            if line.at < last - window_s:
                 break
     return found
 
