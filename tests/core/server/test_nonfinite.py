@@ -8,7 +8,6 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
