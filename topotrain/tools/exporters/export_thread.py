@@ -23,7 +23,10 @@ class Export(Protocol):
     """Passes the history of a job on to another tool, on a thread of its own."""
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """Begin; the history has the job and no events yet. resumed: the job goes on from a snapshot."""
+        """Begin; the history has the job and no events yet.
+
+        resumed: the job goes on from a snapshot.
+        """
         ...
 
     def update(self, history: JobHistory) -> None:
