@@ -105,9 +105,11 @@ def _export(value: str, workspace: Path) -> Export:
         case "tensorboard":
             if not tensorboard_export.is_installed():
                 raise ConfigError(LOG, value, tensorboard_export.MISSING)
-            return tensorboard_export.TensorBoardExport(Path(words) if words else workspace / tensorboard_export.FOLDER)
+            folder = Path(words) if words else workspace / tensorboard_export.FOLDER
+            return tensorboard_export.TensorBoardExport(folder, private=not words)
         case "jsonl":
-            return jsonl_export.JsonLinesExport(Path(words) if words else workspace / jsonl_export.FILE)
+            file = Path(words) if words else workspace / jsonl_export.FILE
+            return jsonl_export.JsonLinesExport(file, private=not words)
         case "python":
             return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
         case _:
