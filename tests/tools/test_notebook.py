@@ -6,16 +6,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
+import pexpect
 import pytest
 import torch
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
 from topotrain.launch import fork_safety
+from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.notebook import job_of
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +65,11 @@ def die(step):
 
 
 @contextmanager
-def session(folder: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+def session(
+    folder: Path, *words: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator["subprocess.Popen[str]"]:
     """An interpreter that reads what is typed, as `python -i`."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     environ.pop("OMP_NUM_THREADS", None)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-i", "-q", "-c", "", str(folder), *words]
@@ -116,6 +121,55 @@ print("total", report["metrics"]["total"], report["program"], seen, len(report["
     assert "training again" in out
     assert (tmp_path / "died").exists()
     assert left(tmp_path, process.pid) == []
+
+
+@pytest.mark.journey
+def test_on_a_terminal_there_is_a_table_although_the_workers_are_forks(tmp_path: Path) -> None:
+    call = f"report = tt.notebook_launch(make(2, 3), 'reduce: kSum cluster {{ {CLUSTER} workspace: \"w\" }}')"
+    program = tmp_path / "terminal.py"
+    program.write_text(f"{BEGIN}\n{call}\nprint('total', report['metrics']['total'])\n")
+    environ = {name: value for name, value in os.environ.items() if name not in ("CI", "OMP_NUM_THREADS", *NOTEBOOK)}
+    environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    shown = pexpect.spawn(sys.executable, [str(program)], cwd=str(tmp_path), env=environ, encoding="utf-8", timeout=120)
+    shown.expect_exact("elapsed 0:")
+    shown.expect_exact("total 288.0")
+    shown.expect_exact(pexpect.EOF)
+    shown.close()
+    assert shown.exitstatus == 0
+    assert left(tmp_path, 0) == []
+
+
+@pytest.mark.journey
+def test_in_a_notebook_a_long_wait_is_a_line_and_nothing_is_drawn_again(tmp_path: Path) -> None:
+    text = f"""
+from topotrain.tools.monitor.progress import longest_wait
+longest_wait.FIRST_S = 1.0
+def die(step):
+    if step == 0 and tt.rank() == 0 and not os.path.exists("released"):
+        import time
+        while not os.path.exists("released"):
+            time.sleep(0.05)
+report = tt.notebook_launch(make(2, 1), 'reduce: kSum cluster {{ {CLUSTER} workspace: "w" }}')
+print("total", report["metrics"]["total"], flush=True)
+"""
+    environment = {"JPY_SESSION_NAME": "a.ipynb", "FORCE_COLOR": "1"}
+    with session(tmp_path, environment=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(typed(BEGIN) + typed(text))
+        process.stdin.flush()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "waiting for the first step of worker 0/0" in line:
+                (tmp_path / "released").touch()
+            if line.startswith("total"):
+                break
+        out, err = process.communicate(timeout=120)
+    text = "".join(lines)
+    assert lines[-1] == "total 96.0\n", text + out + err
+    assert "topotrain: waiting for the first step of worker 0/0" in text
+    assert "epoch 1  done 100 %  ETA 0:00" in text
+    assert "\x1b" not in text
 
 
 @pytest.mark.journey

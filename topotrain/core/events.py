@@ -584,6 +584,22 @@ class Slices(Event):
 
 
 @event
+class Traveled(Event):
+    """A message of a step that is under way, in a job whose messages are slowed down.
+
+    who, to: its sender and its receiver, which reports it. what: its kind in a word, such as "push" or "mean".
+    step: counted from 1. Between server groups it is the number of the exchange of this bucket.
+    bucket: -1: the message is about no bucket, or about all buckets of a server.
+    """
+
+    who: str
+    to: str
+    what: str
+    step: int
+    bucket: int
+
+
+@event
 class Tabled(Event):
     """A server's part of a table at the end. bytes: values, optimizer state, index."""
 

@@ -61,6 +61,17 @@ class Endpoint(Protocol):
         ...
 
 
+class DeliveryObserver(Protocol):
+    """Observes the messages that reach the endpoints of a process."""
+
+    def on_delivery(self, sender: Address, to: Address, message: "Message") -> None:
+        """Note a message that is about to be handled; on the thread that has read it.
+
+        Each message is handled when this returns. So it delays the later messages of the same connection, too.
+        """
+        ...
+
+
 class MessageSender(Protocol):
     """Sends the messages of one endpoint."""
 

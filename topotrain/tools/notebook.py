@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from topotrain.launch.function_launcher import FunctionLauncher
 from topotrain.launch.runtime.event_records import is_silenced, record
 from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
-from topotrain.tools.monitor.progress_display import progress
+from topotrain.tools.monitor.progress.chosen_display import checked, progress
 from topotrain.tools.monitor.result_tables import console, summary
 
 _FILES = (".conf", ".yaml", ".yml")
@@ -47,9 +48,17 @@ def notebook_launch(
     whole = replace(job_of(job), program=f"{name}()", args=())
     topology = layout(whole.cluster)
     report, terminal = Report(whole, topology), console()
-    with recording(whole, topology, whole.resume) as recorded, progress(topology, terminal, quiet) as shown:
+    shown = progress(topology, terminal, quiet)
+    begun = False
+    with recording(whole, topology, whole.resume) as recorded, ExitStack() as display:
 
         def on_event(event: Event) -> None:
+            nonlocal begun
+            if not begun:
+                # Not before the first event: a display has threads, and the job's processes are forks of this one.
+                begun = True
+                display.enter_context(shown)
+                display.enter_context(checked(shown))
             report(event)
             for each in (event, *recorded.notices()):
                 record(each)

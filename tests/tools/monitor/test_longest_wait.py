@@ -21,8 +21,9 @@ from topotrain.core.events import (
     StepDone,
     Waits,
 )
-from topotrain.tools.monitor.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
-from topotrain.tools.monitor.progress_display import LiveTable, PlainProgress, QuietProgress
+from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
+from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 
 CLUSTER = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
 TOPOLOGY = layout(CLUSTER)
@@ -197,6 +198,7 @@ def test_slow_steps_have_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, clock:
 
 def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+    monkeypatch.setattr("topotrain.tools.monitor.progress.live_table.monotonic", clock)
 
     def drawn(table: LiveTable) -> str:
         console = Console(file=io.StringIO(), width=120)

@@ -39,15 +39,10 @@ from topotrain.tools.monitor import loss_plot
 from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
 from topotrain.tools.monitor.job_report import JobResult, LossCurve, Report, merge, story
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
-from topotrain.tools.monitor.progress_display import (
-    LINE_EVERY,
-    LiveTable,
-    PlainProgress,
-    QuietProgress,
-    WorkerRows,
-    describe,
-    progress,
-)
+from topotrain.tools.monitor.progress.chosen_display import progress
+from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
+from topotrain.tools.monitor.progress_display import LINE_EVERY, PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)

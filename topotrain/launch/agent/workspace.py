@@ -37,6 +37,7 @@ PROCESSES_FILE = "processes.json"
 SPANS = "spans"
 RESERVED = "final.tmp"
 _WANTED = "wanted"
+_PAUSE = "message-pause"
 
 
 @contextlib.contextmanager
@@ -81,10 +82,11 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
         yield path
 
 
-def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
+def prepare(job: Job, workspace: Path, profile: int = 0, pause_s: float = 0.0) -> str:
     """Make a new run directory, and return the URL of the job's rendezvous.
 
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
+    pause_s: seconds for which each process holds each message of a step.
     Raises ConfigError.
     """
     run_dir = workspace / "run"
@@ -96,6 +98,8 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
         # A new secret for each start: processes that an earlier job has left cannot join this one.
         write_run_files(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
+        if pause_s:
+            write_text(run_dir / _PAUSE, repr(pause_s))
     except OSError as error:
         raise _unusable(job, error) from None
     return (run_dir / STORE).as_uri()
@@ -120,6 +124,12 @@ def profiled_step(run_dir: Path) -> int:
     """Return the step that the job profiles, counted from 1; 0 for none."""
     wanted = run_dir / SPANS / _WANTED
     return int(wanted.read_text()) if wanted.exists() else 0
+
+
+def message_pause(run_dir: Path) -> float:
+    """Return the seconds for which a process holds each message of a step; 0: it does not."""
+    wanted = run_dir / _PAUSE
+    return float(wanted.read_text()) if wanted.exists() else 0.0
 
 
 @dataclass(slots=True)

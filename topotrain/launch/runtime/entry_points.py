@@ -33,6 +33,7 @@ from topotrain.core.events import (
 )
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
+from topotrain.core.transport_contract import DeliveryObserver
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter, writer_for
 from topotrain.extensions.elastic.eligibility import refusal
@@ -40,7 +41,7 @@ from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
-from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
+from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, message_pause, profiled_step
 from topotrain.launch.log_lines import LineStamps
 from topotrain.launch.runtime import event_records
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
@@ -77,7 +78,9 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
-    sent, received, link = serve(place, addresses, HostOptions(observer, profile, writer), slot)
+    sent, received, link = serve(
+        place, addresses, HostOptions(observer, profile, writer, _slow_deliveries(spec, control)), slot
+    )
     profile.leave()
     if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
         _report_counts(control, place, observer.servers)
@@ -238,6 +241,16 @@ def _recorders(spec: dict[str, Any], who: Address) -> ProfileRecorders:
     return ProfileRecorders(profiled_step(run_dir), run_dir / SPANS, who)
 
 
+def _slow_deliveries(spec: dict[str, Any], control: ChildChannel) -> DeliveryObserver | None:
+    """Return what slows down the messages to this process; None in most jobs."""
+    seconds = message_pause(Path(spec["run_dir"]))
+    if not seconds:
+        return None
+    from topotrain.extensions.slow_deliveries.slow_deliveries import SlowDeliveries
+
+    return SlowDeliveries(seconds, control)
+
+
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
     """Return the writer of these servers' snapshots; None if the job takes none."""
     resumed = None if place.resumed is None else place.resumed.path
@@ -269,7 +282,9 @@ def run_worker(
         me,
         Path(place.job.workspace).absolute(),
         control,
-        WorkerConnector(HostOptions(UnitObserver(control, server, me), profile, writer)),
+        WorkerConnector(
+            HostOptions(UnitObserver(control, server, me), profile, writer, _slow_deliveries(spec, control))
+        ),
         prepare_extensions(),
         fds[0] if spec["shared_memfd"] else None,
         resumed=place.resumed,

@@ -97,7 +97,7 @@ class WorkerConnections(Connections):
         self._buffers: BufferMemory = self.memory if place.shared else PrivateMemory()
         self._place = place
         reader = InlineReader() if place.topology.inline else None
-        self._router = Router(place, self.memory, reader)
+        self._router = Router(place, self.memory, reader, options.deliveries)
         self._reports = HostReports()
         poll_s, observer = place.job.cluster.poll_time / 1000, options.observer
         self._waiter = (

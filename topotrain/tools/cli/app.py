@@ -45,6 +45,7 @@ from topotrain.tools.cli.job_arguments import (
     with_link,
 )
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
+from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -294,6 +295,10 @@ def run(
     watch_host: WatchHost = HOST,
     logs: Logs = None,
     metrics: Metrics = "",
+    lecture: Annotated[
+        float | None,
+        typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
+    ] = None,
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -308,6 +313,8 @@ def run(
         job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
+        if lecture is not None:
+            check_lecture(lecture, topology)
         if report is not None:
             check_writable("--report", report)
         stack.enter_context(watched(watch_port, watch_host, job.workspace))
@@ -320,7 +327,7 @@ def run(
         step = profile_step or (WARM_STEP if profile else 0)
         if exports is not None and exports.url:
             terminal.print(f"metrics: {exports.url}", soft_wrap=True, markup=False)
-        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0)
         result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:

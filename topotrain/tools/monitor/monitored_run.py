@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult
+    from topotrain.tools.monitor.progress.chosen_display import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class RunOptions:
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
     exports: "JobExports | None" = None  # for other tools
+    lecture: float = 0.0  # seconds for which each message of a step is held, and explained; 0: none is
 
 
 def train(
@@ -56,6 +58,7 @@ def train(
     from topotrain.launch.runtime.event_records import is_silenced, record
     from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
+    from topotrain.tools.monitor.lecture import explaining
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
@@ -67,6 +70,7 @@ def train(
         recording(job, topology, bool(options.resume)) as recorded,
         display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
     ):
+        explain = explaining(topology, window, bool(options.lecture) and not options.quiet)
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -77,6 +81,7 @@ def train(
                 record(each)
                 if not is_silenced(each):
                     window(each)
+                explain(each)
                 recorded(each)
                 if exports is not None:
                     exports(each)
@@ -87,6 +92,7 @@ def train(
             forkserver=options.forkserver,
             shared=options.shared,
             profile=options.profile,
+            pause_s=options.lecture,
             resume=options.resume,
             outlet=made,
             watch=recorded,
@@ -112,13 +118,13 @@ def train(
 @contextmanager
 def display(
     job: Job, topology: "Topology", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
-) -> "Iterator[tuple[EventListener, ConsoleOutput]]":
+) -> "Iterator[tuple[Progress, ConsoleOutput]]":
     """Display a job while it runs; its events are for the listener.
 
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress_display import checked, progress
+    from topotrain.tools.monitor.progress.chosen_display import checked, progress
 
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)

@@ -1,29 +1,19 @@
-"""The display of a running job: a live table on a terminal, plain lines elsewhere.
+"""The displays of a running job that print lines, for a terminal, a pipe, a file or a notebook.
 
-The main worker's own output is shown above the table. Events only change rows, and drawing only reads them. The
-terminal is restored when the context ends, however the job ended.
+`progress/live_table.py` has the display that is redrawn in place.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from threading import Event as Flag
-from threading import RLock, Thread
+from threading import RLock
 from time import monotonic
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import (
     Event,
-    Exited,
-    Failed,
     Finished,
     Incident,
     Joined,
@@ -33,12 +23,13 @@ from topotrain.core.events import (
     Recovered,
     Resized,
     Skipped,
-    Started,
     StepDone,
 )
 from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.job_report import moved
-from topotrain.tools.monitor.longest_wait import JobWaits, WaitLines
+from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
+from topotrain.tools.monitor.progress.run_progress import RunProgress
+from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
 from topotrain.tools.monitor.stragglers import stragglers
 
 LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
@@ -46,128 +37,8 @@ LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
 _SHARE = 20
 """A line comes after a twentieth of the time so far."""
 
-REFRESH_PER_SECOND = 4
-
-SHOWN_S = 1.0
-"""Seconds of a wait before the table shows it."""
-CHECK_S = 1.0
-"""Seconds between two checks whether a wait needs a plain line."""
-
 SKIPS_SAID = 10
 """The number of skipped steps of a worker with a line each. After these only every tenth gets one."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """The state of one worker."""
-
-    unit: int
-    who: str
-    step: int = 0
-    loss: float | None = None
-    samples_per_s: float = 0.0  # mean since its first step
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    state: str = "starting"
-
-
-class WorkerRows:
-    """The rows of all workers."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._rows: dict[str, WorkerRow] = {}
-        self.lay_out(topology)
-
-    def lay_out(self, topology: Topology) -> None:
-        """Use this layout from now on. Rows of workers that stay are kept."""
-        workers = [worker for unit in topology.units for worker in unit.workers]
-        rows = [WorkerRow(topology.unit_of(worker), str(worker)) for worker in workers]
-        self._rows = {row.who: replace(self._rows.get(row.who, row), unit=row.unit) for row in rows}
-
-    def __call__(self, event: Event) -> None:
-        """Update the rows by one event."""
-        match event:
-            case Started(who=who) if who in self._rows:
-                self._change(who, state="preparing")
-            case StepDone(who=who) if who in self._rows:
-                self._rows[who] = _stepped(self._rows[who], event)
-            case Finished(who=who) if who in self._rows:
-                self._change(who, state="finished", step=event.steps)
-            case Failed(who=who) if who in self._rows:
-                self._change(who, state="failed")
-            case Left(group=group):
-                for who in self._rows:
-                    if who.startswith(f"worker {group}/"):
-                        self._change(who, state="away")
-            case Exited(who=who) if who in self._rows and event.code != 0 and self._rows[who].state != "failed":
-                self._change(who, state="stopped")  # a failed worker has reported it; the others are being stopped
-            case _:
-                pass
-
-    def all(self) -> list[WorkerRow]:
-        """Return every worker's row, in layout order."""
-        return list(self._rows.values())
-
-    def _change(self, who: str, state: str, step: int | None = None) -> None:
-        row = self._rows[who]
-        # Replaced and never changed: the thread that draws reads rows without a lock.
-        self._rows[who] = replace(row, state=state, step=row.step if step is None else step)
-
-
-def _stepped(row: WorkerRow, event: StepDone) -> WorkerRow:
-    return replace(
-        row,
-        step=event.step,
-        loss=row.loss if event.loss is None else event.loss,
-        samples_per_s=event.samples / event.time if event.time > 0 else 0.0,
-        staleness_mean=event.staleness_mean,
-        staleness_max=event.staleness_max,
-        state="training",
-    )
-
-
-class Progress(Protocol):
-    """A display: a context manager that is called with events."""
-
-    def __call__(self, event: Event) -> None: ...
-
-    def check(self) -> None:
-        """Show what is due by time, on any thread."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> Progress:
-    """Return the display for `console`.
-
-    out: receives the main worker's stdout; None: the file that `console` writes to.
-    """
-    if quiet:
-        return QuietProgress(topology, console, out)
-    return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
-
-
-@contextmanager
-def checked(shown: Progress) -> Iterator[None]:
-    """Check a display every CHECK_S: a job that waits has no events."""
-    over = Flag()
-
-    def check() -> None:
-        while not over.wait(CHECK_S):
-            shown.check()
-
-    thread = Thread(target=check, name="waits", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class QuietProgress:
@@ -184,30 +55,33 @@ class QuietProgress:
         self._inside_line = False  # the program's last output on the console had no newline
         self._writing = RLock()
         self.waits = JobWaits(topology, monotonic())
+        self.run = RunProgress(monotonic())
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self.rows(event)
-        self.waits.on_event(event, monotonic())
+        now = monotonic()
+        self.waits.on_event(event, now)
+        self.run.on_event(event, now)
         match event:
             case Output(who=who) if who == self._main:
                 self._print(event)
             case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
                 self._own[event.who] = own
             case Notice():
-                self._print_line(f"topotrain: {event.who}: {event.text}")
+                self.say(f"topotrain: {event.who}: {event.text}")
             case Skipped() if _is_said(event):
-                self._print_line(f"topotrain: {skip(event)}")
+                self.say(f"topotrain: {skip(event)}")
             case Incident():
-                self._print_line(f"topotrain: {event.what}; {event.action}")
+                self.say(f"topotrain: {event.what}; {event.action}")
             case Resized():
                 self._resized(event)
             case Recovered():
-                self._print_line(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
+                self.say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
             case Left():
-                self._print_line(f"topotrain: group {event.group} {event.how}; the others continue")
+                self.say(f"topotrain: group {event.group} {event.how}; the others continue")
             case Joined():
-                self._print_line(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
+                self.say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
                 pass
 
@@ -231,13 +105,13 @@ class QuietProgress:
         # Those of workers that have left would make the others look fast or slow.
         self._own = {who: own for who, own in self._own.items() if who in now}
         many = f"nworkers_per_group: {event.workers}"
-        self._print_line(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
+        self.say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
-            self._print_line(f"topotrain: {slow.words()}")
+            self.say(f"topotrain: {slow.words()}")
 
-    def _print_line(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line of the display."""
         with self._writing:
             # Else the line would go on behind the program's progress bar.
@@ -264,14 +138,14 @@ class PlainProgress(QuietProgress):
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
-        self._began = self._last = monotonic()
+        self._last_line = 0.0
         self._wait_lines = WaitLines()
 
     def __call__(self, event: Event) -> None:
         """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
         # By events and not by a timer: a job that stands still has no new numbers.
-        if isinstance(event, StepDone) and monotonic() - self._last >= self._interval():
+        if isinstance(event, StepDone) and self.run.elapsed(monotonic()) - self._last_line >= self._interval():
             self._line()
 
     def check(self) -> None:
@@ -279,11 +153,11 @@ class PlainProgress(QuietProgress):
         now = monotonic()
         line = self._wait_lines.due(self.waits.longest(now), now)
         if line:
-            self._print_line(f"topotrain: {line}")
+            self.say(f"topotrain: {line}")
 
     def _interval(self) -> float:
         # A log of a night would have thousands of lines otherwise.
-        return min(max(LINE_EVERY, (self._last - self._began) / _SHARE), LINE_AT_MOST_EVERY)
+        return min(max(LINE_EVERY, self._last_line / _SHARE), LINE_AT_MOST_EVERY)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -293,65 +167,9 @@ class PlainProgress(QuietProgress):
         self._name_slow()
 
     def _line(self) -> None:
-        self._last = monotonic()
-        self._print_line(f"{self._last - self._began:6.1f} s  {describe(self.rows.all())}")
-
-
-class _Patient(Live):
-    """Skips drawing while the terminal has not taken the last drawing."""
-
-    def refresh(self) -> None:
-        if not getattr(self.console.file, "behind", False):
-            super().refresh()
-
-
-class LiveTable(QuietProgress):
-    """Shows one row per worker, redrawn in place, and the program's unfinished line."""
-
-    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
-        super().__init__(topology, console, out)
-        self._unfinished, self._over = "", False
-        self._live = _Patient(
-            console=console,
-            get_renderable=self._renderable,
-            # Not once per event: drawing would slow the job down.
-            refresh_per_second=REFRESH_PER_SECOND,
-            # The program's output comes as events, so rich need not replace the streams of this process.
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-
-    def __enter__(self) -> Self:
-        self._live.start(refresh=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # The last drawing stays on the terminal, and waits for nothing.
-        self._over = True
-        # First: what is printed after it stays below the table.
-        self._live.stop()
-        if self._unfinished:
-            self.console.print(Text.from_ansi(self._unfinished), soft_wrap=True)
-        self._name_slow()
-
-    def _renderable(self) -> Group:
-        parts: list[Table | Text] = [draw(self.rows.all())]
-        wait = None if self._over else self.waits.longest(monotonic())
-        if wait is not None and wait.seconds >= SHOWN_S:
-            parts.append(Text(wait.words(), style="dim"))
-        if self._unfinished:
-            parts.append(Text.from_ansi(self._unfinished))
-        return Group(*parts)
-
-    def _print(self, event: Output) -> None:
-        """Print complete lines above the table, without markup and wrapping."""
-        *lines, rest = (self._unfinished + event.text).split("\n")
-        # Of a line that is rewritten, as by a progress bar, only the last state counts.
-        self._unfinished = _last_state(rest)
-        for line in lines:
-            self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
+        now = monotonic()
+        self._last_line = self.run.elapsed(now)
+        self.say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.rows.all())}")
 
 
 def recovery(event: Recovered, what: str = "loss") -> str:
@@ -373,49 +191,3 @@ def _is_said(event: Skipped) -> bool:
     # Of a group only the worker with the bad gradient is shown, or else its first worker.
     teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
     return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
-
-
-def _last_state(line: str) -> str:
-    # Text before a carriage return has been overwritten; one at the end overwrites nothing yet.
-    return line.rstrip("\r").rsplit("\r", 1)[-1]
-
-
-def draw(rows: Iterable[WorkerRow]) -> Table:
-    """Return the table of a live job."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("unit", justify="right")
-    table.add_column("worker")
-    for title in ("step", "loss", "samples/s", "staleness", "max"):
-        table.add_column(title, justify="right")
-    table.add_column("state")
-    for row in rows:
-        table.add_row(*_cells(row), Text(row.state, style="red" if row.state == "failed" else ""))
-    return table
-
-
-def _cells(row: WorkerRow) -> tuple[str, ...]:
-    return (
-        str(row.unit),
-        row.who.removeprefix("worker "),
-        str(row.step),
-        "–" if row.loss is None else f"{row.loss:.4f}",
-        f"{row.samples_per_s:,.0f}",
-        f"{row.staleness_mean:.2f}",
-        str(row.staleness_max),
-    )
-
-
-def describe(rows: Sequence[WorkerRow]) -> str:
-    """Describe all workers in one line."""
-    low, high = min(row.step for row in rows), max(row.step for row in rows)
-    steps = f"step {high}" if low == high else f"steps {low} to {high}"
-    losses = [row.loss for row in rows if row.loss is not None]
-    loss = f"loss {sum(losses) / len(losses):.4f}  " if losses else ""
-    rate = sum(row.samples_per_s for row in rows)
-    mean = sum(row.staleness_mean for row in rows) / len(rows)
-    worst = max(row.staleness_max for row in rows)
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.state] = counts.get(row.state, 0) + 1
-    states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return f"{steps}  {loss}{rate:,.0f} samples/s  staleness {mean:.2f} (max {worst})  workers: {states}"

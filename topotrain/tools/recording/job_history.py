@@ -31,6 +31,7 @@ from topotrain.core.events import (
     Tested,
     Thawed,
     Traffic,
+    Traveled,
     Waits,
 )
 from topotrain.tools.recording.event_stories import story_of
@@ -47,6 +48,7 @@ from topotrain.tools.recording.job_summary import IncidentRecord, JobFigures, Pr
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.recorded_layout import RecordedLayout
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
+from topotrain.tools.recording.travel_track import TravelTrack
 
 VIEW_VERSION = 1
 MOST_SERIES = 20_000
@@ -86,6 +88,7 @@ class JobHistory:
         """The number of the event that changed the layout last."""
         self._series: dict[str, ThinnedSeries] = {}
         self._story = StoryTrack()
+        self._travels = TravelTrack()
         self._grouped: dict[int, float] = {}
         self._job = JobFigures()
 
@@ -145,6 +148,7 @@ class JobHistory:
         states = {who: process.states.since(cursor) for who, process in self._processes.items()}
         data["states"] = {who: entries for who, entries in states.items() if whole or entries}
         data["story"] = self._story.since(cursor)
+        data["travels"] = self._travels.since(cursor)
         return data
 
     # ---- the start and the end of a job ------------------------------------------------------------------------------
@@ -161,6 +165,7 @@ class JobHistory:
                 self._forget()
         self._job.begin(header, self._offset, self._offset + at)
         self._layout = RecordedLayout(header.layout)
+        self._travels.explained_by(header.job)
         self._place()
         bound = header.job.get("staleness_bound")
         if isinstance(bound, int):
@@ -221,6 +226,8 @@ class JobHistory:
                 for process in self._processes.values():
                     if f"unit {process.unit}" == who and process.states.now not in ("finished", "away"):
                         self._enter(process, "dead")
+            case Traveled():
+                self._travels.add(self._number, at, event)
             case Tested():
                 for name, value in event.values.items():
                     self._point("job", f"{event.kind}:{name}", value, event.step)

@@ -76,8 +76,6 @@ export class JobView {
     }
     for (const event of delta.story ?? []) this.events.push(event);
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
-    this.sentences = delta.sentences ?? this.sentences;
-    this.introduction = delta.introduction ?? this.introduction;
     for (const travel of delta.travels ?? []) this.travels.push(travel);
     if (this.travels.length > MOST_TRAVELS) this.travels.splice(0, this.travels.length - MOST_TRAVELS);
   }
@@ -144,12 +142,23 @@ export class JobView {
     return state in STATES ? state : "starting";
   }
 
-  /** Bytes per second over a connection, both directions added. 0: nothing travels, or nothing is known. */
-  trafficAt(connection, t) {
-    if (SILENT.has(this.stateAt(connection.from, t)) || SILENT.has(this.stateAt(connection.to, t))) return 0;
-    const there = this.valueAt(`${connection.from}>${connection.to}`, "bytes_per_s", t) ?? 0;
-    const back = this.valueAt(`${connection.to}>${connection.from}`, "bytes_per_s", t) ?? 0;
-    return Math.max(0, there + back);
+  /** Bytes per second over each connection at t, both directions added. 0: nothing travels, or nothing is known. */
+  trafficAt(t) {
+    const silent = new Set(this.processes.map((one) => one.name).filter((name) => SILENT.has(this.stateAt(name, t))));
+    const value = (series) => series?.points[lastBefore(series.points, t)]?.[2] ?? 0;
+    return this._lanes().map(({ from, to, there, back }) => (
+      silent.has(from) || silent.has(to) ? 0 : Math.max(0, value(there) + value(back))));
+  }
+
+  // The series of each connection. There may be thousands, which are not found by name in each frame.
+  _lanes() {
+    const key = `${this.layoutVersion} ${this.series.size}`;
+    if (this._lanesOf !== key) {
+      this._lanesOf = key;
+      this._foundLanes = this.connections.map(({ from, to }) => ({ from, to,
+        there: this.series.get(`${from}>${to}:bytes_per_s`), back: this.series.get(`${to}>${from}:bytes_per_s`) }));
+    }
+    return this._foundLanes;
   }
 
   /** How many times the median each slow worker takes for a sample, waits not counted. */

@@ -84,7 +84,7 @@ export class LineChart {
     this._plot = make("div", { class: "plot" }, [this._canvas, this._moment, this._cursor]);
     this.element = make("figure", { class: "chart" }, [this._heading, this._key, this._plot, this._said]);
     this._palette = readPalette();
-    this._canvas.addEventListener("pointermove", (event) => listener.onCursor(this._xOf(event)));
+    this._canvas.addEventListener("pointermove", (event) => this._model && listener.onCursor(this._xOf(event)));
     this._canvas.addEventListener("pointerleave", () => listener.onCursor(null));
     this._canvas.addEventListener("click", (event) => this._clicked(event));
     this._canvas.addEventListener("keydown", (event) => this._pressed(event));
@@ -111,6 +111,7 @@ export class LineChart {
   /** Show the cursor at x, and the values there; null: the last values. */
   setCursor(x) {
     this._at = x;
+    if (!this._model) return;
     this._cursor.hidden = x === null;
     if (x !== null) this._cursor.style.transform = `translateX(${this._pixel(x)}px)`;
     this._values();
@@ -119,6 +120,7 @@ export class LineChart {
   /** Show the moment of the replay as a line; null: the end. */
   setMoment(x) {
     this._now = x;
+    if (!this._model) return;
     this._moment.hidden = x === null;
     if (x !== null) this._moment.style.transform = `translateX(${this._pixel(x)}px)`;
     if (this._at === null) this._values();
@@ -135,12 +137,14 @@ export class LineChart {
   }
 
   _clicked(event) {
+    if (!this._model) return;
     const x = this._xOf(event);
     const near = this._model.marks.find((mark) => Math.abs(this._pixel(mark.x) - this._pixel(x)) < NEAR_MARK);
     this._listener.onJump(near ? near.x : x);
   }
 
   _pressed(event) {
+    if (!this._model) return;
     const { xEnd } = this._model;
     const here = this._at ?? this._now ?? xEnd;
     const moves = { ArrowLeft: here - xEnd / 100, ArrowRight: here + xEnd / 100, Home: 0, End: xEnd };

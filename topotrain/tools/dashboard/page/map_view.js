@@ -154,23 +154,26 @@ export class MapView {
     this._drawnAt = performance.now();
     if (!this._geometry || !this._view || this._t === undefined) return;
     const { width, height, curves } = this._geometry;
-    const context = clearedContext(this._canvas, width, height);
     const { connections } = this._view;
-    this._traffic = connections.map((one) => this._view.trafficAt(one, this._t));
+    this._traffic = this._view.trafficAt(this._t);
     const most = this._mostTraffic();
     const classes = new Map();
-    connections.forEach((one, index) => {
-      if (!curves[index]) return;
-      const style = this._style(one, this._traffic[index], most);
-      if (!style) return;
+    const keys = connections.map((one, index) => {
+      const style = curves[index] && this._style(one, this._traffic[index], most);
+      if (!style) return "";
       const key = `${style.colour} ${style.width} ${style.alpha}`;
       if (!classes.has(key)) classes.set(key, { style, indexes: [] });
       classes.get(key).indexes.push(index);
-    });
+      return key;
+    }).join();
+    setText(byId("map-note"), this._note(most));
+    // Thousands of lines take long, and mostly they are those of the last time.
+    if (connections.length > MANY && this._drawnKeys === keys && this._drawnOn === this._geometry) return;
+    [this._drawnKeys, this._drawnOn] = [keys, this._geometry];
+    const context = clearedContext(this._canvas, width, height);
     const sorted = [...classes.values()].sort((a, b) => a.style.front - b.style.front);
     for (const { style, indexes } of sorted) this._stroke(context, style, indexes.map((index) => curves[index]));
     this._labels(context);
-    setText(byId("map-note"), this._note(most));
   }
 
   _style({ from, to }, traffic, most) {
@@ -186,8 +189,10 @@ export class MapView {
     if (traffic <= 0) {
       return many && !mine ? null : { colour: "idle", width: 1, dash: [5, 5], alpha: pale(0.8), front: 0 };
     }
+    // Lines of one pixel, which a browser draws many times faster than wider ones.
+    if (many && !mine) return { colour: "flow", width: 1, dash: [], alpha: pale(0.85), front: 2 };
     const share = Math.ceil(Math.sqrt(traffic / most) * WIDTH_CLASSES) / WIDTH_CLASSES;
-    const wide = 1 + Math.min(1, share) * (many && !mine ? 1 : WIDEST - 1);
+    const wide = 1 + Math.min(1, share) * (WIDEST - 1);
     return { colour: mine ? "accent" : "flow", width: wide, dash: [], alpha: pale(0.85), front: mine ? 3 : 2 };
   }
 

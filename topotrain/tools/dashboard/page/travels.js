@@ -12,7 +12,7 @@ const INTRODUCTIONS = [
   [/island|outer|diloco/i, "Worker groups train alone for a while; then the servers step with what all of them have learned."],
 ];
 
-/** What a message is called; of the others the server of the page says the sentence, or their own word is shown. */
+/** What a message is called. Others are called by their own word. */
 const NAMES = {
   push: "gradient", gradient: "gradient", sum: "sum of gradients", partial: "partial sum", mean: "mean gradient",
   edit: "changed gradient", values: "values", difference: "changes", master: "values", offer: "values", reply: "changes",
@@ -21,41 +21,19 @@ const NAMES = {
 const DATA = new Set(["push", "gradient", "sum", "partial", "mean", "edit", "values", "difference", "master", "offer", "reply"]);
 const GRADIENTS = new Set(["push", "gradient", "sum", "partial", "mean", "edit"]);
 
-/** Messages of one sender about one part of one step within these seconds are one moment. */
-const TOGETHER_S = 0.25;
 const TRAVEL_MS = 1100;
 const STAY_MS = 2600;
-/** With more moments in waiting than these, playing goes faster, so that it keeps up with the job. */
+/** With more messages in waiting than these, playing goes faster, so that it keeps up with the job. */
 const PATIENCE = 6;
 /** While the replay plays, a message is seen for so many seconds of the job. */
 const TRAIL_S = 0.8;
 
-/** Travels that belong together, in order: {at, what, step, bucket, from, to: [names]}. */
-export function moments(travels) {
-  const found = [];
-  for (const [at, from, to, what, step, bucket] of travels) {
-    const last = found.at(-1);
-    const same = last && last.from === from && last.what === what && last.step === step && last.bucket === bucket;
-    if (same && at - last.at < TOGETHER_S && !last.to.includes(to)) last.to.push(to);
-    else found.push({ at, from, to: [to], what, step, bucket });
-  }
-  return found;
-}
-
-function listed(names) {
-  return names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names.at(-1)}`;
-}
-
-/** The sentence of a moment. `templates` has one for each word, with {who}, {to}, {part}, {step} and {what}. */
-export function sentenceOf(moment, templates) {
-  const part = moment.bucket < 0 ? "all its slices" : `slice ${moment.bucket}`;
-  const values = { who: moment.from, to: listed(moment.to), step: moment.step, part, what: moment.what };
-  const name = NAMES[moment.what] ?? moment.what;
-  const of = DATA.has(moment.what) ? ` of ${part}` : "";
-  const verb = GRADIENTS.has(moment.what) && moment.what !== "mean" ? "pushes its" : "sends its";
-  const plain = `{who} ${verb} ${name}${of} to {to}, step {step}.`;
-  const template = templates?.[moment.what] ?? plain;
-  return template.replace(/\{(\w+)\}/g, (whole, key) => (key in values ? String(values[key]) : whole));
+/** The sentence of a travel: that of the recording, or a plain one. */
+export function sentenceOf([, from, to, what, step, bucket, sentence]) {
+  if (sentence) return String(sentence);
+  const of = DATA.has(what) ? ` of ${bucket < 0 ? "all its slices" : `slice ${bucket}`}` : "";
+  const verb = GRADIENTS.has(what) && what !== "mean" ? "pushes its" : "sends its";
+  return `${from} ${verb} ${NAMES[what] ?? what}${of} to ${to}, step ${step}.`;
 }
 
 /** The panel of the lecture, and the dots on the map. */
@@ -63,8 +41,7 @@ export class Lecture {
   constructor(map, onMoment) {
     this._map = map;
     this._onMoment = onMoment;
-    this._moments = [];
-    this._count = 0;
+    this._travels = [];
     this._index = -1;
     this._open = null;
     this._palette = readPalette();
@@ -83,19 +60,19 @@ export class Lecture {
   /** Take a job's travels. */
   update(view) {
     this._view = view;
-    if (view.travels.length === this._count) return;
-    this._count = view.travels.length;
-    const here = this._moments[this._index];
-    this._moments = moments(view.travels);
-    if (here) this._index = Math.max(0, lastBefore(this._moments.map((one) => [one.at]), here.at));
-    this._switch.hidden = this._moments.length === 0;
-    if (this._open === null && this._moments.length) this._setOpen(true);
+    if (view.travels.at(-1) === this._travels.at(-1)) return;
+    // The oldest ones may have been dropped meanwhile.
+    const here = this._travels[this._index];
+    this._travels = [...view.travels];
+    if (here) this._index = Math.max(0, this._travels.indexOf(here));
+    this._switch.hidden = this._travels.length === 0;
+    if (this._open === null && this._travels.length) this._setOpen(true);
     this._counted();
   }
 
   /** Show what travels at a moment of the replay, while the lecture itself does not play. */
   setMoment(t) {
-    if (this._shown && Math.abs(this._shown.moment.at - t) > 0.01) this._shown = null;
+    if (this._shown && Math.abs(this._shown.travel[0] - t) > 0.01) this._shown = null;
     if (this._shown || !this._map.geometry) return;
     const { travels } = this._view;
     const last = lastBefore(travels, t);
@@ -128,7 +105,7 @@ export class Lecture {
 
   _introduction() {
     const framework = String(this._view?.job.framework ?? "");
-    return this._view?.introduction ?? INTRODUCTIONS.find(([pattern]) => pattern.test(framework))?.[1] ?? framework;
+    return INTRODUCTIONS.find(([pattern]) => pattern.test(framework))?.[1] ?? framework;
   }
 
   _step(by) {
@@ -146,7 +123,7 @@ export class Lecture {
 
   _playNext() {
     if (!this._playing) return;
-    const waiting = this._moments.length - 1 - this._index;
+    const waiting = this._travels.length - 1 - this._index;
     if (waiting > 0) this._show(this._index + 1);
     else if (this._view.over) {
       this._setPlaying(false);
@@ -158,18 +135,18 @@ export class Lecture {
   }
 
   _show(index) {
-    const moment = this._moments[index];
-    if (!moment) return;
+    const travel = this._travels[index];
+    if (!travel) return;
     this._index = index;
-    setText(byId("lecture-sentence"), sentenceOf(moment, this._view.sentences));
+    setText(byId("lecture-sentence"), sentenceOf(travel));
     this._counted();
-    this._onMoment(moment.at);
-    this._shown = { moment, since: performance.now() };
+    this._onMoment(travel[0]);
+    this._shown = { travel, since: performance.now() };
     requestAnimationFrame((now) => this._travel(now));
   }
 
   _counted() {
-    const total = this._moments.length;
+    const total = this._travels.length;
     setText(byId("lecture-count"), total ? `${this._index + 1} of ${total}` : "");
     byId("lecture-back").disabled = this._index <= 0;
     byId("lecture-next").disabled = this._index >= total - 1;
@@ -177,12 +154,13 @@ export class Lecture {
 
   _travel(now) {
     if (!this._shown) return;
-    const { moment, since } = this._shown;
+    const { travel, since } = this._shown;
+    const [, from, to, what, , bucket] = travel;
     const passed = (now - since) / TRAVEL_MS;
     // The dot stays near its end, where its name can be read.
     const share = lessMotion() ? 0.5 : Math.min(0.82, Math.max(0, passed) * 0.82);
-    const tag = `${NAMES[moment.what] ?? moment.what}${moment.bucket < 0 ? "" : ` ${moment.bucket}`}`;
-    this._draw(moment.to.map((to, index) => ({ from: moment.from, to, what: moment.what, share, tag: index ? null : tag })));
+    const tag = `${NAMES[what] ?? what}${bucket < 0 ? "" : ` ${bucket}`}`;
+    this._draw([{ from, to, what, share, tag }]);
     if (passed < 1 && !lessMotion()) requestAnimationFrame((next) => this._travel(next));
   }
 
