@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def test_a_running_job_is_watched_and_a_killed_one_is_lost(runner: JobRunner) ->
     # Half a second later nothing holds the workspace, and the file has been silent for long.
     past = (workspace / FILE).stat().st_mtime - 60
     os.utime(workspace / FILE, (past, past))
-    wait(lambda: not RecordedWorkspace(workspace).runs)
+    with closing(RecordedWorkspace(workspace)) as left:
+        wait(lambda: not left.runs)
     assert watched(runner, workspace)["state"] == "lost"
 
 
