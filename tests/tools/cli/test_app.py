@@ -719,3 +719,30 @@ def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path)
 def test_the_console_script_is_that_command() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}
+
+
+# ---- figures for other tools -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--log", "wandb"], "--log = 'wandb': must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"),
+        (["--log", "jsonl:/dev/null/x"], "--log /dev/null/x: cannot be written"),
+        (["--log", "jsonl", "--log", "jsonl"], "is given twice"),
+        (["--metrics", "port"], "--metrics = 'port': must be PORT or ADDRESS:PORT"),
+    ],
+)
+def test_a_wrong_export_starts_nothing(ask: Ask, here: Path, launcher: Launcher, options: list[str], said: str) -> None:
+    code, out, err = ask("run", *options, "down.conf", "train.py")
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not launcher.jobs and not launcher.forkservers
+
+
+def test_exports_get_the_events_of_the_job(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("run", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
+    assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
+    found = [json.loads(line) for line in (here / "c").read_text().splitlines()]
+    assert {"process": "worker 0/0", "name": "loss", "value": 0.25}.items() <= next(
+        line for line in found if line["name"] == "loss"
+    ).items()
