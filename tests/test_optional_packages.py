@@ -14,7 +14,12 @@ USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
     "tools/dashboard": {"tools/cli/watch.py"},
-    "tools/exporters": {"tools/cli/export_arguments.py", "tools/monitor/monitored_run.py", "__init__.py"},
+    "tools/exporters": {
+        "tools/cli/export_arguments.py",
+        "tools/monitor/monitored_run.py",
+        "tools/dashboard/web_routes.py",
+        "__init__.py",
+    },
 }
 """By package: the files that may name its modules. They import them inside functions."""
 

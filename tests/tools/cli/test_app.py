@@ -65,6 +65,7 @@ class Launcher:
         self.ending = ending or JobOutcome(0, 1.5)
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
+        self.pauses: list[float] = []
         self.forkservers = 0
 
     def __call__(
@@ -75,8 +76,10 @@ class Launcher:
         outlet: object = None,
         shared: object = None,
         watch: object = None,
+        pause_s: float = 0.0,
     ) -> "Launcher":
         self.profiles.append(profile)
+        self.pauses.append(pause_s)
         return self
 
     @contextmanager
@@ -125,6 +128,14 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         ("plan a.conf --json", "plan a.conf --json"),
         ("jobs list -m x", "jobs list -m x"),
         ("chaos a.conf -m p.t --seed 1 -- --x", "chaos a.conf -m p.t --seed 1 -- --x"),
+        ("run --watch a.conf t.py --x", "run --watch=0 a.conf t.py -- --x"),
+        ("run --watch 8080 a.conf t.py", "run --watch 8080 a.conf t.py --"),
+        ("run --watch=8080 a.conf t.py", "run --watch=8080 a.conf t.py --"),
+        ("run a.conf --watch t.py", "run a.conf --watch=0 t.py --"),
+        ("run --resume w --watch", "run --resume w --watch=0"),
+        ("run a.conf t.py --watch", "run a.conf t.py -- --watch"),
+        ("run a.conf -- t.py --watch", "run a.conf -- t.py --watch"),
+        ("watch a b --port 1", "watch a b --port 1"),
         ("--help", "--help"),
         ("", ""),
     ],
@@ -669,6 +680,14 @@ def test_the_launcher_is_told_which_step_to_profile(
     code, _, err = ask("run", *options, "down.conf", "train.py", "--profile")  # the last one is the program's
     assert (code, launcher.profiles) == (0, [step])
     assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
+
+
+def test_the_launcher_is_told_how_long_messages_are_held(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert [ask("run", *words, "down.conf", "train.py")[0] for words in ([], ["--lecture", "0.5"])] == [0, 0]
+    assert launcher.pauses == [0.0, 0.5]
+    code, _, err = ask("run", "--lecture", "-1", "down.conf", "train.py")
+    assert (code, launcher.pauses) == (2, [0.0, 0.5])
+    assert "--lecture = -1.0: must be from 0.01 to 5 seconds for each message" in err
 
 
 def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:

@@ -54,7 +54,8 @@ def added(view: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     names = [each["name"] for each in delta.get("processes", view["processes"])]
     states = {who: [*view["states"].get(who, []), *delta["states"].get(who, [])] for who in names}
     story = [*view["story"], *delta["story"]]
-    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story}
+    travels = [*view["travels"], *delta["travels"]]
+    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story, "travels": travels}
 
 
 @settings(max_examples=40)

@@ -42,7 +42,6 @@ export class Lecture {
     this._map = map;
     this._onMoment = onMoment;
     this._travels = [];
-    this._count = 0;
     this._index = -1;
     this._open = null;
     this._palette = readPalette();
@@ -61,8 +60,7 @@ export class Lecture {
   /** Take a job's travels. */
   update(view) {
     this._view = view;
-    if (view.travels.length === this._count) return;
-    this._count = view.travels.length;
+    if (view.travels.at(-1) === this._travels.at(-1)) return;
     // The oldest ones may have been dropped meanwhile.
     const here = this._travels[this._index];
     this._travels = [...view.travels];
