@@ -124,9 +124,12 @@ def test_all_metrics_have_curves_over_time_and_over_steps(browser: Browser, tmp_
         "Updates per second of each server",
         "accuracy",
     ]
-    assert "bound" in browser.text("[data-chart='staleness']") or "lines" in browser.text("[data-chart='staleness']")
     for title in range(len(titles)):
         browser.wait("return document.querySelectorAll('.chart output')[arguments[0]]?.textContent", title)
+    key = (
+        "return [...document.querySelectorAll('[data-chart=staleness] .key li')].map((l) => l.children[1].textContent)"
+    )
+    assert browser.script(key) == ["mean", "p95", "max", "bound"]
     browser.picture("curves")
     browser.click("input[value='steps']")
     browser.wait("return document.querySelector('.chart canvas').getAttribute('aria-label').includes('group 0')")
