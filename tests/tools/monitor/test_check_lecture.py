@@ -24,7 +24,7 @@ def test_the_bounds_are_accepted() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, LEAST_S / 2, MOST_S * 1.01, float("nan"), float("inf")])
 def test_other_pauses_are_refused(seconds: float) -> None:
-    with pytest.raises(ConfigError, match="--lecture = .*: must be from 0.01 to 5 seconds for each message"):
+    with pytest.raises(ConfigError, match=r"--lecture = .*: must be from 0\.01 to 5 seconds for each message"):
         check_lecture(seconds, SMALL)
 
 
@@ -38,7 +38,7 @@ def test_jobs_that_cannot_be_followed_are_refused() -> None:
 
 def test_without_the_package_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topotrain.tools.monitor.lecture.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package topotrain.extensions.slow_deliveries"):
+    with pytest.raises(ConfigError, match=r"needs the package topotrain\.extensions\.slow_deliveries"):
         check_lecture(1.0, SMALL)
 
 
