@@ -44,6 +44,7 @@ for epoch in tt.epochs(3):
         optimizer.step()
 with tt.assign(prepared, list(prepared.parameters())):
     prepared.requires_grad_(True)
+tt.log(loss=torch.zeros(()), depth=prepared.depth)
 tt.report(depth=prepared.depth, loss=lambda: 0.5)
 """
 REVEALED = [

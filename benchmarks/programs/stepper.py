@@ -109,7 +109,7 @@ class Stepper:
 
     def __init__(self, work: Work, model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
         self._work, self._model, self._optimizer, self._device = work, model, optimizer, device
-        self._done = 0
+        self._done, self._logs = 0, False
         self._silenced: list[Callable[[], None]] = []
 
     def steps(self, count: int) -> float:
@@ -124,10 +124,16 @@ class Stepper:
                 loss.backward()
             if self._optimizer is not None:
                 self._optimizer.step()
+            if self._logs:
+                tt.log(loss=loss)
             self._done += 1
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return loss.item()
+
+    def log(self, yes: bool) -> None:
+        """Log the loss of each step with `tt.log` from now on, or no more."""
+        self._logs = yes
 
     def traced(self, count: int, file: str) -> None:
         """Take so many, and write what the profiler saw of them; without a file only take them."""
@@ -252,6 +258,7 @@ def main() -> None:
     for order in line.orders():
         if "mute" in order:
             reporting.mute(order["mute"])
+            stepper.log(not order["mute"])
         if "timed" in order:
             line.say(seconds=reporting.timed(stepper, order["timed"]))
         elif "steps" in order:

@@ -558,7 +558,7 @@ class Traffic(Event):
 class ServerLoad(Event):
     """The work of a server.
 
-    updates: steps that it has applied since the job's start, or since it was resumed. version: the number of its values.
+    updates: steps that it has applied since the job's start, or since it was resumed. version: that of its values.
     busy_s: seconds for which this process has handled messages to the server.
     """
 

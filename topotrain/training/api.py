@@ -456,14 +456,14 @@ def report(**metrics: Metric) -> None:
 
 
 def log(**values: Loggable) -> None:
-    """Log values while the job runs: tt.log(accuracy=accuracy, lr=scheduler.get_last_lr()[0]).
+    """Log values while the job runs: tt.log(loss=loss, lr=schedule.get_last_lr()[0]).
 
-    Each process sends its last values at most four times a second, and all that are left at its end. The job's displays,
-    files and trackers get them. A tensor on a GPU is copied there, and read only when it is sent. In an ordinary process
-    nothing happens.
+    Each worker sends its last values at most four times a second, and the rest at its end. Displays, files and trackers
+    of the job get them. A tensor on a GPU is copied there, and read only when it is sent. In an ordinary process the
+    values are checked, and nothing else happens.
 
     Args:
-        values: by name a number, or a tensor with one element. At most 100 names in a process.
+        values: by name a number, or a tensor with one element. A process may log 100 names.
 
     Raises:
         ConfigError: a value is not a number, or there are too many names.

@@ -23,7 +23,18 @@ from topotrain.comm.store import StoreError, maintained_values, open_store, with
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
-from topotrain.core.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
+from topotrain.core.events import (
+    Exited,
+    Failed,
+    Finished,
+    Incident,
+    Notice,
+    Resources,
+    Serving,
+    Started,
+    StepDone,
+    from_json,
+)
 from topotrain.launch import JobOutcome
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.launchers.env_tables import TABLES, LaunchInfo, start_of, started_by
@@ -609,6 +620,21 @@ def pair(units, **options):
     for each in job:
         each.until(Serving, f"worker 0/{each.rank}")
     return job
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("counts", [TWO, {**TWO, "restarts": 1}], ids=["kStop", "kContinue"])
+def test_the_unit_that_leads_hears_what_the_processes_of_others_use(units, counts):
+    job = [units(rank, ENDLESS, nprocs=2, counts=counts) for rank in range(2)]
+    used = job[0].until(Resources, "worker 0/1")
+    assert used.memory_bytes > 1 << 20
+    starts = {event.who: event.pid for event in job[0].events if isinstance(event, Started)}
+    assert used.pid == starts["worker 0/1"]
+    job[1].until(Resources, "worker 0/1")
+    os.killpg(job[0].process.pid, signal.SIGINT)
+    assert [each.end() for each in job] == [130, 130]
+    # None of it goes back.
+    assert not [event for event in job[1].events if isinstance(event, Resources) and event.who != "worker 0/1"]
 
 
 @pytest.mark.journey

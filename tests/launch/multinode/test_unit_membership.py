@@ -10,7 +10,7 @@ from folder_wipe import block
 
 from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
-from topotrain.core.events import Failed, Finished
+from topotrain.core.events import Event, Failed, Finished, StepDone, to_json
 from topotrain.launch.job_requests import LEADER_LOST, RequestClient
 from topotrain.launch.multinode import control_connection, node_membership, node_rendezvous, unit_membership
 from topotrain.launch.multinode.control_connection import ControlAccess, LeaderChanged, LeaderElected, News, UnitMessage
@@ -309,3 +309,23 @@ def test_where_a_death_ends_the_job_no_unit_is_elected(units: Callable[..., list
         assert end is not None and end.failed is not None
         assert end.failed.text == "unit 0 on h0 vanished without a word"
     assert leaders([one, two]) == []
+
+
+def test_the_samples_of_a_unit_reach_the_leader_and_no_other_loop(units: Callable[..., list[Unit]]) -> None:
+    first, second, third = units()
+    step = StepDone("worker 0/1", 1.0, 1, 8, None, 0.0, 0, 0, 0)
+    found: list[Event] = []
+    assert (first.membership.leads, second.membership.leads) == (True, False)
+    wait(lambda: second.membership.send_samples([to_json(step)]))
+
+    def arrived() -> bool:
+        found.extend(first.membership.take_samples())
+        return found == [step]
+
+    wait(arrived)
+    assert not first.news and list(third.membership.take_samples()) == []
+    assert not first.membership.send_samples([to_json(step)])
+    # Nothing piles up for a leader that acknowledges nothing.
+    second.cut()
+    second.membership.send_samples([to_json(step)])
+    assert not second.membership.send_samples([to_json(step)])

@@ -1,0 +1,104 @@
+"""What `StepDone` and `Finished` say besides the step: waits, staleness, epoch, progress."""
+
+import random
+
+import pytest
+import torch
+from in_process_job import mlp, sgd
+from script_job import job as job
+from script_job import loader, train
+
+import topotrain as tt
+from topotrain.core.events import Finished, ServerLoad, StepDone, Traffic
+from topotrain.training.data.job_progress import EpochProgress, StepProgress
+from topotrain.training.worker_stats import StalenessCounts
+
+
+def test_a_loop_over_epochs_has_an_epoch_and_a_share(job) -> None:
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches)
+    here.finish()
+    first, (done,) = here.heard(StepDone)[0], here.heard(Finished)
+    assert (first.epoch, first.progress) == (0, 0.1)
+    assert (done.epoch, done.progress) == (1, 1.0)
+    assert 0 < done.waited_s < 60 and done.staleness_p95 == 0.0
+    # What was waited before the first step is not counted.
+    assert first.waited_s <= first.time + 1.0
+
+
+def test_of_another_loop_both_are_unknown(job) -> None:
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    for x, y in batches:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    here.finish()
+    (done,) = here.heard(Finished)
+    assert (done.epoch, done.progress) == (-1, -1.0)
+
+
+def test_the_bytes_to_each_server_are_those_of_the_totals(job) -> None:
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches)
+    here.finish()
+    (done,), traffic = here.heard(Finished), here.heard(Traffic)
+    assert traffic[-1] == Traffic("worker 0/0", {"server 0/0": done.bytes_out})
+    # The server is in another process of the job, as far as this worker knows.
+    assert not here.heard(ServerLoad)
+
+
+class Reread:
+    """Passes in which a batch is given a second time."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def position(self) -> int:
+        return 0
+
+    def share_since(self, position: int) -> float:
+        return self.share
+
+
+def test_an_estimate_changes_no_share_of_the_script() -> None:
+    loop, passes = EpochProgress(2), Reread()
+    loop.begin(1, passes)
+    passes.share = 0.5
+    assert loop.estimate() == 0.75 and loop.epoch == 1
+    passes.share = 0.25
+    assert loop.share() == 0.625
+    loop.begin(1, None)
+    assert loop.estimate() == -1.0
+    loop.end()
+    assert (loop.estimate(), loop.epoch) == (1.0, 1)
+    steps = StepProgress(10)
+    steps.begin(5)
+    assert (steps.estimate(), steps.epoch) == (0.5, -1)
+
+
+# --- the counts of staleness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 5, 64])
+def test_a_share_of_the_staleness_is_exact_below_64(most: int) -> None:
+    rng = random.Random(most)
+    values = [rng.randrange(most) for _ in range(1237)]
+    counts = StalenessCounts()
+    for at in range(0, len(values), 3):
+        counts.add(tuple(values[at : at + 3]))
+    for share in (0.5, 0.95, 1.0):
+        value = counts.at_most(share)
+        assert sum(each <= value for each in values) >= share * len(values)
+        assert value == 0 or sum(each <= value - 1 for each in values) < share * len(values)
+
+
+def test_a_large_staleness_is_rounded_up_to_a_power_of_two() -> None:
+    counts = StalenessCounts()
+    assert counts.at_most(0.95) == 0.0
+    counts.add([64, 65, 1000, 10**9])
+    assert [counts.at_most(share) for share in (0.25, 0.5, 0.75, 1.0)] == [64.0, 128.0, 1024.0, float(1 << 30)]
