@@ -207,7 +207,9 @@ class SimDisks:
                 there = torch.where((cells == 1) & (there == 0), cells, there)
             behind = (cells == 1) & (there == 0)
             lost = [cell for cell in behind.nonzero()[:, 0].tolist() if self._cluster.may_be_lost(cell)]
-            there = torch.where(torch.isin(torch.arange(len(cells)), torch.tensor(lost, dtype=torch.int64)), cells, there)
+            there = torch.where(
+                torch.isin(torch.arange(len(cells)), torch.tensor(lost, dtype=torch.int64)), cells, there
+            )
             if not torch.equal(there, cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
                 raise InvariantViolated(f"snapshot {number} lists {runs}, but {name} has cells {has}")
