@@ -140,3 +140,26 @@ def test_a_job_in_fragments_goes_on_from_its_snapshot(runner: JobRunner) -> None
 def test_what_a_script_cannot_have_is_named(runner: JobRunner, program: str, words: str) -> None:
     ended = runner.run(ROUNDS, *program.split(), code=2)
     assert words in ended.out + ended.err
+
+
+ADAM = f"nservers_per_group: 2 server_worker_separate: true sync_freq: 4 transport: kTcp {NESTEROV}"
+
+
+@pytest.mark.parametrize(("quorum", "workers"), [(0, 1), (1, 1), (1, 2)])
+def test_a_worker_that_comes_back_has_the_state_of_a_living_one(runner: JobRunner, quorum: int, workers: int) -> None:
+    """Its Adam has made one step more than that of the other worker, which waits in the script meanwhile."""
+    cluster = f"nworker_groups: 2 nworkers_per_group: {workers} quorum: {quorum} {ADAM}"
+    ended = runner.run(cluster, "second_state.py", str(runner.folder), str(workers), extra="shard: kLease")
+    (incident,) = ended.report["incidents"]
+    assert incident["who"] == "worker 1/0", incident
+    found = ended.report["rounds"]
+    assert (found["states_taken"], found["states_missed"]) == (workers, 0), ended.err
+    assert int((runner.folder / "steps").read_text()) == 5 + 1
+
+
+def test_without_another_worker_the_state_is_fresh(runner: JobRunner) -> None:
+    ended = runner.run(f"nworker_groups: 1 {ADAM}", "second_state.py", str(runner.folder), "0")
+    found = ended.report["rounds"]
+    assert (found["states_taken"], found["states_missed"]) == (0, 1)
+    assert (runner.folder / "steps").read_text() == "1"
+    assert "no other worker group could give its own" in ended.err

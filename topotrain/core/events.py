@@ -506,6 +506,17 @@ class LocalSteps(Event):
 
 
 @event
+class StateTaken(Event):
+    """A worker that has come back took the state of its own optimizer from another worker group.
+
+    whole: it did. Otherwise no group could give one, and the state is an older one, or fresh.
+    """
+
+    who: str
+    whole: bool
+
+
+@event
 class Tabled(Event):
     """A server's part of a table at the end. bytes: values, optimizer state, index."""
 

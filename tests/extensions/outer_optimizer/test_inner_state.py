@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from topotrain.core.events import Notice
+from topotrain.core.events import Notice, StateTaken
 from topotrain.extensions.inner_state.inner_state import InnerState, StateOfOthers
 
 
@@ -119,8 +119,10 @@ def test_a_worker_that_comes_back_takes_the_state_before_its_first_step(living: 
         taking.before_step()
     assert client.answered == 1
     if living:
-        assert superseded == ["inner"] and len(own.state) == 2 and not events
+        assert superseded == ["inner"] and len(own.state) == 2
+        assert events == [StateTaken("worker 1/0", True)]
     else:
         assert not superseded and not own.state
-        (notice,) = events
+        told, notice = events
+        assert told == StateTaken("worker 1/0", False)
         assert isinstance(notice, Notice) and "no other worker group could give its own" in notice.text

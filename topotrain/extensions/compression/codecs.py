@@ -206,8 +206,8 @@ class E3M0Codec(Codec):
     gradients so.
     """
 
-    # The largest element of a block becomes a float16 of the exponent field 7. All below 1/90 of it are denormals of the
-    # field 0, so the field is the code. A mantissa above that of sqrt(2) is rounded up to the next power of two.
+    # The largest element of a block becomes a float16 of the exponent field 7. All below 1/90 of it are denormals, of
+    # the field 0, so the field is the code. A mantissa above that of sqrt(2) is rounded up to the next power of two.
     _TOP = 2.0**-8 * (2 - 2**-11) / sqrt(2)
     _LEAST = _SINGLE.tiny * 128  # a 64th of a smaller scale would be a denormal
 

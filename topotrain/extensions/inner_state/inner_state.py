@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
-from topotrain.core.events import EventNotifier
+from topotrain.core.events import EventNotifier, StateTaken
 from topotrain.extensions.inner_state.inner_state_client import InnerStateClient, StateSource
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.training.context import Context
@@ -99,6 +99,7 @@ class StateOfOthers(WorkerExtension):
         self._waits = False
         data = self._client.answer()
         why = "no other worker group could give its own" if data is None else self._state.take(data)
+        self._here.emit(StateTaken(str(self._here.me), not why))
         if why:
             notifier = EventNotifier(self._here, str(self._here.me))
             notifier.notify(f"the optimizer's state is that of the begin of the epoch, or fresh: {why}")
@@ -117,5 +118,3 @@ def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension 
     if here.place.identity.incarnation == 0:
         return None
     return StateOfOthers(here, name, state, client)
-
-

@@ -34,6 +34,7 @@ from topotrain.core.events import (
     Serving,
     Skipped,
     Started,
+    StateTaken,
     StepDone,
     Tabled,
     Tested,
@@ -235,7 +236,7 @@ class Report:
                 self._changes.append(event)
             case Resized():
                 self._resized(event)
-            case Rounds() | LocalSteps():
+            case Rounds() | LocalSteps() | StateTaken():
                 self._rounds.record(event)
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.core.events import LocalSteps, Rounds
+from topotrain.core.events import LocalSteps, Rounds, StateTaken
 
 
 @dataclass(slots=True)
@@ -47,11 +47,14 @@ class RoundReport:
     def __init__(self) -> None:
         self._rounds: Rounds | None = None
         self._steps: dict[str, _Steps] = {}
+        self._states = {True: 0, False: 0}  # those that were taken from another group, and those that were not
 
-    def record(self, event: Rounds | LocalSteps) -> None:
+    def record(self, event: Rounds | LocalSteps | StateTaken) -> None:
         """Record one event."""
         if isinstance(event, Rounds):
             self._rounds = event
+        elif isinstance(event, StateTaken):
+            self._states[event.whole] += 1
         else:
             self._steps.setdefault(event.who, _Steps()).record(event)
 
@@ -70,6 +73,8 @@ class RoundReport:
         return {
             **_of_rounds(self._rounds),
             "lost_steps": sum(steps.as_data()["lost_steps"] for steps in self._steps.values()),
+            "states_taken": self._states[True],
+            "states_missed": self._states[False],
             "workers": [
                 {"who": who, **self._steps[who].as_data(), **traffic.get(who, {})} for who in sorted(self._steps)
             ],
