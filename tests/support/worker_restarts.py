@@ -222,6 +222,7 @@ class JobRun:
             place=place,
             kept=script.kept(),
             alike=set(),
+            superseded=set(),
             loader=None,
             resumed=self.past,
             owner=ProcessOwner(),
