@@ -51,6 +51,7 @@ EXAMPLES: list[Event] = [
     events.Apart("server 1/0", 40, 2.5, 7, 0.01),
     events.Rounds("server 0/0", {"2": 3, "3": 40}, 0.25, 2, ("0 41 0 1 2", "0 42 0 2")),
     events.LocalSteps("worker 0/1", 40, 2.5, 0.5, 1.25),
+    events.StateTaken("worker 1/0", True),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]
 
