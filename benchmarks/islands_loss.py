@@ -100,6 +100,12 @@ WAYS: Mapping[str, Way] = {
         "<= 5",
         deaths=("1:100", "2:200", "3:300"),
     ),
+    "in-step": Way("In step: sync_freq 24, 6 fragments", _islands("sync_freq: 24 fragments: 6")),
+    "in-step-deaths": Way(
+        "In step, and each of three workers dies three times",
+        _islands("sync_freq: 24 fragments: 6"),
+        deaths=("1:40", "2:80", "3:120", "1:160", "2:200", "3:240", "1:280", "2:320", "3:360"),
+    ),
 }
 
 

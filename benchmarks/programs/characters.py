@@ -1,7 +1,7 @@
 """A script that trains a small transformer on the characters of Python's own help pages (`pydoc_data.topics`).
 
 Every Python has this text. The last tenth of it is held out. The rate of AdamW falls as a cosine with the share of the
-job's samples that are done. A worker may kill itself once.
+job's samples that are done. A worker may kill itself.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -70,23 +70,23 @@ def saved_loss(final: Path, seed: int) -> float:
 class OwnSteps:
     """The steps of one worker, over all its starts."""
 
-    def __init__(self, file: Path, deaths: Mapping[int, int]) -> None:
-        self._file, self._died = file, file.with_suffix(".died")
+    def __init__(self, file: Path, deaths: Collection[tuple[int, int]]) -> None:
+        self._file = file
         self.count = int(file.read_text()) if file.exists() else 0
-        self._dies_at = deaths.get(tt.rank(), -1)
+        self._dies_at = {step for worker, step in deaths if worker == tt.rank()}
 
     def add(self) -> None:
         """Count a step; this process may die here."""
         self.count += 1
         self._file.write_text(str(self.count))
-        if self.count == self._dies_at and not self._died.exists():
-            self._died.touch()
+        # It comes back with a higher count, so it dies once behind each of these steps.
+        if self.count in self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def deaths_of(words: list[str]) -> dict[int, int]:
-    """Worker -> the step behind which it dies, from words such as 1:100."""
-    return {int(worker): int(step) for worker, _, step in (word.partition(":") for word in words)}
+def deaths_of(words: list[str]) -> set[tuple[int, int]]:
+    """(worker, the step behind which it dies) pairs, from words such as 1:100."""
+    return {(int(worker), int(step)) for worker, _, step in (word.partition(":") for word in words)}
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True, help="samples in a batch of a worker group")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--every", type=int, default=0, help="worker (0,0) looks at the held-out loss after so many")
-    parser.add_argument("--deaths", nargs="*", default=[], help="1:100: worker 1 dies once, behind its step 100")
+    parser.add_argument("--deaths", nargs="*", default=[], help="1:100: worker 1 dies behind its step 100")
     options = parser.parse_args()
     torch.set_num_threads(1)
     numbers, held, words = text()
