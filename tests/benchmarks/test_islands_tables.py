@@ -67,4 +67,4 @@ def test_the_text_is_divided() -> None:
     assert int(numbers.max()) < words
     inputs, targets = windows(numbers, numbers.new_tensor([5]))[0]
     assert len(inputs) == LENGTH and inputs[1:].equal(targets[:-1])
-    assert deaths_of(["1:100", "3:300"]) == {1: 100, 3: 300}
+    assert deaths_of(["1:100", "3:300"]) == {(1, 100), (3, 300)}

@@ -6,7 +6,7 @@ import pytest
 
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import layout
-from topotrain.core.events import Finished, LocalSteps, Rounds, Started
+from topotrain.core.events import Finished, LocalSteps, Rounds, Started, StateTaken
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.result_tables import comparison, summary
@@ -32,12 +32,16 @@ def test_rounds_and_workers() -> None:
     data = report_of(
         LocalSteps("worker 0/0", 30, 4.0, 0.0, 0.5),
         LocalSteps("worker 0/0", 40, 0.0, 2.5, 1.0),
+        StateTaken("worker 1/0", True),
+        StateTaken("worker 1/0", False),
+        StateTaken("worker 1/0", True),
         LocalSteps("worker 1/0", 20, 0.0, 0.0, 0.0),
         Finished("worker 1/0", 4, 0, 0.0, 0, 700, 900),
         ROUNDS,
     )
     found = data["rounds"]
     assert found["count"] == 8 and found["members"] == {"1": 2, "2": 6} and found["members_mean"] == 1.75
+    assert (found["states_taken"], found["states_missed"]) == (2, 1)
     assert (found["age_mean"], found["age_max"], found["lost_steps"]) == (0.25, 2, 2.5)
     assert found["last"] == [
         {"fragment": 0, "number": 7, "groups": [0, 1]},
