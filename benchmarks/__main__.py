@@ -79,7 +79,6 @@ ALONE = (
     "time_split",
     "islands",
     "islands_loss",
-    "inner_states",
 )
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 
