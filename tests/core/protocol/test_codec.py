@@ -112,7 +112,7 @@ NUMBERS = {
     130: "HostHello HostReady HostSumStart HostGradient HostBackwardEnd HostCommit HostPush HostStepEnd",
     138: "SeparateGradients HostMean HostValues",
     150: "PeerHello PeerGradient PeerBackwardEnd PeerMean PeerPause",
-    156: "WindowOver ExchangeTime StepTime NextRound",
+    156: "WindowOver ExchangeTime StepTime NextRound InnerStateRequest InnerStatePart DonorSilent",
 }
 
 
