@@ -25,7 +25,6 @@ class WorkerState:
     Args:
         passes: passes that are over.
         steps: calls of `optimizer.step()`.
-        uncounted: the first pass with batches that may not be in the values. -1: `passes`.
         turn, epoch, epoch_pass: the index of the last `tt.epochs` of the script (-1: none so far), the number of its
             epoch, and the next pass when that epoch began.
         drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
@@ -41,11 +40,11 @@ class WorkerState:
         draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
         buffers: of the model, by name.
         tensors: of the packed values.
+        uncounted: the first pass with batches that may not be in the values. -1: `passes`.
     """
 
     passes: int
     steps: int
-    uncounted: int = -1
     turn: int = -1
     epoch: int = 0
     epoch_pass: int = 0
@@ -62,6 +61,7 @@ class WorkerState:
     draw: Stand = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    uncounted: int = -1
 
     @property
     def first(self) -> int:
