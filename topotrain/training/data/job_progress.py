@@ -142,7 +142,7 @@ class LoopProgress(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way or was the last, from 0; -1: the loop is not over epochs."""
+        """The present or last epoch, from 0; -1: the loop is not over epochs."""
         return -1
 
 
