@@ -556,9 +556,9 @@ class Resources(Event):
 
 @event
 class Traffic(Event):
-    """Bytes of messages that a worker or a server has sent since its process began, by the name of each receiver.
+    """Bytes of messages that a worker or a server has sent, by the name of each receiver.
 
-    Messages inside a process do not count.
+    They count since its process began. Messages inside a process do not count.
     """
 
     who: str

@@ -67,7 +67,7 @@ class Connections(ABC):
         return 0, 0
 
     def reports(self, now: float, last: bool = False) -> Iterable[Event]:
-        """Events about the connections that are due at this time; last: all, since no others follow."""
+        """The due events about the connections; last: all, since no others follow."""
         return ()
 
     @abstractmethod

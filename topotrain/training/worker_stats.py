@@ -147,7 +147,10 @@ class StalenessCounts:
                 self._large[bits] = self._large.get(bits, 0) + 1
 
     def at_most(self, share: float) -> float:
-        """The staleness that this share of all does not exceed; a large one is rounded up to a power of two."""
+        """The staleness that this share of all does not exceed.
+
+        From 64 on it is rounded up to a power of two.
+        """
         needed, seen = share * self._total, 0
         if not self._total:
             return 0.0

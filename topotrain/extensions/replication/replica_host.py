@@ -95,7 +95,7 @@ class ReplicaObserver:
         """A server cannot continue. Called inside `except`, on the thread of a message."""
 
     def on_turn(self, servers: Mapping[Address, HostedServer], router: Router, last: bool = False) -> None:
-        """Called several times a second, with the servers that act in this process; last: at their end."""
+        """Called several times a second, with the active servers; last: at their end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Samples of the units that follow, for the displays and the records of the leader.
+"""Samples of the units that follow, for displays and records of the leader.
 
 The recovery policies need few events of other units (`follower.py`), and displays need many. These travel apart from
 decisions: once in INTERVAL_S, the last event of each kind and process, and nothing while an earlier message is on its
@@ -59,7 +59,7 @@ class SampleTransfer(Protocol):
 
 
 class Samples:
-    """The samples of a job with one unit, which are sent nowhere. Subclasses send them."""
+    """The samples of a job with one unit, which are sent nowhere."""
 
     def note(self, event: Event) -> None:
         """An event of this unit."""
@@ -103,7 +103,7 @@ class SharedSamples(Samples):
 
 
 class ReceivedSamples:
-    """The events of other units, from the threads of connections to the loop of the leader."""
+    """The events of other units, from the readers of connections to the leader's loop."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MOST)

@@ -1,4 +1,4 @@
-"""Reports of one process about its connections and its servers, with a bounded rate."""
+"""Reports of one process about its connections and its servers."""
 
 from collections.abc import Iterator, Mapping
 

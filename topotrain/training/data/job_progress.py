@@ -131,7 +131,10 @@ class LoopProgress(ABC):
         return self._most
 
     def estimate(self) -> float:
-        """The share that is done, for a display; -1: it is not known. This changes no later share."""
+        """The share that is done, for a display; -1: it is not known.
+
+        A script gets the same shares, whether this is called or not.
+        """
         try:
             return max(self._most, self._now())
         except ConfigError:
@@ -139,7 +142,7 @@ class LoopProgress(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way or was the last, from 0; -1: the loop is not over epochs."""
+        """The present or last epoch, from 0; -1: the loop is not over epochs."""
         return -1
 
 

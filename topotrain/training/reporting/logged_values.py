@@ -51,7 +51,7 @@ def _refused(name: str, value: Any) -> ConfigError:
 
 
 class LoggedValues:
-    """The values of one process that are not sent yet. Its methods may be called on any thread.
+    """The values of one process that are not sent yet, from any thread.
 
     Args:
         sink: gets the events.
