@@ -53,7 +53,8 @@ def without_stamps(output: bytes) -> bytes:
 class StampedFile(io.BufferedIOBase):
     """A log as the buffer of a text stream, with stamps.
 
-    Each write reaches the file at once. It has no buffer, and so no lock: a signal handler may print while the program prints.
+    Each write reaches the file at once. It has no buffer, and so no lock: a signal handler may print while the program
+    prints.
 
     Args:
         fd: the descriptor, which is not closed.
