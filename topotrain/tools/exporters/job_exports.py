@@ -64,9 +64,9 @@ class JobExports:
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
 
     def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
-        """Name the job. Before its first event nothing is written: the workspace may be that of another one.
+        """Name the job. Nothing is written before its first event.
 
-        resumed: it goes on from a snapshot.
+        Until then the workspace may be that of another job. resumed: it goes on from a snapshot.
         """
         self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
 
