@@ -1,4 +1,4 @@
-"""Packages that nothing else imports can be deleted: automatic placement, and TensorFlow's client session.
+"""Packages that nothing else imports can be deleted: automatic placement, TensorFlow's client session, exports.
 
 A test masks the modules of one package, as if its folder were deleted, in a process that has imported torch and forgets
 the package.
@@ -14,6 +14,12 @@ USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
     "tools/dashboard": {"tools/cli/watch.py"},
+    "tools/exporters": {
+        "tools/cli/export_arguments.py",
+        "tools/monitor/monitored_run.py",
+        "tools/dashboard/web_routes.py",
+        "__init__.py",
+    },
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -77,14 +83,29 @@ from topotrain.tools.cli.watch import serve, watched, write_page
 
 with watched(None, "127.0.0.1", "."):
     pass
-uses = (lambda: watched(0, "127.0.0.1", ".").__enter__(), lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ()))
-for use in uses:
+open_page = lambda: watched(0, "127.0.0.1", ".").__enter__()
+for use in (open_page, lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ())):
     try:
         use()
     except BadInput as error:
         assert "this installation has no page (package topotrain.tools.dashboard)" in str(error), error
     else:
         raise AssertionError("not refused")
+"""
+
+
+EXPORTS = """
+from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.export_arguments import exports_of
+
+with exports_of(Job(), [], "") as none:
+    assert none is None
+for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
+    try:
+        with exports_of(Job(), logs, metrics):
+            raise AssertionError("was not refused")
+    except ConfigError as error:
+        assert option in str(error) and "needs topotrain.tools.exporters" in str(error), error
 """
 
 
@@ -95,6 +116,7 @@ for use in uses:
         ("parallel/auto_placement", PLACEMENT),
         ("compat/tensorflow/session", SESSION),
         ("tools/dashboard", DASHBOARD),
+        ("tools/exporters", EXPORTS),
     ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:

@@ -1,5 +1,6 @@
 """What a launcher hears of a real job while it runs: memory, traffic, servers, logged values, progress."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ APART = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separa
 
 def ran(cluster: Cluster, folder: Path, served_at: str) -> list[Event]:
     (folder / "script.py").write_text(SCRIPT)
-    job = Job(cluster=cluster, program=str(folder / "script.py"), workspace=str(folder / "space"))
+    cluster = replace(cluster, workspace=str(folder / "space"))
+    job = Job(cluster=cluster, program=str(folder / "script.py"))
     events: list[Event] = []
     outcome = LocalLauncher(forkserver=served_at).start(job, layout(job.cluster), events.append)
     assert outcome.code == 0, outcome

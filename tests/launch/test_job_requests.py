@@ -18,10 +18,18 @@ from topotrain.comm.store import open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.config.job import ConfigError
 from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
-from topotrain.launch.job_requests import ENDED, LEADER_LOST, JobRequests, RequestClient, from_data, to_data
+from topotrain.launch.job_requests import (
+    ENDED,
+    LEADER_LOST,
+    JobRequest,
+    JobRequests,
+    RequestClient,
+    from_data,
+    to_data,
+)
 from topotrain.launch.multinode.control_connection import ControlClient
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, accept
-from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
+from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 from topotrain.launch.store_requests import StoreRequests, ask_over_store
 from topotrain.tools.cli import app
 
@@ -68,9 +76,34 @@ def test_a_promise_outlives_the_attempt_in_which_it_was_made() -> None:
     assert clients[1].said == [{"workers": 2}]
 
 
-@pytest.mark.parametrize("wish", [GroupRequest("join", 3, 2.5), ResizeRequest("leave", 1, 9.0)])
-def test_requests_travel_as_data(wish: GroupRequest | ResizeRequest) -> None:
+@pytest.mark.parametrize(
+    "wish", [GroupRequest("join", 3, 2.5), ResizeRequest("leave", 1, 9.0), TakeSnapshot(3.0), StopJob()]
+)
+def test_requests_travel_as_data(wish: JobRequest) -> None:
     assert from_data(to_data(wish)) == wish
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({}, [], "stop", {"verb": "sing"}, {"verb": "snapshot"}, {"verb": "snapshot", "within_s": 0}),
+        *({"verb": "snapshot", "within_s": "10"}, {"verb": "leave", "within_s": 10.0}, {"verb": ["stop"]}),
+    ],
+)
+def test_what_is_no_request(said: Any) -> None:
+    with pytest.raises(ValueError, match="not a request"):
+        from_data(said)
+
+
+def test_each_of_two_equal_requests_has_its_own_answer() -> None:
+    requests, clients = JobRequests(), [Heard(), Heard()]
+    wishes = [TakeSnapshot(), TakeSnapshot()]
+    for wish, client in zip(wishes, clients, strict=True):
+        requests.add(wish, client)
+    requests.reply(wishes[1], {"text": "snapshot 4"})
+    requests.refuse(wishes[0], "late")
+    assert [client.said for client in clients] == [[{"error": "late"}], [{"text": "snapshot 4"}]]
+    assert requests.waiting == 0
 
 
 # ---- over the store --------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import os
 import selectors
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from topotrain.config.job import ConfigError
@@ -29,6 +30,15 @@ CALLERS = 16
 LINE = 512
 """Maximum number of bytes of a request."""
 _ANSWER = 1 << 16
+_ANSWERS: Mapping[type[JobRequest], tuple[str, ...]] = MappingProxyType(
+    {
+        GroupRequest: ("group", "text"),
+        ResizeRequest: ("workers", "step", "text"),
+        TakeSnapshot: ("snapshot", "step", "path", "text"),
+        StopJob: ("text",),
+    }
+)
+"""The names in the answer to each kind of request."""
 
 
 class NotHere(ConfigError):
@@ -202,20 +212,20 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
 
 def checked(wish: JobRequest, answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request as data. Raises ConfigError if it is a refusal."""
-    option, value = "", None
-    names: tuple[str, ...]
-    match wish:
-        case GroupRequest(group=value):
-            option, names = "--group", ("group", "text")
-        case ResizeRequest(workers=value):
-            option, names = "--workers", ("workers", "step", "text")
-        case TakeSnapshot():
-            names = ("snapshot", "step", "path", "text")
-        case StopJob():
-            names = ("text",)
     if "error" in answer:
-        raise ConfigError(option, value, answer["error"])
-    return {name: answer[name] for name in names}
+        raise ConfigError(*_option_of(wish), answer["error"])
+    return {name: answer[name] for name in _ANSWERS[type(wish)]}
+
+
+def _option_of(wish: JobRequest) -> tuple[str, int | None]:
+    """Return the option that an error is about, and its value."""
+    match wish:
+        case GroupRequest(group=group):
+            return "--group", group
+        case ResizeRequest(workers=workers):
+            return "--workers", workers
+        case _:
+            return "", None
 
 
 def _line(channel: socket.socket) -> bytes:

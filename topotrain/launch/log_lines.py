@@ -85,7 +85,4 @@ class StampedFile(io.BufferedIOBase):
 
 def text_stream(fd: int, stamps: LineStamps) -> io.TextIOWrapper:
     """Return a text stream that writes line by line, with stamps."""
-    buffer = StampedFile(fd, stamps)
-    stream = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[type-var]
-    stream.mode = "w"
-    return stream
+    return io.TextIOWrapper(StampedFile(fd, stamps), encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -13,6 +13,7 @@ import torch
 from simulation import ScriptedCluster, ScriptedWorker, job, parameters
 from torch import nn
 
+from tests.support.reporter_parts import context_of, no_connections, worker_of
 from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
 from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, cut
@@ -252,15 +253,10 @@ def test_it_is_reported_once_by_one_worker_of_an_asynchronous_job() -> None:
 @pytest.mark.parametrize("last", [math.inf, math.nan, 0.5])
 def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
     told: list[Event] = []
-    here = SimpleNamespace(
-        me=Address(Role.WORKER, 0, 0), is_main=True, emit=told.append, place=SimpleNamespace(topology=layout(DOWNPOUR))
-    )
+    place = SimpleNamespace(topology=layout(DOWNPOUR))
+    here = context_of(Address(Role.WORKER, 0, 0), told, is_main=True, place=place)
     tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
-    ProgressReporter(
-        here,
-        SimpleNamespace(tally=tally, momentum=0.0),
-        SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0)),
-    ).job_over()  # type: ignore[arg-type]
+    ProgressReporter(here, worker_of(tally, momentum=0.0), no_connections()).job_over()
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == (not math.isfinite(last))
     assert all("the last loss is not finite" in text and "without waiting" in text for text in notices)

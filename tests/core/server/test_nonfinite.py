@@ -8,7 +8,6 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from tests.support.in_process_job import (
     usual_loop,
     vectors,
 )
+from tests.support.reporter_parts import context_of, no_connections, worker_of
 from tests.support.simulation import STORM, ScriptedCluster, ScriptedWorker, job, same, total
 from topotrain.config.job import (
     Algorithm,
@@ -458,10 +458,7 @@ def test_each_skip_is_reported_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
     tally = WorkerStats(steps=4, started=1.0)
-    here = SimpleNamespace(me=me, emit=told.append)
-    telling = ProgressReporter(
-        here, SimpleNamespace(tally=tally), SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0))
-    )  # type: ignore[arg-type]
+    telling = ProgressReporter(context_of(me, told), worker_of(tally), no_connections())
     tally.add_skip(SkippedStep(2, "worker 0/1", "a"))
     telling.after_step(None)
     telling.after_step(None)

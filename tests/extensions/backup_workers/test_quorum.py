@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.reporter_parts import context_of, no_connections, worker_of
 from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
@@ -265,7 +266,7 @@ def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
     told, tally = [], WorkerStats(started=1.0)
     recorder = CallRecorder()
-    worker = SimpleNamespace(batches=StepBatches(), tally=tally)
+    worker = worker_of(tally, batches=StepBatches())
     steps = LateSteps(worker, SimpleNamespace(through=lambda epoch: None))
     recorder.left_early = lambda epoch, batches: steps.leave_epoch(epoch)
     passes = loader(recorder)
@@ -274,8 +275,7 @@ def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
             steps.after_commit(StepOutcome(0, (), False, -1.0, late=late))
             break
     assert tally.dropped == 2
-    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append)
-    ProgressReporter(here, worker, SimpleNamespace(traffic=lambda: (0, 0), link_traffic=lambda: (0, 0))).job_over()
+    ProgressReporter(context_of(Address(Role.WORKER, 0, 1), told), worker, no_connections()).job_over()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

@@ -23,7 +23,7 @@ class Router:
 
 
 def parameters(count: int) -> list[Parameter]:
-    return [Parameter(f"w{number}", (100,), (1,), "float32") for number in range(count)]
+    return [Parameter(f"w{number}", (100,), (1,), "float32", True) for number in range(count)]
 
 
 def server(version: int, busy_s: float, model: Any = None, began: int = 0) -> Any:

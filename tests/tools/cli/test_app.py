@@ -65,12 +65,21 @@ class Launcher:
         self.ending = ending or JobOutcome(0, 1.5)
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
+        self.pauses: list[float] = []
         self.forkservers = 0
 
     def __call__(
-        self, forkserver: str, profile: int, resume: str = "", outlet: object = None, shared: object = None
+        self,
+        forkserver: str,
+        profile: int,
+        resume: str = "",
+        outlet: object = None,
+        shared: object = None,
+        watch: object = None,
+        pause_s: float = 0.0,
     ) -> "Launcher":
         self.profiles.append(profile)
+        self.pauses.append(pause_s)
         return self
 
     @contextmanager
@@ -119,6 +128,14 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         ("plan a.conf --json", "plan a.conf --json"),
         ("jobs list -m x", "jobs list -m x"),
         ("chaos a.conf -m p.t --seed 1 -- --x", "chaos a.conf -m p.t --seed 1 -- --x"),
+        ("run --watch a.conf t.py --x", "run --watch=0 a.conf t.py -- --x"),
+        ("run --watch 8080 a.conf t.py", "run --watch 8080 a.conf t.py --"),
+        ("run --watch=8080 a.conf t.py", "run --watch=8080 a.conf t.py --"),
+        ("run a.conf --watch t.py", "run a.conf --watch=0 t.py --"),
+        ("run --resume w --watch", "run --resume w --watch=0"),
+        ("run a.conf t.py --watch", "run a.conf t.py -- --watch"),
+        ("run a.conf -- t.py --watch", "run a.conf -- t.py --watch"),
+        ("watch a b --port 1", "watch a b --port 1"),
         ("--help", "--help"),
         ("", ""),
     ],
@@ -665,6 +682,14 @@ def test_the_launcher_is_told_which_step_to_profile(
     assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
 
 
+def test_the_launcher_is_told_how_long_messages_are_held(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert [ask("run", *words, "down.conf", "train.py")[0] for words in ([], ["--lecture", "0.5"])] == [0, 0]
+    assert launcher.pauses == [0.0, 0.5]
+    code, _, err = ask("run", "--lecture", "-1", "down.conf", "train.py")
+    assert (code, launcher.pauses) == (2, [0.0, 0.5])
+    assert "--lecture = -1.0: must be from 0.01 to 5 seconds for each message" in err
+
+
 def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
     assert launcher.jobs == []
@@ -705,3 +730,30 @@ def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path)
 def test_the_console_script_is_that_command() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}
+
+
+# ---- figures for other tools -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--log", "wandb"], "--log = 'wandb': must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"),
+        (["--log", "jsonl:/dev/null/x"], "--log /dev/null/x: cannot be written"),
+        (["--log", "jsonl", "--log", "jsonl"], "is given twice"),
+        (["--metrics", "port"], "--metrics = 'port': must be PORT or ADDRESS:PORT"),
+    ],
+)
+def test_a_wrong_export_starts_nothing(ask: Ask, here: Path, launcher: Launcher, options: list[str], said: str) -> None:
+    code, out, err = ask("run", *options, "down.conf", "train.py")
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    assert not launcher.jobs and not launcher.forkservers
+
+
+def test_exports_get_the_events_of_the_job(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("run", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
+    assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
+    found = [json.loads(line) for line in (here / "c").read_text().splitlines()]
+    assert {"process": "worker 0/0", "name": "loss", "value": 0.25}.items() <= next(
+        line for line in found if line["name"] == "loss"
+    ).items()

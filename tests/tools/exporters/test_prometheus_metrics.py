@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "0123456789abcdef"
+UNPROVEN = ssl._create_unverified_context()
 
 
 @contextmanager
@@ -33,7 +35,8 @@ def served(text: str = "0", token: str = "") -> "Iterator[MetricsExport]":
 
 def fetch(url: str, **headers: str) -> tuple[int, str, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=10, context=UNPROVEN) as answer:
             return answer.status, answer.read().decode(), answer.headers["Content-Type"]
     except urllib.error.HTTPError as error:
         with error:
@@ -41,8 +44,9 @@ def fetch(url: str, **headers: str) -> tuple[int, str, str]:
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
+    """The values by name and labels, in the order of the labels' names."""
     return {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -53,19 +57,19 @@ def test_prometheus_reads_the_figures_of_a_job() -> None:
         code, text, kind = fetch(export.url)
     assert code == 200 and kind.startswith("text/plain; version=")
     found = values(text)
-    assert found["topotrain_worker_steps_total", "worker 0/0", "0"] == 12
-    assert found["topotrain_worker_loss", "worker 1/0", "1"] == 0.75
-    assert found["topotrain_worker_staleness_p95_versions", "worker 1/0", "1"] == 3
-    assert found["topotrain_worker_logged_value", "worker 0/0", "0", 'accuracy "of" all'] == 0.5
-    assert found["topotrain_process_memory_bytes", "server 0/0", "0"] == 5_000_000
-    assert found["topotrain_server_updates_total", "server 0/0", "0"] == 30
-    assert found["topotrain_job_info", "digits", "Downpour"] == 1
+    assert found["topotrain_worker_steps_total", "0", "worker 0/0"] == 12
+    assert found["topotrain_worker_loss", "1", "worker 1/0"] == 0.75
+    assert found["topotrain_worker_staleness_p95_versions", "1", "worker 1/0"] == 3
+    assert found["topotrain_worker_logged_value", "0", 'accuracy "of" all', "worker 0/0"] == 0.5
+    assert found["topotrain_process_memory_bytes", "0", "server 0/0"] == 5_000_000
+    assert found["topotrain_server_updates_total", "0", "server 0/0"] == 30
+    assert found["topotrain_job_info", "Downpour", "digits"] == 1
     assert found["topotrain_job_running",] == 1
     assert found["topotrain_job_incidents_total",] == 4
     assert found["topotrain_job_steps_total",] == 12
     assert found["topotrain_job_progress_ratio",] == 0.25
     states = {name: value for name, value in found.items() if name[0] == "topotrain_process_state"}
-    assert states["topotrain_process_state", "worker 0/0", "0", "computes"] == 1
+    assert states["topotrain_process_state", "0", "worker 0/0", "computes"] == 1
     assert sum(states.values()) == 3 and len(states) == 3 * len(STATES)
 
 
@@ -97,7 +101,7 @@ def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
 def test_requests_see_the_last_state_of_the_job() -> None:
     with served() as export:
         export.update(sampled(steps=40))
-        assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "worker 0/0", "0"] == 40
+        assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "0", "worker 0/0"] == 40
 
 
 def test_a_page_of_another_site_is_refused() -> None:
@@ -109,15 +113,41 @@ def test_a_page_of_another_site_is_refused() -> None:
         assert fetch(export.url.replace("/metrics", "/../metrics"))[0] == 404
 
 
-def test_an_address_for_other_machines_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match=r"--metrics.*0\.0\.0\.0:0.*TOPOTRAIN_METRICS_TOKEN"):
-        parse_address("0.0.0.0:0", {})
-    with served("0.0.0.0:0", TOKEN) as export:
-        url = export.url.replace("0.0.0.0", "127.0.0.1")
-        assert fetch(url)[0] == 401
-        assert fetch(url, Authorization="Bearer " + TOKEN[:-1])[0] == 401
-        assert fetch(url, Authorization="Bearer ä")[0] == 401
-        assert fetch(url, Authorization=f"Bearer {TOKEN}", Host="gpu7")[0] == 200
+def outer_address() -> str:
+    """An address at which other machines reach this one. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"this machine has no other address than loopback: {error}")
+        return str(probe.getsockname()[0])
+
+
+def test_an_address_for_other_machines_needs_a_token_and_speaks_tls() -> None:
+    here = outer_address()
+    with pytest.raises(ConfigError, match=rf"--metrics.*{here}:0.*TOPOTRAIN_METRICS_TOKEN"):
+        parse_address(f"{here}:0", {})
+    with served(f"{here}:0", TOKEN) as export:
+        assert export.url.startswith(f"https://{here}:")
+        assert fetch(export.url)[0] == 401
+        assert fetch(export.url, Authorization="Bearer " + TOKEN[:-1])[0] == 401
+        assert fetch(export.url, Authorization=f"Bearer {TOKEN}", Host="gpu7")[0] == 200
+        with socket.create_connection((here, int(export.url.rsplit(":", 1)[1].partition("/")[0]))) as silent:
+            # It says nothing, and others are served meanwhile.
+            assert fetch(export.url, Authorization=f"Bearer {TOKEN}")[0] == 200
+            silent.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert b"topotrain" not in silent.recv(4096)
+
+
+def test_all_interfaces_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--metrics.*0\.0\.0\.0.*every interface"):
+        parse_address("0.0.0.0:0", {metrics_server.VARIABLE: TOKEN})
+
+
+def test_a_token_counts_on_loopback_too() -> None:
+    with served(token=TOKEN) as export:
+        assert fetch(export.url)[0] == 401
+        assert fetch(export.url, Authorization=f"Bearer {TOKEN}")[0] == 200
     with pytest.raises(ConfigError, match="at least 16 characters"):
         parse_address("0", {metrics_server.VARIABLE: "short"})
 

@@ -21,8 +21,8 @@ from topotrain.core.events import (
     StepDone,
     Waits,
 )
-from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
 from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 
 CLUSTER = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)

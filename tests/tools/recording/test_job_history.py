@@ -54,7 +54,8 @@ def added(view: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     names = [each["name"] for each in delta.get("processes", view["processes"])]
     states = {who: [*view["states"].get(who, []), *delta["states"].get(who, [])] for who in names}
     story = [*view["story"], *delta["story"]]
-    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story}
+    travels = [*view["travels"], *delta["travels"]]
+    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story, "travels": travels}
 
 
 @settings(max_examples=40)
@@ -287,7 +288,7 @@ def test_the_memory_is_bounded_and_curves_keep_their_beginning_and_their_end(mon
     assert points[0][1] == 1 and [point[1] for point in points[-500:]] == list(range(19_500, 20_000))
     # The older half has them evenly over the whole time.
     older = [point[1] for point in points if point[1] < 15_000]
-    assert max(b - a for a, b in zip(older, older[1:], strict=False)) <= 20_000 * 8 / history_series.MOST_POINTS
+    assert max(b - a for a, b in itertools.pairwise(older)) <= 20_000 * 8 / history_series.MOST_POINTS
     entries = view["states"]["worker 0/0"]
     assert len(entries) <= 100 and [state for _, state in entries].count("dead") == 3
     assert len(view["story"]) <= 100 and [entry["kind"] for entry in view["story"]].count("incident") == 3

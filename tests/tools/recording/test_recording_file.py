@@ -117,7 +117,7 @@ def test_fields_of_other_versions_do_not_matter() -> None:
 
 
 def test_a_recording_of_a_newer_version_is_refused() -> None:
-    line = to_line(TimedEvent(0.0, header())).replace('"version": 1', f'"version": {VERSION + 1}')
+    line = to_line(TimedEvent(0.0, header())).replace('"version":1', f'"version":{VERSION + 1}')
     with pytest.raises(RecordingError, match=f"is of version {VERSION + 1}, and this topotrain reads"):
         from_line(line)
 

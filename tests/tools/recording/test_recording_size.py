@@ -63,5 +63,5 @@ if __name__ == "__main__":
     for count in (6, 150):
         with tempfile.TemporaryDirectory() as folder:
             began = time.process_time()
-            most = record(Path(folder, FILE), count, DAY_S, every_s=0.5 if count < 100 else 4.0)
+            most = record(Path(folder, FILE), count, DAY_S, every_s=4.0 if count < 100 else 120.0)
             print(count + servers_of(count), "processes:", most / 1e6, "MB;", time.process_time() - began, "s of a day")

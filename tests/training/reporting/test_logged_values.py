@@ -92,7 +92,7 @@ def test_the_last_values_are_sent_four_times_a_second() -> None:
 
 def test_a_tensor_on_a_device_is_read_only_when_it_is_sent() -> None:
     sink = Sink()
-    logged, kept = LoggedValues(sink, "worker 0/0"), [OnDevice(number) for number in range(5)]
+    logged, kept = LoggedValues(sink, "worker 0/0"), [OnDevice(float(number)) for number in range(5)]
     for number, value in enumerate(kept):
         logged.add({"x": value}, None, 10 + 0.01 * number)  # type: ignore[dict-item]
     logged.send_due(10.1)

@@ -5,6 +5,7 @@
     workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile
     workspace/processes.json  every process with its pid, written when all processes are up
     workspace/logs/           the output of the processes
+    workspace/events.jsonl    the recording of the job's events (docs/watching.md)
     workspace/final.tmp       disk space reserved for the final parameters while the job runs
 
 A unit that another tool starts has its run folder in the system's temporary folder, and writes processes-R.json.

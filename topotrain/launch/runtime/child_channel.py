@@ -270,7 +270,7 @@ def _become(child: ForkedChild) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     # The kernel's limit for a name is 15 bytes.
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
-    _open_streams(*child.fds[1:3], request["stamp"])
+    _open_streams(child.fds[1], child.fds[2], request["stamp"])
     asked = request["environ"]
     _mark(asked.get(RUN_VARIABLE, ""))
     # The forkserver's own environment is that of the moment at which it started.

@@ -149,10 +149,12 @@ class PageRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Return the figures of the first run for Prometheus."""
+        try:
+            from topotrain.tools.exporters.prometheus_metrics import MISSING, exposition
+        except ImportError:
+            raise HTTPException(404, "this installation has no metrics") from None
         if find_spec("prometheus_client") is None:
-            raise HTTPException(404, "the metrics need prometheus_client: pip install 'topotrain[metrics]'")
-        from topotrain.tools.exporters.prometheus_metrics import exposition
-
+            raise HTTPException(404, f"the page {MISSING}")
         run = self._run(request)
         run.poll()
         found = exposition(run.summary(), request.headers.get("accept", ""))

@@ -1,19 +1,21 @@
 """`--metrics PORT`: an HTTP server with the metrics of a job, for Prometheus.
 
-It listens on loopback, unless another address is given. There each request needs a token.
+It listens on loopback, unless another address is given. There it speaks TLS, and each request needs a token.
 """
 
 import hmac
-import socket
-import socketserver
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from ipaddress import ip_address
 from threading import Thread
 from typing import Any
 
+from topotrain.comm.security.tls import Certificate
+from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.tcp import ListenAddress, local_address
+from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 from topotrain.tools.exporters.prometheus_metrics import MISSING, exposition
 from topotrain.tools.recording.job_history import JobHistory
@@ -30,34 +32,28 @@ _SLOW_S = 10.0
 class MetricsAddress:
     """Where metrics are served. token: what each request must have; "": none."""
 
-    host: str
+    listen: ListenAddress
     port: int
     token: str = ""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine reaches it."""
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
 
 
 def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
     """Parse the value of `--metrics`. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
-        raise ConfigError(OPTION, text, "must be PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400")
+        raise ConfigError(OPTION, text, "must be PORT or ADDRESS:PORT, such as 9400 or 10.0.0.1:9400")
     token = environ.get(VARIABLE, "")
-    found = MetricsAddress(host.strip("[]") or "127.0.0.1", int(port), token)
     if token and (len(token) < _SHORTEST_TOKEN or not token.isascii()):
         raise ConfigError(VARIABLE, None, f"must have at least {_SHORTEST_TOKEN} characters, all of them ASCII")
-    if not token and not found.is_local:
-        accepted = f"other machines reach this address, so it needs a token: set {VARIABLE}"
-        raise ConfigError(OPTION, text, accepted)
+    try:
+        listen = local_address(host.strip("[]") or "127.0.0.1")
+    except TransportError as error:
+        raise ConfigError(OPTION, text, str(error)) from None
+    if not token and not listen.loopback:
+        raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
     if find_spec("prometheus_client") is None:
         raise ConfigError(OPTION, text, MISSING)
-    return found
+    return MetricsAddress(listen, int(port), token)
 
 
 class MetricsExport:
@@ -71,11 +67,14 @@ class MetricsExport:
     """
 
     def __init__(self, address: MetricsAddress) -> None:
+        where = f"{address.listen.address}:{address.port}"
         try:
-            self._server = _MetricsHttpServer(address)
+            tls = None if address.listen.loopback else Certificate.make().context
+            self._server = _MetricsHttpServer(address, tls)
         except OSError as error:
-            where = f"{address.host}:{address.port}"
             raise ConfigError(OPTION, where, f"must be an address to listen at ({error.strerror})") from None
+        except TransportError as error:
+            raise ConfigError(OPTION, where, str(error)) from None
         Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     @property
@@ -85,11 +84,11 @@ class MetricsExport:
 
     def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
-        self._server.summary = history.summary()
+        self.update(history)
 
     def update(self, history: JobHistory) -> None:
         """As `Export.update`."""
-        self._server.summary = history.summary()
+        self._server.show(history.summary())
 
     def end(self, code: int) -> None:
         """As `Export.end`."""
@@ -101,34 +100,43 @@ class MetricsExport:
 
 
 class _MetricsHttpServer(ThreadingHTTPServer):
+    """Serves the last summary. tls: for an address that other machines reach."""
+
     daemon_threads = True
 
-    def __init__(self, address: MetricsAddress) -> None:
-        self.address = address
-        self.summary: dict[str, Any] = {}  # replaced as a whole: requests have threads of their own
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        super().__init__((address.host, address.port), _MetricsRequest)
-
-    def server_bind(self) -> None:
-        # That of HTTPServer asks a name server for the name of this machine.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    def __init__(self, address: MetricsAddress, tls: ssl.SSLContext | None) -> None:
+        super().__init__((address.listen.address, address.port), _MetricsRequest, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bind(address.listen.family, address.listen.address, address.port)
+        self.server_address = self.socket.getsockname()
+        self._address = address
+        self.summary: Mapping[str, Any] = {}
+        self.url = url_of(address.listen.address, self.port, "https" if tls else "http") + PATH
+        if tls is not None:
+            # Each connection shakes hands on its own thread, and not on the one that accepts.
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     @property
-    def url(self) -> str:
-        host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
-        return f"http://{host}:{self.server_port}{PATH}"
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def show(self, summary: Mapping[str, Any]) -> None:
+        # Replaced as a whole: requests have threads of their own.
+        self.summary = summary
 
     def refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
         """Return code and text for a request that is refused."""
         # A page of another site may have made its name an address of this machine.
         host = headers.get("Host") or ""
-        if self.address.is_local and host.removesuffix(f":{self.server_port}").lower() not in _LOCAL:
+        if self._address.listen.loopback and host.removesuffix(f":{self.port}").lower() not in _LOCAL:
             return 403, "this address is for this machine only"
         given = (headers.get("Authorization") or "").removeprefix("Bearer ")
-        if self.address.token and not hmac.compare_digest(given.encode(), self.address.token.encode()):
+        if self._address.token and not hmac.compare_digest(given.encode(), self._address.token.encode()):
             return 401, f"the header Authorization must be: Bearer and the text of {VARIABLE}"
         return None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a client that breaks off, or speaks no TLS, is no news on the terminal of a job."""
 
 
 class _MetricsRequest(BaseHTTPRequestHandler):

@@ -79,7 +79,7 @@ def exposition(summary: Mapping[str, Any], accept: str = "") -> Exposition:
     from prometheus_client.exposition import choose_encoder
 
     registry = CollectorRegistry()
-    registry.register(_SummaryCollector(summary))  # type: ignore[arg-type]
+    registry.register(_SummaryCollector(summary))
     encode, content_type = choose_encoder(accept)
     return Exposition(encode(registry), content_type)
 

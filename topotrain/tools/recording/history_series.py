@@ -58,6 +58,10 @@ class ThinnedSeries:
             return [*self._whole[at:], *self._recent]
         return [point for point in self._recent if point.number > number]
 
+    def has_since(self, number: int) -> bool:
+        """Return whether there are points with higher numbers."""
+        return bool(self._recent) and self._recent[-1].number > number
+
     @property
     def last(self) -> SeriesPoint | None:
         """The last point."""

@@ -5,7 +5,7 @@ without numbers that JSON does not have. The memory is bounded, however long the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from topotrain.core.events import (
@@ -80,6 +80,8 @@ class JobHistory:
         self._begun = self._number  # a cursor before this is of the former job
         self._offset = 0.0
         self._processes: dict[str, ProcessTrack] = {}
+        self._groups: dict[int, list[ProcessTrack]] = {}
+        """The workers of each group."""
         self._layout = RecordedLayout({})
         self._connections: dict[tuple[str, str], None] = {}
         self._placed = self._number
@@ -140,8 +142,9 @@ class JobHistory:
         if whole or self._placed > cursor:
             data["processes"] = [process.as_data() for process in self._processes.values()]
             data["connections"] = [{"from": one, "to": other} for one, other in self._connections]
-        series = (series.as_data(name, cursor) for name, series in self._series.items())
-        data["series"] = [each for each in series if whole or each["points"]]
+        data["series"] = [
+            series.as_data(name, cursor) for name, series in self._series.items() if whole or series.has_since(cursor)
+        ]
         states = {who: process.states.since(cursor) for who, process in self._processes.items()}
         data["states"] = {who: entries for who, entries in states.items() if whole or entries}
         data["story"] = self._story.since(cursor)
@@ -171,12 +174,14 @@ class JobHistory:
     def _place(self) -> None:
         """Use the present layout; the tracks of processes that stay are kept."""
         known, self._placed = self._processes, self._number
-        self._processes = {}
+        self._processes, self._groups = {}, {}
         for address, unit, host in self._layout.residents():
             who = str(address)
             track = known.get(who) or ProcessTrack(address, unit, host)
             track.unit, track.host = unit, host
             self._processes[who] = track
+            if track.is_worker:
+                self._groups.setdefault(address.group, []).append(track)
         self._connections = dict.fromkeys(self._layout.connections())
 
     def _on_end(self, event: RecordingEnd) -> None:
@@ -338,8 +343,8 @@ class JobHistory:
             if not process.is_worker and process.unit == worker.unit and same:
                 self._enter(process, worker.states.now or "starting")
 
-    def _group(self, group: int) -> Iterator[ProcessTrack]:
-        return (each for each in self._processes.values() if each.is_worker and each.address.group == group)
+    def _group(self, group: int) -> Sequence[ProcessTrack]:
+        return self._groups.get(group, ())
 
     def _step_of(self, process: ProcessTrack) -> int:
         return process.worker.step if process.is_worker else process.server.updates

@@ -69,14 +69,16 @@ def to_line(timed: TimedEvent) -> str:
     event = timed.event
     if isinstance(event, RecordingHeader | RecordingEnd):
         data = {f.name: getattr(event, f.name) for f in fields(event)}
-        text = json.dumps({"event": END if isinstance(event, RecordingEnd) else HEADER, **_plain(data)})
+        name = END if isinstance(event, RecordingEnd) else HEADER
+        text = json.dumps({"event": name, **_plain(data)}, separators=(",", ":"))
     else:
         text = to_json(event)
         # The names of these numbers may also be in a text, for which the longer way is right, too.
         if "NaN" in text or "Infinity" in text or len(text) > LONGEST_TEXT:
             text = json.dumps(_plain(json.loads(text)), separators=(",", ":"))
     line = f'{{"at":{timed.at:.6f},{text[1:]}\n'
-    return line if len(line) <= LONGEST_LINE else ""
+    # Without its header a recording says nothing, and a layout of many processes is long.
+    return line if len(line) <= LONGEST_LINE or isinstance(event, RecordingHeader) else ""
 
 
 def from_line(line: str) -> TimedEvent | None:

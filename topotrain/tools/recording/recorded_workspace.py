@@ -69,4 +69,5 @@ class RecordedWorkspace:
         self._follower.close()
 
     def _refused(self, accepted: str) -> ConfigError:
+        self.close()
         return ConfigError(self._field, str(self._workspace), accepted)

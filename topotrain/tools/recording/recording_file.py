@@ -130,14 +130,14 @@ class RecordingWriter:
     ) -> None:
         self._path, self._clock, self._notifier, self._limit = path, clock, notifier, limit
         self._appends = header.resumed
-        self._began, self._last = clock(), -_TICK
+        self._began, self._last = clock(), 0.0
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
         self._slots, self._file = SampleSlots(), None  # type: tuple[SampleSlots, RecordingFile | None]
         self._told = False
         self._closing, self._wakes, self._asked, self._flushed = Flag(), Flag(), Flag(), Flag()
         self._lock = Lock()
         self._thread: Thread | None = None
-        self._put(header)
+        self._waiting.append(TimedEvent(0.0, header))
 
     def write(self, event: Recorded) -> None:
         """Take an event, on any thread. This never waits for the disk."""

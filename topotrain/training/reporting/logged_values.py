@@ -31,19 +31,18 @@ def numbers(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _value(name: str, value: Any) -> Value:
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+    if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise _refused(name, f"a tensor of {tuple(value.shape)}, {value.dtype}")
         # A copy on the device, which waits for nothing: the script may change its tensor before it is read.
-        return value.detach().clone()
+        return float(value.detach()) if value.device.type == "cpu" else value.detach().clone()
     # float("0.5") is a number, and a text is none.
     if isinstance(value, str | bytes | bytearray):
         raise _refused(name, value)
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        shown = f"a tensor of {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else value
-        raise _refused(name, shown) from None
+    except (TypeError, ValueError, OverflowError):
+        raise _refused(name, value) from None
 
 
 def _refused(name: str, value: Any) -> ConfigError:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from topotrain.comm.store import StoreError, open_store, serve_store, within
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob, stop_key
+from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES, JobRecord, Registry, UnknownJob, stop_key
 from topotrain.tools.cli import app
 
 ROOT = Path(__file__).parents[4]
@@ -46,6 +46,29 @@ def test_jobs_come_live_and_end(registry, url):
     registry.end("early", "done")
     assert registry.view("early").state == "done" and registry.view("early").heartbeat == 0
     assert open_store(url).keys("alive/") == ["alive/late-1"]
+
+
+def test_a_job_tells_how_its_training_is(registry, url):
+    registry.add(EARLY)
+    assert registry.view("early").summary is None
+    registry.report("early", {"step": 7, "state": "running"})
+    assert registry.view("early").summary == {"step": 7, "state": "running"}
+    # What is too large for the store is left out, and the last state stays.
+    registry.report("early", {"step": 8, "workers": ["x" * SUMMARY_BYTES]})
+    assert registry.view("early").summary["step"] == 7
+    # The registry knows better than the job whether it has ended.
+    registry.end("early", "failed")
+    assert registry.view("early").summary == {"step": 7, "state": "ended"}
+    assert [record.summary for record in registry.list()] == [None]
+    registry.add(EARLY)
+    assert registry.view("early").summary is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"7"])
+def test_a_state_that_cannot_be_read_is_unknown(registry, url, raw):
+    registry.add(EARLY)
+    open_store(url).set("summary/early", raw)
+    assert registry.view("early").summary is None
 
 
 def test_a_job_is_alive_before_it_says_that_it_runs(registry, url, monkeypatch):

@@ -1,0 +1,32 @@
+"""The page about recordings has every event with every field, and what the summary has."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from tests.support.recorded_jobs import header, history
+from topotrain.core.events import EVENTS
+from topotrain.tools.recording.recorded_lines import SAMPLES, VERSION, TimedEvent
+from topotrain.tools.recording.recording_file import LIMIT_BYTES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "watching.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_event_with_its_fields() -> None:
+    section = PAGE.split("### Events")[1].split("\n## ")[0]
+    rows = {
+        name: re.findall(r"`(\w+)`", listed) for name, listed in re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.M)
+    }
+    assert rows == {name: [field.name for field in fields(kind)] for name, kind in EVENTS.items()}  # type: ignore[arg-type]
+
+
+def test_the_page_has_every_field_of_the_summary() -> None:
+    section = PAGE.split("With `--json`")[1].split("## From another machine")[0]
+    summary = history(TimedEvent(0.0, header())).summary()
+    names = {*summary, *summary["workers"][0], *summary["servers"][0]}
+    assert {name for name in names if f"`{name}`" not in section} == set()
+
+
+def test_the_page_has_the_bounds_and_the_samples() -> None:
+    assert VERSION == 1 and f"{LIMIT_BYTES >> 20} MB" in PAGE
+    assert f"Samples ({', '.join(f'`{name}`' for name in SAMPLES)})" in " ".join(PAGE.split())
