@@ -152,7 +152,7 @@ def day(workers: int, seconds: float, every_s: float = 0.5) -> Iterator[tuple[fl
             yield at, step(who, at + 0.1, count, 1.0 / (tick + 1), own_s=0.02, threads=1, **known)
             if seldom:
                 yield at, events.Resources(who, 4000 + index, 10**9 + tick, at)
-                yield at, events.Traffic(who, {name: tick * 123_457 for name in servers})
+                yield at, events.Traffic(who, dict.fromkeys(servers, tick * 123457))
                 yield at, events.Logged(who, at, count, {"accuracy": 0.5})
         for index, who in enumerate(servers if seldom else ()):
             yield at, events.ServerLoad(who, count * workers, count * workers, at / 3)
