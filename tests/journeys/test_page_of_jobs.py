@@ -130,6 +130,9 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
     with watching(command(runner, DOWNPOUR, *LONG, extra="snapshot_s: 3600"), runner.folder) as job:
         browser.open(job.address)
         browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
+        browser.script("document.querySelector(\"[data-name='server 0/0']\").click()")
+        browser.wait("return document.querySelectorAll('#details-slice-rows tr').length > 0")
+        browser.wait("return !document.getElementById('details-log').hidden")
         browser.click("#act-snapshot")
         browser.click("#act-cancel")
         assert browser.text("#act-answer") == ""
@@ -143,6 +146,21 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         job.end()
         browser.wait("return document.body.dataset.connection === 'recorded'")
         assert browser.script("return document.getElementById('acts').hidden")
+
+
+def test_a_lecture_says_what_each_message_means(runner: JobRunner, browser: Browser) -> None:
+    options = ["--watch", "0", "--lecture", "0.1", "--set", "cluster.transport=kTcp"]
+    words = runner.command(SANDBLASTER, "steady.py", "--epochs", "50", options=options)
+    with watching(words, runner.folder) as job:
+        browser.open(job.address)
+        browser.wait("return !document.getElementById('lecture').hidden")
+        assert browser.text("#lecture-intro").startswith("Sandblaster")
+        browser.click("#lecture-next")
+        sentence = browser.text("#lecture-sentence")
+        assert "step 1" in sentence and sentence.startswith(("worker", "server")), sentence
+        browser.click("#lecture-play")
+        browser.wait("return document.getElementById('lecture-sentence').textContent !== arguments[0]", sentence)
+        browser.picture("live-lecture")
 
 
 def test_two_jobs_that_have_ended_are_replayed_and_compared(runner: JobRunner, browser: Browser) -> None:

@@ -244,6 +244,7 @@ export class Curves {
     if (!names.length) names.push("job");
     const clock = this._overSteps ? stepClock(view) : null;
     const several = Object.keys(spec.metrics).length > 1 && !two;
+    some.sort((a, b) => inOrder(a.one.of, b.one.of) || a.dash - b.dash);
     return some.map(({ one, dash }) => ({
       label: this._label(one, run, two, several && names.length),
       colour: one.metric === "staleness_bound" ? 5 : this._colour(one.of, names),

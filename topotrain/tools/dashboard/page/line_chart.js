@@ -179,7 +179,7 @@ export class LineChart {
   _keyParts() {
     const { lines } = this._model;
     if (lines.length <= NAMED) return lines.map((line) => ({ label: line.label, sample: line, lines: [line] }));
-    const kinds = [...new Set(lines.map((line) => line.kind))];
+    const kinds = [...new Set([...lines].sort((a, b) => a.dash - b.dash).map((line) => line.kind))];
     return kinds.map((kind) => {
       const some = lines.filter((line) => line.kind === kind);
       if (!kind) return { label: `${some.length} lines`, sample: null, lines: some };

@@ -75,7 +75,8 @@ function curveBetween(a, b, curved) {
   const level = Math.abs(a.y - b.y) < (a.height + b.height) / 2;
   if (level) {
     const [y0, y1] = [a.y + a.height / 2, b.y + b.height / 2];
-    const sag = Math.min(60, 14 + Math.abs(a.x - b.x) / 6);
+    // It stays inside the box of the host, whose lower edge leaves room for it.
+    const sag = Math.min(44, 14 + Math.abs(a.x - b.x) / 10);
     return [a.x, y0, a.x + (b.x - a.x) * 0.2, y0 + sag, a.x + (b.x - a.x) * 0.8, y1 + sag, b.x, y1];
   }
   const down = a.y < b.y;

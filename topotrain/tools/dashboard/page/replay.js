@@ -28,7 +28,8 @@ export class ReplayBar {
     this.end = end;
     setText(this._live, running ? "Follow" : "To the end");
     const step = Math.max(0.1, Math.round(end * 2) / 1000);
-    this._slider.max = String(end);
+    // A slider ends at a whole number of steps; `goTo` keeps to the end of the job.
+    this._slider.max = String(Math.ceil(end / step - 1e-6) * step);
     this._slider.step = String(step);
     if (this.follows) this._set(end);
     else this._show();
