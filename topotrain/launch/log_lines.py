@@ -51,9 +51,10 @@ def without_stamps(output: bytes) -> bytes:
 
 
 class StampedFile(io.BufferedIOBase):
-    """A log as the buffer of a text stream, with stamps; each write reaches the file at once.
+    """A log as the buffer of a text stream, with stamps.
 
-    It has no buffer, and so no lock: a signal handler may print while the program prints.
+    Each write reaches the file at once. It has no buffer, and so no lock: a signal handler may print while the program
+    prints.
 
     Args:
         fd: the descriptor, which is not closed.

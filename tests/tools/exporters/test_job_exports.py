@@ -45,7 +45,7 @@ class Fails(Remembers):
     """A tracker whose service is gone."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        raise ConnectionError("the service is gone")
+        raise ConnectionError("the service is gone\nmore\x1b[31m" + "x" * 1000)
 
 
 class Stands(Remembers):
@@ -140,6 +140,8 @@ def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
     assert run(exports(tmp_path, "tensorboard"), events()) == []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     tags = set(found.Tags()["scalars"])

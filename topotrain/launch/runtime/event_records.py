@@ -39,7 +39,7 @@ LOGGER.addHandler(logging.NullHandler())
 
 @dataclass(frozen=True, slots=True)
 class EventWords:
-    """What is logged about an event. process: the one that it is about."""
+    """The words of an event for the log. process: the one that it is about, or ""."""
 
     level: int
     process: str

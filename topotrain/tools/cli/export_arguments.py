@@ -1,4 +1,4 @@
-"""The options `--log` and `--metrics`, which pass the figures of a job on to other tools."""
+"""The options `--log` and `--metrics`, for figures in other tools."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ Metrics = Annotated[
 
 @contextmanager
 def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExports | None]":
-    """Yield the exports that a user asks for, or None. Raises ConfigError before anything is written."""
+    """Yield the exports that a user asks for, or None. Raises ConfigError."""
     if not logs and not metrics:
         yield None
         return

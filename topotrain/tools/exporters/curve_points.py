@@ -27,7 +27,8 @@ class CurvePoint:
 
     @property
     def tag(self) -> str:
-        """The name of the curve, such as "loss/group 0": tools show equal beginnings together."""
+        """The name of the curve, such as "loss/group 0"."""
+        # Tools show names with equal beginnings together.
         return f"{self.name.replace(':', '/')}/{self.process}"
 
 

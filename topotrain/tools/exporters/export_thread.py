@@ -16,13 +16,17 @@ MOST_WAITING = 20_000
 """Events that wait for a slow export. Further ones are dropped: counters in events are cumulative."""
 END_S = 30.0
 """Seconds that the end of a job waits for an export to write what is left."""
+_LONGEST = 300  # characters of an error
 
 
 class Export(Protocol):
     """Passes the history of a job on to another tool, on a thread of its own."""
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """Begin; the history has the job and no events yet. resumed: the job goes on from a snapshot."""
+        """Begin; the history has the job and no events yet.
+
+        resumed: the job goes on from a snapshot.
+        """
         ...
 
     def update(self, history: JobHistory) -> None:
@@ -96,7 +100,9 @@ class ExportThread:
             self._export.end(code)
         except Exception as error:
             self._failed = True
-            self._notify(f"has failed: {type(error).__name__}: {error}; the job continues without it")
+            # Errors of trackers may be pages long.
+            why = next(iter(str(error).splitlines()), "")[:_LONGEST]
+            self._notify(f"has failed: {type(error).__name__}: {why}; the job continues without it")
             # A launcher that ends the job must not wait for room.
             while code is None:
                 item = self._queue.get()

@@ -64,9 +64,9 @@ class JobExports:
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
 
     def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
-        """Name the job. Before its first event nothing is written: the workspace may be that of another one.
+        """Name the job. Nothing is written before its first event.
 
-        resumed: it goes on from a snapshot.
+        Until then the workspace may be that of another job. resumed: it goes on from a snapshot.
         """
         self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
 
@@ -105,9 +105,11 @@ def _export(value: str, workspace: Path) -> Export:
         case "tensorboard":
             if not tensorboard_export.is_installed():
                 raise ConfigError(LOG, value, tensorboard_export.MISSING)
-            return tensorboard_export.TensorBoardExport(Path(words) if words else workspace / tensorboard_export.FOLDER)
+            folder = Path(words) if words else workspace / tensorboard_export.FOLDER
+            return tensorboard_export.TensorBoardExport(folder, private=not words)
         case "jsonl":
-            return jsonl_export.JsonLinesExport(Path(words) if words else workspace / jsonl_export.FILE)
+            file = Path(words) if words else workspace / jsonl_export.FILE
+            return jsonl_export.JsonLinesExport(file, private=not words)
         case "python":
             return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
         case _:

@@ -20,18 +20,24 @@ class JsonLinesExport:
     """Writes each point of a curve as a line.
 
     Args:
-        path: of the file, which is made for this user alone.
+        path: of the file.
+        private: it is made for this user alone. Else its mode is what the umask gives.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._reader = path, CurveReader()
+    def __init__(self, path: Path, private: bool) -> None:
+        self._path, self._private, self._reader = path, private, CurveReader()
 
     def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
-        make_folder(self._path.parent)
         # The curves of a job that goes on follow those of its earlier start.
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)
-        self._file = os.fdopen(open_file(self._path, flags), "w", encoding="utf-8")
+        if self._private:
+            make_folder(self._path.parent)
+            fd = open_file(self._path, flags)
+        else:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(fd, "w", encoding="utf-8")
 
     def update(self, history: JobHistory) -> None:
         """As `Export.update`."""

@@ -136,7 +136,7 @@ class _MetricsHttpServer(ThreadingHTTPServer):
         return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a client that breaks off, or speaks no TLS, is no news on the terminal of a job."""
+        """Print nothing: clients that break off are no news on a job's terminal."""
 
 
 class _MetricsRequest(BaseHTTPRequestHandler):

@@ -1,7 +1,7 @@
-"""The metrics of a job in Prometheus' text format, made from the summary of its history.
+"""The metrics of a job in Prometheus' text format.
 
-Names follow Prometheus' rules: base units at the end, `_total` for counters. The label `process` is the name of a
-worker or server, and `group` the number of its group.
+They are made from the summary of its history. Names follow Prometheus' rules: base units at the end, `_total` for
+counters. The label `process` is the name of a worker or server, and `group` the number of its group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

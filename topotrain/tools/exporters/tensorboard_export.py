@@ -6,7 +6,7 @@ They are written as torch's `SummaryWriter` does it, by TensorBoard's own writer
 from importlib.util import find_spec
 from pathlib import Path
 
-from topotrain.config.private_files import make_folder
+from topotrain.config.private_files import FILE_MODE, make_folder
 from topotrain.tools.exporters.curve_points import CurveReader
 from topotrain.tools.recording.job_history import JobHistory
 
@@ -24,17 +24,24 @@ class TensorBoardExport:
 
     Args:
         folder: of the event files, for `tensorboard --logdir`.
+        private: they are made for this user alone. Else their mode is what the umask gives.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._reader = folder, CurveReader()
+    def __init__(self, folder: Path, private: bool) -> None:
+        self._folder, self._private, self._reader = folder, private, CurveReader()
 
     def start(self, history: JobHistory, resumed: bool) -> None:
         """As `Export.start`."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        make_folder(self._folder)
+        if self._private:
+            make_folder(self._folder)
         self._writer = EventFileWriter(str(self._folder))
+        if self._private:
+            # The writer has no means for it; until here the folder protects the file.
+            self._writer.flush()
+            for file in self._folder.glob("*.tfevents.*"):
+                file.chmod(FILE_MODE)
 
     def update(self, history: JobHistory) -> None:
         """As `Export.update`."""

@@ -5,10 +5,11 @@ from typing import Any
 
 
 class Tracker:
-    """Receives the curves of a job; `topotrain run --log python:MODULE:CLASS` makes one and calls it.
+    """Receives the curves of a job.
 
-    A subclass passes the values on to an experiment tracker. All calls come from one thread of the launcher. They may
-    take long: the job does not wait for them. After an exception the job goes on without the tracker, and says so.
+    `topotrain run --log python:MODULE:CLASS` makes one and calls it. A subclass passes the values on to an experiment
+    tracker. All calls come from one thread of the launcher. They may take long: the job does not wait for them. After
+    an exception the job goes on without the tracker, and says so.
     """
 
     def start(self, job: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`--log python:MODULE:CLASS`: a tracker of the user, loaded by name and called with the curves of a job."""
+"""`--log python:MODULE:CLASS`: a tracker that is loaded by its name."""
 
 import importlib
 import os
@@ -36,7 +36,7 @@ def load(option: str, value: str, words: str) -> Tracker:
 
 @dataclass(slots=True)
 class TrackerExport:
-    """Calls a tracker with the points of all curves, one call for each step of the job."""
+    """Calls a tracker with the points of all curves, once for each step."""
 
     tracker: Tracker
     _reader: CurveReader = field(default_factory=CurveReader)
