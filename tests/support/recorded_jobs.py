@@ -124,7 +124,7 @@ def _rare_event(draw: st.DrawFn, worker: str, mine: _Counts, incidents: list[int
 
 
 @st.composite
-def recordings(draw: st.DrawFn, most: int = 40) -> list[TimedEvent]:
+def recordings(draw: st.DrawFn, most: int = 25) -> list[TimedEvent]:
     """Whole recordings: starts of a job, the later ones resumed, with events at any distance."""
     found: list[TimedEvent] = []
     for start in range(draw(st.integers(1, 2))):

@@ -15,7 +15,7 @@ from topotrain.tools.recording import history_series
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.job_summary import compacted
 from topotrain.tools.recording.recorded_lines import RecordingEnd, TimedEvent, from_line, to_line
-from topotrain.tools.recording.recording_thinning import described, thinned
+from topotrain.tools.recording.recording_thinning import RATE_S, RecordedLine, described, thinned
 
 
 def told(*found: tuple[float, Event | RecordingEnd], **fields: Any) -> JobHistory:
@@ -30,7 +30,7 @@ def series(view: dict[str, Any], name: str) -> list[list[Any]]:
 # ---- what holds for all recordings -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(recordings(), st.data())
 def test_deltas_add_up_to_the_view(timed: list[TimedEvent], data: st.DataObject) -> None:
     made = JobHistory()
@@ -58,18 +58,31 @@ def added(view: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     return {**view, **delta, "series": list(series_.values()), "states": states, "story": story, "travels": travels}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(recordings(), st.integers(0, 20_000))
 def test_a_thinned_recording_has_the_same_summary(timed: list[TimedEvent], more: int) -> None:
     lines = list(map(to_line, timed))
     known = described(lines)
-    # Enough for all events that are no samples, which get a quarter.
-    room = 4 * sum(line.size for line in known if line.key is None) + more
+    # Enough for all events that are no samples, which get a quarter, and for the samples that rates are made of.
+    room = 4 * sum(line.size for line in known if line.key is None) + 2 * newest(known) + more
     kept = [lines[index] for index in thinned(known, room)]
     again = [found for line in kept if (found := from_line(line)) is not None]
     assert len(again) == len(kept)
     whole, less = history(*timed).summary(), history(*again).summary()
     assert less == whole
+
+
+def newest(lines: list[RecordedLine]) -> int:
+    """The bytes of the first sample of each kind and process, and of the last ones that a rate is made of."""
+    of_key: dict[Any, list[RecordedLine]] = {}
+    for line in lines:
+        if line.key is not None:
+            of_key.setdefault(line.key, []).append(line)
+    size = 0
+    for same in of_key.values():
+        within = sum(line.at >= same[-1].at - RATE_S for line in same)
+        size += sum(line.size for line in {same[0], *same[-within - 1 :]})
+    return size
 
 
 def test_old_samples_are_thinned_evenly_and_new_ones_are_not() -> None:
@@ -84,7 +97,7 @@ def test_old_samples_are_thinned_evenly_and_new_ones_are_not() -> None:
     assert len(gaps) <= 2 and max(gaps) <= 32
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(recordings())
 def test_what_is_thinned_twice_is_in_order_and_smaller(timed: list[TimedEvent]) -> None:
     lines = list(map(to_line, timed))

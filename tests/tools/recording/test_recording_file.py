@@ -266,7 +266,7 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(recordings(most=30), st.data())
 def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st.DataObject) -> None:
     whole = "".join(map(to_line, timed)).encode()
@@ -281,7 +281,7 @@ def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st
     json.dumps([made.view(), made.summary()], allow_nan=False)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(recordings(most=30), st.lists(st.integers(1, 400), max_size=30))
 def test_a_follower_reads_each_line_once(timed: list[TimedEvent], pieces: list[int]) -> None:
     whole = "".join(map(to_line, timed)).encode()
