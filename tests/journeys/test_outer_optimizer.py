@@ -55,21 +55,36 @@ STARTS_AGAIN = "group 1 starts again (incarnation 1)"
 
 
 @pytest.mark.parametrize(
-    ("victim", "wishes", "cluster", "shard", "action"),
+    ("victim", "step", "wishes", "cluster", "shard", "action"),
     [
-        ("worker 1/0", [], "", "kAuto", STARTS_AGAIN),
-        ("worker 1/0", [], "", "kLease", STARTS_AGAIN),
-        ("worker 1/0", ["freeze"], "", "kAuto", STARTS_AGAIN),
-        ("server 0/1", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
+        ("worker 1/0", "4", [], "", "kAuto", STARTS_AGAIN),
+        ("worker 1/0", "4", [], "", "kLease", STARTS_AGAIN),
+        ("worker 1/0", "4", ["freeze"], "", "kAuto", STARTS_AGAIN),
+        ("server 0/1", "4", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
+        ("worker 1/0", "9", [], "", "kAuto", STARTS_AGAIN),
+        ("worker 1/0", "9", [], "", "kLease", STARTS_AGAIN),
+        ("worker 1/0", "18", [], "sync_freq: 20", "kAuto", STARTS_AGAIN),
     ],
-    ids=["killed", "killed with leases", "stopped", "server"],
+    ids=[
+        "killed",
+        "killed with leases",
+        "stopped",
+        "server",
+        "behind an epoch",
+        "behind an epoch with leases",
+        "behind two epochs",
+    ],
 )
 def test_a_death_in_the_middle_of_a_round_costs_no_sample(
-    runner: JobRunner, victim: str, wishes: list[str], cluster: str, shard: str, action: str
+    runner: JobRunner, victim: str, step: str, wishes: list[str], cluster: str, shard: str, action: str
 ) -> None:
-    """Behind its 4th step the worker has told of none. The others wait for the round, and train on."""
-    words = (str(runner.folder / "job"), victim, "1", "4", *wishes)
-    ended = runner.run(f"{ROUNDS} {cluster}", "mortal.py", *words, extra=f"reduce: kSum shard: {shard}")
+    """Of its last steps the worker has told none. The others wait for the round, and train on.
+
+    An epoch has 8 steps of each worker, so that some of these steps are of epochs that are over.
+    """
+    words = (str(runner.folder / "job"), victim, "1", step, *wishes)
+    rounds = ROUNDS if "sync_freq" not in cluster else ROUNDS.replace("sync_freq: 7", "")
+    ended = runner.run(f"{rounds} {cluster}", "mortal.py", *words, extra=f"reduce: kSum shard: {shard}")
     ended.check_ledger(3)
     assert ended.report["samples"] == 96 * 3
     (incident,) = ended.report["incidents"]

@@ -63,8 +63,10 @@ class LoaderClient:
     lost_: int = 0
     done_by_others: int = 0
 
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
+    def lease(
+        self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool, uncounted: int = -1
+    ) -> tuple[int, int, int]:
+        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted))
         reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
         self.done_by_others = reply.done_by_others
@@ -98,6 +100,9 @@ class LoaderClient:
 
     def lost(self, stream: int, batches: int) -> None:
         self.lost_ += batches
+
+    def first_uncounted(self, epoch: int) -> int:
+        return epoch
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -115,8 +115,10 @@ class RestartableClient(LoaderClient):
     def extension(self, kind: type) -> "RestartableClient":
         return self
 
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
+    def lease(
+        self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool, uncounted: int = -1
+    ) -> tuple[int, int, int]:
+        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted))
         self.run.waiting.add(self.who.group)
         while self.lease_server.replies[self.who].empty() and any(
             self.run.step(group) for group in range(self.run.shape.groups) if group not in self.run.waiting
@@ -216,6 +218,7 @@ class JobRun:
             parts=parts,
             optimizers=(optimizer,),
             rejoin=lambda taken: None,
+            first_uncounted=lambda epoch: epoch,
         )
         here: Any = SimpleNamespace(
             me=who,

@@ -138,6 +138,7 @@ class Worker(BatchAccounting):
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
         self._own_steps = 0  # calls of `step`
         self._made = 0  # so many next calls are steps that an earlier process has made
+        self._undecided: int | None = None  # the first epoch with a batch of the commit that is under way
         self.committed = 0
         """Steps and changes of the group: the number of the next commit."""
         self._clip = (0.0, 2.0)  # largest norm (0: no bound) and its type, for the next commit only
@@ -209,6 +210,11 @@ class Worker(BatchAccounting):
     def lost(self, stream: int, batches: int) -> None:
         """Implement `BatchAccounting.lost`."""
         self.tally.add_lost(batches)
+
+    def first_uncounted(self, epoch: int) -> int:
+        """Implement `BatchAccounting.first_uncounted`."""
+        uncommitted = self.batches.first_epoch
+        return min(each for each in (epoch, uncommitted, self._undecided) if each is not None)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Clip this step's global gradient norm on the servers."""
@@ -342,10 +348,12 @@ class Worker(BatchAccounting):
             made, outcome = self._own_steps, None
 
             def settled(outcome: StepOutcome) -> None:
+                self._undecided = None
                 self._count(outcome, made)
                 self._held.release()
 
             steps.finish_later(step, end, settled)
+            self._undecided = self.batches.first_epoch
         else:
             steps.begin(step, end)
             if not self._local.is_used:

@@ -42,6 +42,10 @@ class BatchAccounting(ABC):
     def lost(self, stream: int, batches: int) -> None:
         """Batches of a lease that the stream, read again, no longer has."""
 
+    @abstractmethod
+    def first_uncounted(self, epoch: int) -> int:
+        """The first epoch of which a batch was given that may not be in the values yet; at most `epoch`."""
+
 
 class StepBatches:
     """Counts what one worker's loader gave the script since the last commit.
@@ -101,6 +105,11 @@ class StepBatches:
     def forget(self) -> None:
         """The batches are in no step."""
         self._marks.clear()
+
+    @property
+    def first_epoch(self) -> int | None:
+        """The first epoch of which a batch is in no commit. None: all batches are in one."""
+        return min((stream >> 32 for stream in self._marks), default=None)
 
     @property
     def marks(self) -> tuple[int, ...]:

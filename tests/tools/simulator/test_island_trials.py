@@ -15,6 +15,8 @@ from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeR
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.tools.simulator.island_trial import IslandTrial, trains_alone
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
+from topotrain.training.data.lease_queue import _Epoch
+from topotrain.training.worker import Worker
 
 pytestmark = pytest.mark.simulated
 
@@ -49,6 +51,23 @@ def test_no_step_is_lost_or_counted_twice(name: str) -> None:
         kills, crashes, snapshots = kills + verdict.kills, crashes + verdict.crashes, snapshots + verdict.snapshots
     assert crashes and snapshots
     assert kills or name == "islands in step", "workers die where they can start again"
+
+
+def short_epochs(name: str, seed: int) -> Any:
+    """A worker makes two steps in an epoch, and three or more between two pushes."""
+    job = LAYOUTS[name]
+    schedule = replace(schedule_of(job, name, seed), batches=2 * job.cluster.nworker_groups, epochs=6)
+    return run_trial(job, name, seed, schedule)
+
+
+@pytest.mark.parametrize("name", ["islands of a quorum", "islands that wait"])
+def test_what_no_round_has_counted_is_read_again_in_the_epochs_behind(name: str) -> None:
+    modes, kills = set(), 0
+    for seed in range(12):
+        verdict = short_epochs(name, seed)
+        assert not verdict.wrong, (seed, verdict.wrong)
+        modes, kills = modes | {verdict.schedule.mode}, kills + verdict.kills
+    assert modes == {"lease", "static"} and kills
 
 
 def test_a_batch_of_a_dead_worker_may_be_missing_in_a_fragment_and_in_no_other_case() -> None:
@@ -156,6 +175,30 @@ def test_each_rule_of_rounds_is_needed(
 ) -> None:
     mutant(monkeypatch)
     assert any(verdict_of(name, seed).wrong for seed in range(20)), "it makes no difference"
+
+
+def state_not_held_back(patch: pytest.MonkeyPatch) -> None:
+    """A worker saves the state of an epoch although batches of the one before do not count yet."""
+    patch.setattr(Worker, "first_uncounted", lambda self, epoch: epoch)
+
+
+def epoch_forgotten_when_read(patch: pytest.MonkeyPatch) -> None:
+    """The leases of an epoch are forgotten when all of its batches have been read."""
+    close = _Epoch.close
+
+    def forget(self: _Epoch, groups: int) -> Any:
+        self.tables.clear()
+        return close(self, groups)
+
+    patch.setattr(_Epoch, "close", forget)
+
+
+@pytest.mark.parametrize("mutant", [state_not_held_back, epoch_forgotten_when_read])
+def test_each_rule_about_epochs_behind_is_needed(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert any(short_epochs("islands that wait", seed).wrong for seed in range(20)), "it makes no difference"
 
 
 def test_blended_steps_are_no_ledger() -> None:

@@ -292,6 +292,56 @@ def test_a_worker_that_waits_for_the_end_reads_what_the_dead_left_or_is_told_tha
             assert only(ask(book, worker(0), 0, total=1)).last == -1, "it is over for those who come back, too"
 
 
+def read_all(book: LeaseQueue, group: int, epoch: int, total: int, uncounted: int = -1) -> list[tuple[int, int]]:
+    """The batches that a group alone reads of an epoch, to its end."""
+    found, wait = [], False
+    while True:
+        replies = ask(book, worker(group), len(found), total=total, wait=wait, epoch=epoch, uncounted=uncounted)
+        reply = only(replies)
+        if reply.last < 0:
+            return found
+        wait = reply.first == reply.last
+        found += [] if wait else [(reply.first, reply.last)]
+
+
+def test_batches_that_do_not_count_yet_are_given_again_behind_the_end_of_their_epoch():
+    book = LeaseQueue(2)
+    assert read_all(book, 1, 0, 3) == [(0, 1), (1, 2), (2, 3)]
+    assert read_all(book, 0, 0, 3) == [] and book.open_epochs == ()
+    lease = only(ask(book, worker(1), 0, total=3, epoch=1, uncounted=0))
+    counted = {stream: stream < 2 for stream in book.streams(1)}
+    assert len(counted) == 4, "also of the epoch that is over"
+    assert book.group_restarted(1, counted, False) == []
+    # The other group has read the epoch. A message of it that comes late must not get what it would never read.
+    assert only(ask(book, worker(0), 0, total=3, wait=True)).last == -1
+    assert read_all(book, 1, 0, 3) == [(2, 3)] and book.open_epochs == (1,)
+    again = only(ask(book, worker(1), 0, total=3, epoch=1, uncounted=0))
+    assert (again.first, again.last) == (lease.first, lease.last)
+
+
+def test_a_group_whose_batches_all_count_finds_an_epoch_over():
+    """Another group has died, too, and has to read its own again."""
+    book = LeaseQueue(2)
+    first = only(ask(book, worker(0), 0, total=2))
+    second = only(ask(book, worker(1), 0, total=2))
+    for group in (0, 1):
+        ask(book, worker(group), 1, total=2, wait=True)
+    assert book.open_epochs == ()
+    book.group_restarted(0, {first.lease: 0}, False)
+    book.group_restarted(1, {second.lease: 1}, False)
+    assert only(ask(book, worker(1), 0, total=2)).last == -1
+    assert only(ask(book, worker(0), 0, total=2)).last == 1
+
+
+def test_an_epoch_is_forgotten_when_no_worker_has_batches_of_it_that_may_not_count():
+    book = LeaseQueue(1)
+    for epoch in range(5):
+        read_all(book, 0, epoch, 2, uncounted=0)
+    assert {stream >> 32 for stream in book.streams(0)} == {0, 1, 2, 3, 4}
+    read_all(book, 0, 5, 2, uncounted=5)
+    assert {stream >> 32 for stream in book.streams(0)} == {4, 5}, "a fresh process may begin in the one before"
+
+
 def test_a_question_of_the_dead_is_not_answered():
     book = LeaseQueue(3)
     ask(book, worker(0), 0, total=1)

@@ -88,6 +88,10 @@ class ExternalAccounting(BatchAccounting):
     def lost(self, stream: int, batches: int) -> None:
         self._ledger.lost(stream, batches)
 
+    def first_uncounted(self, epoch: int) -> int:
+        drawn = (stream >> 32 for stream, *_ in self._drawn)
+        return min([self._ledger.first_uncounted(epoch), *drawn])
+
     def begin_step(self, batches: int) -> None:
         """The library begins a step with so many of the drawn batches.
 

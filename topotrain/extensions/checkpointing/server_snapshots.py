@@ -79,7 +79,8 @@ class ServerSnapshots:
         # Groups that go on by themselves have workers in different steps when the shard freezes.
         apart = len(groups) > 1 or topology.synced
         position = DataPosition.of(job, topology, source)
-        self.coordinator = SnapshotCoordinator(shards, position, apart) if me == shards[0] else None
+        late = job.cluster.outer is not None or job.cluster.n_push > 1
+        self.coordinator = SnapshotCoordinator(shards, position, apart, late) if me == shards[0] else None
         """On the first shard of the job."""
         self.closed = position.closed
         """Snapshots do not list the batches of epochs before this one any more, since all of them are applied."""

@@ -156,10 +156,11 @@ class SnapshotCoordinator:
         servers: the shards, in order, of all groups that take snapshots together.
         position: the batches that are in the values.
         apart: several worker groups go on by themselves, so that a snapshot may have an older state of a worker.
+        late: workers make several steps before a commit, so batches may count when their epoch has been read.
     """
 
-    def __init__(self, servers: tuple[Address, ...], position: DataPosition, apart: bool) -> None:
-        self._servers, self._apart = servers, apart
+    def __init__(self, servers: tuple[Address, ...], position: DataPosition, apart: bool, late: bool = False) -> None:
+        self._servers, self._apart, self._late = servers, apart, late
         group = servers[0].group
         # Only these are sent to directly. The first shard of another group forwards to the rest of its group.
         self._near = [server for server in servers if server.group == group or server.index == 0]
@@ -340,7 +341,7 @@ class SnapshotCoordinator:
             since += reading
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
-        if first is not None and exact:
+        if first is not None and exact and not self._late:
             # A worker with an older state reads its epoch again, and needs the list of its batches.
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}

@@ -53,6 +53,11 @@ class PreviousRun:
         # It is then restored twice: for the first pass that is not over, and again for its own.
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
+    def has_read(self, epoch: int) -> bool:
+        """Whether an earlier process of this run may have read something of this pass."""
+        # Also a later one than the first: its state is saved when the batches before it count.
+        return self.returned and epoch >= self.first
+
     def opening(self, start: EpochStart) -> ResumePoint:
         """Return where a pass of this epoch begins."""
         begun = self.condition if self.restores(start.epoch) else None
@@ -61,7 +66,7 @@ class PreviousRun:
         drawn, source = self._drawn(start, mine)
         return ResumePoint(
             done=() if self.past is None else self.past.runs(start.epoch),
-            returned=self.returned and start.epoch == self.first,
+            returned=self.has_read(start.epoch),
             # "": in the plan's own way, with the generators as they are.
             drawn="" if drawn == start.drawn else drawn,
             dice=None if source is None else source.draw or source.begin,
@@ -100,7 +105,7 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     own, before = before is not None, before or main
     steps = 0 if before is None else before.steps
     # A pass is over when it is over for all groups. Those that were ahead find it empty.
-    first = min((condition.passes for condition in conditions.values()), default=0)
+    first = min((condition.first for condition in conditions.values()), default=0)
     # A worker may have saved its state one step before the values.
     if past is not None and past.first_epoch is not None:
         first = min(first, past.first_epoch)

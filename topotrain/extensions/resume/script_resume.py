@@ -3,7 +3,8 @@
 The fresh process runs the script again from its first line. The servers know which batches are applied, and everything
 else is known only to the worker (`worker_state`).
 
-* A worker saves its state at server (0,0) when its script is about to get a batch.
+* A worker saves its state at server (0,0) when its script is about to get a batch. The state at the begin of a pass is
+  saved when all batches of earlier passes count (`pass_states`).
 * A fresh process restores buffers and the objects of `tt.keep` in `tt.prepare`. It restores schedulers and random
   number generators at the begin of the pass that was under way.
 * Passes that were over are empty. Batches that are applied are left out by the data loader, not here.
@@ -27,7 +28,6 @@ from topotrain.extensions.resume.read_ahead import ReadAhead
 from topotrain.extensions.resume.state_capture import StateCapture
 from topotrain.extensions.resume.state_serialization import unpack
 from topotrain.extensions.resume.worker_state import WorkerState
-from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE
 from topotrain.training.context import Context
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
@@ -99,7 +99,7 @@ class ScriptResume(ScriptPosition):
         earlier, loader = self._earlier, self._here.loader
         assert loader is not None
         done = () if earlier.past is None else earlier.past.runs(epoch)
-        return loader.remaining(epoch, done, earlier.returned and epoch == earlier.first)
+        return loader.remaining(epoch, done, earlier.has_read(epoch))
 
     @property
     def first(self) -> int:
@@ -196,6 +196,7 @@ class ScriptResume(ScriptPosition):
             raise GroupLeaving
 
     def given(self) -> None:
+        self._capture.passes.save()
         # The script is about to get a batch, so everything that its last step changes has changed by now.
         if self._begins:
             self._begin()
@@ -213,6 +214,7 @@ class ScriptResume(ScriptPosition):
         """See `ScriptPosition`. Raises GroupLeaving, as `asked` does."""
         assert self._ahead is not None
         self._check_whether_it_leaves()
+        self._capture.passes.save()
         first = self._ahead.unused
         noted = self._ahead.reached()
         if noted:
@@ -229,7 +231,7 @@ class ScriptResume(ScriptPosition):
         # A scheduler has stepped within the pass. Rates and schedulers are small, unlike the whole state.
         if self._rates.note_steps() and self._saves:
             self._given_rates = self._capture.rates(self._at.passes)
-            self._capture.save(SINCE, self._given_rates)
+            self._capture.change(self._given_rates)
 
     def _save_if_due(self) -> None:
         if self._worker.snapshot:
@@ -248,9 +250,12 @@ class ScriptResume(ScriptPosition):
         self._rates.begin_pass()
         # For the first batch the generators are those at the begin of the pass.
         self._now, self._read = {}, {}
-        if self._saves:
+        if self._saves and self._capture.passes.holds:
+            # A fresh process would begin at the state before, and come here by itself.
+            self._given_rates = self._capture.rates(self._at.passes)
+        elif self._saves:
             self._given_rates = self._whole({})
-            self._capture.save(EPOCH, self._given_rates)
+            self._capture.begin(self._given_rates)
 
     def finish(self) -> None:
         """Save the state at the end of the script, with no pass under way."""
@@ -276,7 +281,12 @@ class ScriptResume(ScriptPosition):
         return stand(self._generators, self._worker.device)
 
     def _whole(self, now: Stand) -> WorkerState:
-        return self._capture.whole(replace(self._at, now=now, ahead=self._read if now else {}))
+        passes = self._at.passes
+        # A pass that is drawn from generators of the script can be drawn again only by a state of its own begin. Of a
+        # lazy step the reply says later whether the snapshot has it, and then its batches count.
+        again = self._at.drawn == "seed" and not self._lazy
+        uncounted = self._worker.first_uncounted(passes) if again else passes
+        return self._capture.whole(replace(self._at, uncounted=uncounted, now=now, ahead=self._read if now else {}))
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 

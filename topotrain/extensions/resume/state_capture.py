@@ -6,6 +6,7 @@ import torch
 
 from topotrain.config.job import ConfigError
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
+from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
@@ -18,6 +19,8 @@ class StateCapture:
 
     def __init__(self, here: Context, worker: Worker, rates: OptimizerRates) -> None:
         self._here, self._worker, self._rates = here, worker, rates
+        self.passes = PassStates(worker.client.extension(WorkerStateClient), worker)
+        """The states at the begins of passes."""
 
     def whole(self, at: WorkerState) -> WorkerState:
         """Return the state at this position.
@@ -55,8 +58,21 @@ class StateCapture:
         return self._rates.pack(WorkerState(passes, self._worker.tally.steps))
 
     def save(self, number: int, condition: WorkerState) -> None:
-        """Send a state to the server, under a number (see `WorkerStatePart`)."""
-        # `frombuffer` needs writable memory. `bytes` would give a warning, and warnings are errors in tests.
-        data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
+        """Send the state at a snapshot to the server."""
         with self._worker.client.channel.spans.span("deposit"):
-            self._worker.client.extension(WorkerStateClient).save(number, data)
+            self._worker.client.extension(WorkerStateClient).save(number, _packed(condition))
+
+    def begin(self, condition: WorkerState) -> None:
+        """Send the state at the begin of its pass, now or later (`PassStates`)."""
+        with self._worker.client.channel.spans.span("deposit"):
+            self.passes.begin(condition.passes, _packed(condition))
+
+    def change(self, rates: WorkerState) -> None:
+        """Send rates and schedulers that have changed within their pass."""
+        with self._worker.client.channel.spans.span("deposit"):
+            self.passes.change(rates.passes, _packed(rates))
+
+
+def _packed(condition: WorkerState) -> torch.Tensor:
+    # `frombuffer` needs writable memory. `bytes` would give a warning, and warnings are errors in tests.
+    return torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)

@@ -40,6 +40,7 @@ class WorkerState:
         draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
         buffers: of the model, by name.
         tensors: of the packed values.
+        uncounted: the first pass with batches that may not be in the values. -1: `passes`.
     """
 
     passes: int
@@ -60,6 +61,12 @@ class WorkerState:
     draw: Stand = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    uncounted: int = -1
+
+    @property
+    def first(self) -> int:
+        """The first pass that is not over."""
+        return self.passes if self.uncounted < 0 else min(self.passes, self.uncounted)
 
     def to_bytes(self) -> bytes:
         plain = {name: getattr(self, name) for name in _TYPES}

@@ -24,13 +24,14 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
+from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.tools.simulator.cell_model import CellModel, outer_plan
-from topotrain.tools.simulator.fault_schedule import FaultSchedule
+from topotrain.tools.simulator.fault_schedule import FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
@@ -193,12 +194,14 @@ class IslandScript(TrialScript):
         worker.start()
         name = f"{process.me} of incarnation {process.incarnation}"
         observer = IslandObserver(name, worker, trial.batches * trial.epochs)
-        for epoch in self._epochs:
+        self._accounting, states = worker, PassStates(client.extension(WorkerStateClient), worker)
+        for epoch in self._rest(client):
             begins = True
             for stream, seq, number in self._batches(epoch, False):
                 # A real worker stores its state at the begin of an epoch, and where a snapshot needs it.
-                if begins and trial.schedule.every:
-                    client.extension(WorkerStateClient).save(EPOCH, passes_of(epoch))
+                states.save()
+                if begins and not states.holds:
+                    states.begin(epoch, passes_of(epoch))
                 begins = False
                 self._save(worker, epoch)
                 self._worker.sleep(0.0, 0.004)
@@ -223,6 +226,13 @@ class IslandScript(TrialScript):
             client.buffers.final()
             self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
 
+    def _rest(self, client: Client) -> range:
+        """The epochs from the one on that the state of an earlier process has."""
+        left = None
+        if self._process.incarnation:
+            left, _ = client.extension(WorkerStateClient).load(self._process.me.index)
+        return self._epochs if left is None else range(int(left.view(torch.int64)), self._trial.epochs)
+
     def _train(self, worker: Worker, cell: int, place: tuple[int, int]) -> None:
         """Make the step of one batch, with a gradient of -1 in this cell."""
         self._islands.made(cell, self._process)
@@ -235,7 +245,8 @@ class IslandScript(TrialScript):
         """Store the state for the newest snapshot, once."""
         if worker.snapshot > self._saved:
             self._saved = worker.snapshot
-            worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(epoch))
+            first = worker.first_uncounted(epoch)
+            worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(first))
 
 
 class IslandTrial(ElasticTrial):
@@ -253,11 +264,12 @@ class IslandTrial(ElasticTrial):
         before: Trial | None = None,
     ) -> None:
         cluster = job.cluster
-        # Workers that could start again alone may be behind.
-        self.in_lock_step = not cluster.quorum and cluster.fragments > 1
+        # Workers that could start again alone may be behind. With leases one may have no batch left in an epoch.
+        self.in_lock_step = not cluster.quorum and cluster.fragments > 1 and schedule.mode == "static"
         self.paces: dict[WorkerProcess, RoundPace] = {}
         self._makers: dict[int, set[WorkerProcess]] = {}  # cell -> processes of this start
         self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
+        self._left_before = before.left_cells if isinstance(before, IslandTrial) else set[int]()
         self._changed = False
         super().__init__(job, seed, schedule, network_faults, absent, before)
         self.transport.observers.append(self._observe)
@@ -275,6 +287,24 @@ class IslandTrial(ElasticTrial):
     def made_cells(self) -> set[int]:
         """The cells of all steps that were made, also in earlier starts of the job."""
         return self._made_before | self._makers.keys()
+
+    @property
+    def _left_groups(self) -> set[int]:
+        """The groups that have left, or were given up. They may be back."""
+        return {fault.group for fault in self.moves if fault.what is not FaultKind.JOIN}
+
+    @property
+    def left_cells(self) -> set[int]:
+        """The cells of steps that such a group has made, also in earlier starts of the job."""
+        left = self._left_groups
+        made = {cell for cell, makers in self._makers.items() if any(process.me.group in left for process in makers)}
+        return self._left_before | made
+
+    def may_be_lost(self, cell: int) -> bool:
+        """As `SimCluster.may_be_lost`."""
+        left = self._left_groups
+        makers = self._makers.get(cell, set())
+        return cell in self.left_cells and all(process.dead or process.me.group in left for process in makers)
 
     def made(self, cell: int, process: WorkerProcess) -> None:
         """A process makes the step of this cell."""
@@ -306,17 +336,20 @@ class IslandTrial(ElasticTrial):
         """As `Trial.wrong`.
 
         With several fragments a batch enters fragment by fragment, so that what a dead process had not told of one
-        fragment may be missing there.
+        fragment may be missing there. And of a group that has left no process comes back to an epoch that all others
+        have read.
         """
         found = super().wrong()
-        if self.job.cluster.fragments == 1 or not found or found[0][0] < 0:
+        if found and found[0][0] < 0:
             return found
         return [(parameter, cell, value) for parameter, cell, value in found if value or not self._may_miss(cell)]
 
     def _may_miss(self, cell: int) -> bool:
-        """Whether a cell may be 0 in some fragments."""
+        """Whether a cell may be 0 in some fragments, or in all."""
+        if self.may_be_lost(cell):
+            return True
         makers = self._makers.get(cell, set())
         there = [float(part[cell]) for part in self.final]
         # Otherwise no fragment has told the batch, and another worker would have read it.
         lost = all(process.dead for process in makers) and (makers or cell in self._made_before)
-        return bool(lost) and 1.0 in there
+        return bool(lost) and self.job.cluster.fragments > 1 and 1.0 in there

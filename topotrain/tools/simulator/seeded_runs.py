@@ -154,13 +154,8 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
     schedule = draw(name, seed, *sizes, mortal)
     if trains_alone(job):
-        # So many for each group, which makes several steps before it tells of them. One epoch: a worker that dies in a
-        # later one has no way back to what it had not told of an earlier one.
-        each = schedule.batches * schedule.epochs
-        schedule = replace(schedule, batches=each * topology.worker_groups, epochs=1)
-        # With leases an epoch is over when all batches are read. A worker that dies then has no way back to those of
-        # which it had not told.
-        schedule = replace(schedule, mode="static")
+        # So many for each group, which makes several steps before it tells of them.
+        schedule = replace(schedule, batches=schedule.batches * topology.worker_groups)
     elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
     # With fixed shares no other group would read the batches of one that has left.
     moves = draw_moves(name, seed, elastic) if schedule.mode == "lease" else ()

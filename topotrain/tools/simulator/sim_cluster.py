@@ -155,6 +155,10 @@ class SimCluster:
             self.transport.connect(me, server, "")
         return client
 
+    def may_be_lost(self, cell: int) -> bool:
+        """Whether the batch of a cell may be in no values, although its epoch is over."""
+        return False
+
     def server(self, group: int, shard: int) -> Server:
         """Return one shard of a server group."""
         return self.sim_servers[Address(Role.SERVER, group, shard)].server

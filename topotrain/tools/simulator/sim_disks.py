@@ -168,7 +168,6 @@ class SimDisks:
         self._over = max(self._over, facts["closed"])
         self._check(what.number, runs, values)
         first = facts["first_epoch"]
-        self._over = max(self._over, first or 0)
         passes = [int(left.view(torch.int64)) for left in what.states.values()]
         self.last = PublishedSnapshot(
             number=what.number,
@@ -185,6 +184,8 @@ class SimDisks:
             samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
             rounds=facts.get("rounds", ()),
         )
+        # Of an epoch that all have read, some batches may not count yet.
+        self._over = max(self._over, min(first or 0, self.last.first))
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
         workers = self._cluster.topology.workers_per_group
@@ -204,6 +205,11 @@ class SimDisks:
             if self._cluster.job.cluster.fragments > 1:
                 # A batch is listed with the first fragment that has it.
                 there = torch.where((cells == 1) & (there == 0), cells, there)
+            behind = (cells == 1) & (there == 0)
+            lost = [cell for cell in behind.nonzero()[:, 0].tolist() if self._cluster.may_be_lost(cell)]
+            there = torch.where(
+                torch.isin(torch.arange(len(cells)), torch.tensor(lost, dtype=torch.int64)), cells, there
+            )
             if not torch.equal(there, cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
                 raise InvariantViolated(f"snapshot {number} lists {runs}, but {name} has cells {has}")

@@ -41,6 +41,7 @@ from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
 from topotrain.training.data.sampling import cut
+from topotrain.training.worker_stats import BatchAccounting
 
 LONG = 10.0
 """Virtual seconds after the last fault, several times more than the slowest of these jobs needs."""
@@ -58,6 +59,7 @@ class TrialScript:
         self._trial, self._worker, self._process = trial, worker, process
         self._workers = trial.topology.workers_per_group
         self._absent = self._alone = False
+        self._accounting: BatchAccounting | None = None  # of a worker that makes several steps before a commit
         self.final: list[torch.Tensor] = []
         """The final values, as worker (0,0) sees them."""
 
@@ -233,7 +235,7 @@ class TrialScript:
             for seq in range(client.extension(DataClient).applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = LeaseIterator(client.extension(DataClient), epoch, len(units), 0, alone)
+        leases = LeaseIterator(client.extension(DataClient), epoch, len(units), 0, alone, self._accounting)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]

@@ -58,7 +58,9 @@ class DataClient(ClientExtension):
         """Call this observer before each later draw."""
         self._observer = observer
 
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
+    def lease(
+        self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool, uncounted: int = -1
+    ) -> tuple[int, int, int]:
         """(lease, first, last); see message.Lease."""
 
         def answers(reply: Lease) -> bool:
@@ -69,7 +71,8 @@ class DataClient(ClientExtension):
         # While this group waits for a lease, its clock must not hold up the others.
         if wait and self._bounded:
             self._channel.send(self._coordinator, m.GroupIdle(epoch, ordinal, True))
-        reply = self._ask(self._first_server, LeaseRequest(epoch, ordinal, total, digest, passed, wait), Lease, answers)
+        request = LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted)
+        reply = self._ask(self._first_server, request, Lease, answers)
         # Without `wait` only a lease that the group had to wait for ends its idle time. With `wait` the end of an epoch
         # does, for which each worker asks once: all workers of a group must fetch equally often.
         self.leaves = self.leaves or reply.lease == LEAVES

@@ -30,6 +30,7 @@ class LeaseRequest(Message):
         digest: hash of the epoch's list of batches, which must agree. 0: not known.
         passed: the number of leases of the epoch that the group has finished.
         wait: delay the reply until there is a lease, or the epoch ends.
+        uncounted: the first epoch of which the worker has read batches that may not count yet. -1: this one.
     """
 
     epoch: int
@@ -38,10 +39,16 @@ class LeaseRequest(Message):
     digest: int
     passed: int
     wait: bool
+    uncounted: int = -1
 
     def is_valid(self) -> bool:
         lease = 0 <= self.epoch < MOST_EPOCHS and 0 <= self.passed <= self.ordinal < MOST_EPOCHS
-        return lease and -1 <= self.total < MOST
+        return lease and -1 <= self.total < MOST and -1 <= self.uncounted <= self.epoch
+
+    @property
+    def first_uncounted(self) -> int:
+        """The first epoch of which the worker may have batches that do not count yet."""
+        return self.epoch if self.uncounted < 0 else self.uncounted
 
 
 @message(51, FROM_DATA_SERVICE)

@@ -192,7 +192,7 @@ class ShardedLoader:
         if inner.indices is None:
             feed = IterableEpoch(inner, self._plan, self._client, self._accounting, epoch, opening)
         else:
-            feed = MapEpoch(inner, inner.indices, self._plan, self._client, epoch, opening)
+            feed = MapEpoch(inner, inner.indices, self._plan, self._client, epoch, opening, self._accounting)
         repeats = None if self._replay is None else self._replay.begin(epoch)
         live = _Pass(feed, self._accounting, epoch, progress, self._recorder, repeats)
         self._live = ref(live)

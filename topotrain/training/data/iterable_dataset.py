@@ -79,7 +79,7 @@ class IterableEpoch(EpochReader):
     ) -> None:
         self._inner, self._plan, self._accounting, self._epoch = inner, plan, accounting, epoch
         self._opening = opening
-        self._leases = LeaseIterator(client, epoch, -1, 0) if plan.mode == "lease" else None
+        self._leases = LeaseIterator(client, epoch, -1, 0, accounting=accounting) if plan.mode == "lease" else None
         self._applied = self._seq = self._made = 0
         if self._leases is None:
             self._applied, self._seq, self._made = progress_of(client, opening, plan.stream(epoch))

@@ -6,6 +6,8 @@ There is one queue per epoch.
 * A lease belongs to a group. The first worker of the group that asks gets a new lease, and all others get the same one.
 * A worker may wait at an empty queue, because another group can leave the epoch early and give batches back.
 * An epoch is over when every batch is leased and every worker has passed every lease of its group.
+* A worker may make several steps before a commit, so batches may count only behind the end of their epoch. Until then
+  the epoch is kept. If their group restarts, it is given them again, and all other groups find the epoch over.
 
 The lengths of leases follow guided self-scheduling (Polychronopoulos and Kuck, 1987): long runs first, and single
 batches at the end. So a slow group takes fewer batches, and no group waits long for it.
@@ -81,6 +83,7 @@ class _Epoch:
     left: dict[int, "_Leaving"] = field(default_factory=dict)
     gone: set[Address] = field(default_factory=set)  # workers that have left the epoch
     held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)  # requests without a reply
+    past: set[int] = field(default_factory=set)  # groups for which it is over, also if others read a part again
 
     def table(self, group: int) -> list[_Run]:
         return self.tables.setdefault(group, [])
@@ -151,13 +154,24 @@ class _Epoch:
 
         number: that of the epoch. applied: as for `group_restarted`.
         """
-        runs = [(run, applied.get(_stream(number, run), 0)) for run in self.tables.pop(group, [])]
-        self.give_back([(run.first + count, run.last) for run, count in runs])
+        runs = [
+            (run, min(applied.get(_stream(number, run), 0), run.last - run.first)) for run in self.tables.pop(group, [])
+        ]
+        rest = [(run.first + count, run.last) for run, count in runs if run.first + count < run.last]
+        self.give_back(rest)
+        # A group without such a rest has nothing to read here: to it the batches of others are no new ones.
+        if rest:
+            self.past.discard(group)
         self.done += sum(count for _, count in runs) - self.finished.pop(group, (0, 0))[1]
         self.left.pop(group, None)
         self.passed = {worker: passed for worker, passed in self.passed.items() if worker.group != group}
         self.gone = {worker for worker in self.gone if worker.group != group}
         self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
+
+    def close(self, groups: int) -> list[tuple[Address, LeaseRequest]]:
+        """Note that the epoch is over for so many groups. Returns the requests that waited for it."""
+        self.past = set(range(groups))
+        return self.take_held()
 
     def forget(self, worker: Address) -> None:
         """Forget one worker of a group that goes on."""
@@ -185,7 +199,7 @@ class _Epoch:
     def from_state(cls, state: State) -> "_Epoch":
         """Return the epoch of a `state_dict`."""
         own: State = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
-        own["finished"] = dict(state["finished"])
+        own |= {"finished": dict(state["finished"]), "past": set(state["past"])}
         tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
         left = {
             group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
@@ -214,8 +228,7 @@ class LeaseQueue(RegroupExtension):
         self._finished: set[int] = set()
         self._parting: set[int] = set()
         self._floor = 0  # all epochs before it are over
-        self._over: set[int] = set()  # of the others
-        self._newest: dict[Address, int] = {}  # the last epoch that each worker asked for
+        self._newest: dict[Address, int] = {}  # the first epoch of which each worker has batches that may not count
         self._absent: set[Address] = set()  # their groups go on without them
         self._epochs: dict[int, _Epoch] = {}
         self._draws = DrawnChunks(groups * workers - 1, singly)
@@ -256,7 +269,7 @@ class LeaseQueue(RegroupExtension):
     def refuses_leave(self) -> str:
         """Return why no group can leave, or ""."""
         # Without leases other groups could not read its batches.
-        if self._newest:
+        if self._epochs or self._floor:
             return ""
         return "no batch is leased yet: a group that leaves now may leave batches that no other group reads"
 
@@ -271,6 +284,8 @@ class LeaseQueue(RegroupExtension):
         """
         self._parting.discard(group)
         self._absent = {worker for worker in self._absent if worker.group != group}
+        # The new workers may begin in an earlier epoch.
+        self._newest = {worker: epoch for worker, epoch in self._newest.items() if worker.group != group}
         if not ended:
             self._finished.discard(group)
         # Other workers read what group 0 drew only if it is the only group. All of them will request it again.
@@ -299,8 +314,8 @@ class LeaseQueue(RegroupExtension):
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
-        """The open epochs: several, if a group has left one early."""
-        return tuple(self._epochs)
+        """The epochs that are not over: several, if a group has left one early."""
+        return tuple(number for number, epoch in self._epochs.items() if not self._is_over(epoch))
 
     @property
     def kept_chunks(self) -> int:
@@ -310,7 +325,7 @@ class LeaseQueue(RegroupExtension):
     def _ask(self, sender: Address, ask: LeaseRequest) -> Replies:
         if ask.epoch < 0 or ask.total < -1 or not 0 <= ask.passed <= ask.ordinal:
             raise ProtocolError(f"{sender}: {ask} does not name an existing lease")
-        if self._is_closed(ask.epoch):
+        if self._is_closed(ask.epoch, sender.group):
             return [(sender, _over(ask))]
         if ask.epoch not in self._epochs and len(self._epochs) >= _MOST_EPOCHS:
             raise ProtocolError(f"{sender} begins epoch {ask.epoch}, while {len(self._epochs)} others are not over")
@@ -329,29 +344,28 @@ class LeaseQueue(RegroupExtension):
         if (sender, ask) not in epoch.held:
             epoch.held.append((sender, ask))
         # Only a newer epoch can close earlier ones.
-        if ask.epoch > self._newest.get(sender, -1):
-            self._newest[sender] = ask.epoch
+        if ask.first_uncounted > self._newest.get(sender, -1):
+            self._newest[sender] = ask.first_uncounted
             return self._reply_ready(ask.epoch) + self._close()
         return self._reply_ready(ask.epoch)
 
-    def _is_closed(self, epoch: int) -> bool:
-        return epoch < self._floor or epoch in self._over
+    def _is_closed(self, epoch: int, group: int) -> bool:
+        return epoch < self._floor or (epoch in self._epochs and group in self._epochs[epoch].past)
 
     def _close(self) -> Replies:
         """End the epochs that every worker has left behind, also with unread batches."""
         reading = [Address(Role.WORKER, g, i) for g in range(self._groups) for i in range(self._workers)]
         there = [worker for worker in reading if worker.group not in self._finished and worker not in self._absent]
         newest = [self._newest.get(worker, 0) for worker in there]
-        # The epoch before a worker's newest stays open: a fresh process in its place may begin there.
+        # The epoch before a worker's newest stays: a fresh process in its place may begin there.
         self._floor = max(self._floor, min(newest, default=0) - 1)
         replies: Replies = []
         for number in [number for number in self._epochs if number < self._floor]:
             replies += [(sender, _over(ask)) for sender, ask in self._epochs.pop(number).held]
-        self._over = {number for number in self._over if number >= self._floor}
         return replies
 
     def _free(self, sender: Address, free: LeaseRelease) -> Replies:
-        if free.epoch not in self._epochs:
+        if free.epoch not in self._epochs or self._is_closed(free.epoch, sender.group):
             return []
         epoch = self._epochs[free.epoch]
         left = epoch.left.get(sender.group)
@@ -394,9 +408,7 @@ class LeaseQueue(RegroupExtension):
             else:
                 replies.append((sender, answer))
         if self._is_over(epoch):
-            replies += [(sender, _over(ask)) for sender, ask in epoch.held]
-            self._over.add(number)
-            del self._epochs[number]
+            replies += [(sender, _over(ask)) for sender, ask in epoch.close(self._groups)]
         return replies
 
     def _reply_to(self, epoch: _Epoch, sender: Address, ask: LeaseRequest) -> Message | None:
@@ -445,7 +457,6 @@ class LeaseQueue(RegroupExtension):
             "finished": self._finished,
             "parting": self._parting,
             "floor": self._floor,
-            "over": self._over,
             "newest": self._newest,
             "absent": self._absent,
             "epochs": {number: epoch.state_dict() for number, epoch in self._epochs.items()},
@@ -454,7 +465,7 @@ class LeaseQueue(RegroupExtension):
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._warming, self._floor, self._over = state["warming"], state["floor"], set(state["over"])
+        self._warming, self._floor = state["warming"], state["floor"]
         self._finished, self._parting = set(state["finished"]), set(state["parting"])
         self._newest, self._absent = dict(state["newest"]), set(state["absent"])
         self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}

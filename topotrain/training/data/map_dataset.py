@@ -40,6 +40,7 @@ from topotrain.training.data.sampling import (
     share_of_loaded,
 )
 from topotrain.training.rng_state import Stand, put_back, stand
+from topotrain.training.worker_stats import BatchAccounting
 
 # --- the worker's part of the data -------------------------------------------------------------------------------
 
@@ -388,11 +389,25 @@ class LoaderCopy:
 
 
 class LeaseIterator:
-    """The leases of this group in one epoch, one after the other."""
+    """The leases of this group in one epoch, one after the other.
 
-    def __init__(self, client: DataClient, epoch: int, total: int, digest: int, skips: bool = False) -> None:
-        """skips: leave out the batches that the group has applied without this process."""
-        self._client, self._epoch, self._digest = client, epoch, digest
+    Args:
+        client: asks for them.
+        epoch, total, digest: as in LeaseRequest.
+        skips: leave out the batches that the group has applied without this process.
+        accounting: knows which batches may not count yet. None: those of earlier epochs all count.
+    """
+
+    def __init__(
+        self,
+        client: DataClient,
+        epoch: int,
+        total: int,
+        digest: int,
+        skips: bool = False,
+        accounting: BatchAccounting | None = None,
+    ) -> None:
+        self._client, self._epoch, self._digest, self._accounting = client, epoch, digest, accounting
         self.total = total
         self._skips = skips
         self.passed = 0  # leases with a last batch that the script has read
@@ -408,7 +423,10 @@ class LeaseIterator:
         # Also if the last batch failed to load and the script went on: it will never be read.
         if wait:
             self.passed = self.asked
-        lease, first, last = self._client.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
+        uncounted = self._epoch if self._accounting is None else self._accounting.first_uncounted(self._epoch)
+        lease, first, last = self._client.lease(
+            self._epoch, self.asked, self.total, self._digest, self.passed, wait, uncounted
+        )
         if last <= first:
             return False
         self._own += self.last - self.first
@@ -480,7 +498,9 @@ class MapEpoch(EpochReader):
         client: DataClient,
         epoch: int,
         opening: ResumePoint = PLAIN,
+        accounting: BatchAccounting | None = None,
     ) -> None:
+        """`accounting`: as for `LeaseIterator`."""
         self._original, self._indices = inner.original, indices
         self._plan, self._client, self._epoch = plan.among(opening.members), client, epoch
         self._opening = opening
@@ -512,7 +532,7 @@ class MapEpoch(EpochReader):
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
-                self._leases = LeaseIterator(client, epoch, len(units), digest(batches), opening.alone)
+                self._leases = LeaseIterator(client, epoch, len(units), digest(batches), opening.alone, accounting)
                 places = partial(self._leased, self._leases, units)
         # A new iterator of the loader calls this again, and goes on where the leases have come to.
         self._places = places
