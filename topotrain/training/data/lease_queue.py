@@ -269,7 +269,7 @@ class LeaseQueue(RegroupExtension):
     def refuses_leave(self) -> str:
         """Return why no group can leave, or ""."""
         # Without leases other groups could not read its batches.
-        if self._newest:
+        if self._epochs or self._floor:
             return ""
         return "no batch is leased yet: a group that leaves now may leave batches that no other group reads"
 
