@@ -118,10 +118,10 @@ def test_the_number_of_names_is_limited() -> None:
 
 def test_a_call_costs_microseconds() -> None:
     logged, tally = LoggedValues(Sink(), "worker 0/0"), WorkerStats(started=1.0)
-    began = time.perf_counter()
+    began = time.thread_time()
     for number in range(1000):
         logged.add(numbers({"loss": 0.5, "accuracy": 0.25}), tally, number * 1e-6)
-    assert time.perf_counter() - began < 0.1
+    assert time.thread_time() - began < 0.1
 
 
 # --- in a job ----------------------------------------------------------------------------------------------------

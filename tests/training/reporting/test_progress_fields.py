@@ -25,7 +25,7 @@ def test_a_loop_over_epochs_has_an_epoch_and_a_share(job) -> None:
     assert (done.epoch, done.progress) == (1, 1.0)
     assert 0 < done.waited_s < 60 and done.staleness_p95 == 0.0
     # What was waited before the first step is not counted.
-    assert first.waited_s <= first.time + 1.0
+    assert first.waited_s <= first.time + 10
 
 
 def test_of_another_loop_both_are_unknown(job) -> None:
