@@ -28,7 +28,7 @@ from topotrain.config.job import (
     Updater,
     UpdaterType,
 )
-from topotrain.config.job_file import dumps, load, load_with_warnings, loads
+from topotrain.config.job_file import dumps, dumps_cluster, load, load_with_warnings, loads
 from topotrain.config.proto_schema import FILE, new, repeated, schema
 
 ROOT = Path(__file__).parents[2]
@@ -380,6 +380,15 @@ def test_a_written_job_is_short_and_readable() -> None:
     assert "ü" in dumps(job)
     assert dumps(Job(cluster=Cluster(nworkers_per_group=3))) == "cluster {\n  nworkers_per_group: 3\n}\n"
     assert loads(dumps(job)) == job
+
+
+def test_a_block_alone_is_a_text_without_a_job_that_would_accept_it() -> None:
+    """Such a block needs other values of `grads` and `reduce` than the defaults."""
+    block = "cluster {\n  nworkers_per_group: 3\n  server_worker_separate: true\n  backup: 1\n}\n"
+    job = loads(f"{block} grads: kHidden per_worker_batch: true")
+    assert dumps_cluster(job.cluster) == block
+    with pytest.raises(ConfigError):
+        dumps(Job(cluster=job.cluster))
 
 
 # ---- job.proto, the dataclasses and the documents agree --------------------------------------------------------------

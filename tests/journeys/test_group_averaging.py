@@ -30,7 +30,7 @@ def test_gossip_counts_every_sample_once(runner: JobRunner) -> None:
 
 
 def test_gossip_goes_on_from_a_snapshot_of_all_groups(runner: JobRunner) -> None:
-    workspace = killed(runner, GOSSIP, "ledger", "snapshot_s: 0.1 reduce: kSum", 12)
+    workspace = killed(runner, GOSSIP, "ledger", "snapshot_s: 0.02 reduce: kSum", 12)
     found = latest(workspace)
     assert found is not None and found.version > 0
     cells = resumed(runner, workspace).final["cells"]

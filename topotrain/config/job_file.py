@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf import text_format
 
 from topotrain.config import job as words
-from topotrain.config.job import ConfigError, Job
+from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.private_files import read_text
 from topotrain.config.proto_schema import FILE, new, pool, repeated
 from topotrain.config.singa_layers import DividedLayer, divided_in_data, divided_in_text, warning
@@ -76,6 +76,14 @@ def dumps(job: Job) -> str:
     """Return the job as protobuf text without defaults; loads(dumps(job)) == job."""
     message = new("JobProto")
     _to_message(job, message)
+    return str(text_format.MessageToString(message, as_utf8=True))
+
+
+def dumps_cluster(cluster: Cluster) -> str:
+    """Return a cluster block as protobuf text without defaults."""
+    # Not that of a job: with the defaults of a job some blocks are refused.
+    message = new("JobProto")
+    _to_message(cluster, message.cluster)
     return str(text_format.MessageToString(message, as_utf8=True))
 
 

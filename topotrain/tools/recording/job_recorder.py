@@ -34,7 +34,7 @@ def header_of(
         "framework": topology.framework,
         "workspace": job.workspace,
         "program": job.program,
-        "block": job_file.dumps(Job(cluster=topology.cluster)),
+        "block": job_file.dumps_cluster(topology.cluster),
     }
     bound = topology.cluster.max_staleness
     if bound is not None:
