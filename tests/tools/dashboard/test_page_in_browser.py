@@ -96,6 +96,18 @@ def test_the_map_shows_units_processes_states_and_stragglers(browser: Browser, t
     browser.picture("map")
 
 
+def test_a_death_is_seen_though_the_process_is_back_at_once(browser: Browser, tmp_path: Path) -> None:
+    job = PreparedJob().view()
+    job["states"]["worker 0/0"] = [[0.0, "computes"], [50.0, "dead"], [50.1, "restarts"], [50.3, "computes"]]
+    browser.open(page_file(tmp_path, job))
+    browser.wait("return document.querySelectorAll('.chart canvas').length >= 3")
+    seen = []
+    for second in (49.9, 50.5, 51.5, 52.5):
+        at(browser, second)
+        seen.append(state(browser, "worker 0/0"))
+    assert seen == ["computes", "dead", "dead", "computes"]
+
+
 def test_a_process_shows_its_figures_and_a_server_its_slices(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
     at(browser, 120.0)

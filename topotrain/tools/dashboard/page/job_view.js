@@ -22,6 +22,9 @@ const MOST_POINTS = 2400;
 const MOST_EVENTS = 5000;
 const MOST_TRAVELS = 20000;
 
+/** A death is shown for so many seconds, also where the process is back before the next picture is drawn. */
+export const DEATH_SHOWN_S = 2;
+
 // As in the terminal's report: this many times the median of all workers.
 const STRAGGLER_FACTOR = 1.5;
 const SMOOTHED_POINTS = 5;
@@ -134,11 +137,14 @@ export class JobView {
     return some.reduce((sum, point) => sum + point[2], 0) / some.length;
   }
 
-  /** The state of a process at t. */
+  /** The state of a process at t. "dead" for DEATH_SHOWN_S after a death, so that a quick return does not hide it. */
   stateAt(name, t) {
     const changes = this.states.get(name) ?? [];
-    const index = lastBefore(changes, t);
-    const state = index < 0 ? "starting" : changes[index][1];
+    const last = lastBefore(changes, t);
+    for (let index = last; index >= 0 && changes[index][0] > t - DEATH_SHOWN_S; index -= 1) {
+      if (changes[index][1] === "dead") return "dead";
+    }
+    const state = last < 0 ? "starting" : changes[last][1];
     return state in STATES ? state : "starting";
   }
 
