@@ -532,7 +532,7 @@ class LocalSteps(Event):
 
 @event
 class StateTaken(Event):
-    """A worker that has come back took the state of its own optimizer from another worker group.
+    """A worker that is back has taken the state of its optimizer from another group.
 
     whole: it did. Otherwise no group could give one, and the state is an older one, or fresh.
     """
@@ -556,7 +556,7 @@ class Resources(Event):
 
 @event
 class Traffic(Event):
-    """Bytes of messages that a worker or a server has sent, by the name of each receiver.
+    """Bytes that a worker or a server has sent, by the name of each receiver.
 
     They count since its process began. Messages inside a process do not count.
     """

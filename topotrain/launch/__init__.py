@@ -22,7 +22,7 @@ class EventListener(Protocol):
 
 
 class JobWatch:
-    """Follows a job, and sums up its state for the store. The base class follows nothing."""
+    """Follows a job, and sums up its state for the store. This one follows nothing."""
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
         """Follow the job from here on: this unit leads it.

@@ -275,7 +275,7 @@ class ActionExecutor:
         return []
 
     def on_event(self, event: Event) -> None:
-        """Answer those who wait for a snapshot."""
+        """Answer the commands that wait for a snapshot."""
         said: dict[str, Any]
         match event:
             # One that was due anyway may have been frozen before it was asked for.

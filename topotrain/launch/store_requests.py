@@ -129,7 +129,7 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
 
 
 def ask_anywhere(workspace: Path, wish: JobRequest, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Send a request to the job of a workspace, which `topotrain launch` may have started elsewhere.
+    """Send a request to the job of a workspace, also to one that runs elsewhere.
 
     Answers and errors are those of `control_socket.ask` and of `ask_over_store`.
     """

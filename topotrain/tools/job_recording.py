@@ -1,6 +1,6 @@
-"""Whether and where the events of a job are recorded: the place where `topotrain.tools.recording` is used, or left out.
+"""Whether and where the events of a job are recorded.
 
-Nothing else in the commands that start a job names that package, so that it can be deleted.
+Nothing else in the commands that start a job names `topotrain.tools.recording`, so that it can be deleted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ _LONGEST = 100  # characters of a word from a job
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return the state of a job as lines: the job, its workers, its servers, what has happened."""
+    """Return the state of a job as lines: job, workers, servers, incidents."""
     parts = [
         "\n".join(_job(summary)),
         _table(
@@ -95,7 +95,7 @@ def _moments(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
-    """Return columns of equal width, numbers on the right; columns without content are left out."""
+    """Return columns of equal width, numbers on the right, without empty columns."""
     found = list(rows)
     keep = [at for at in range(len(head)) if any(row[at] for row in found)]
     if not keep:

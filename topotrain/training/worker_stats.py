@@ -45,7 +45,7 @@ class BatchAccounting(ABC):
 
     @abstractmethod
     def first_uncounted(self, epoch: int) -> int:
-        """The first epoch of which a batch was given that may not be in the values yet; at most `epoch`."""
+        """The first epoch with a batch that may not be in the values; at most `epoch`."""
 
 
 class StepBatches:

@@ -223,7 +223,7 @@ class E3M0Codec(Codec):
         return 4 * -(-numel // _SMALL_BLOCK) + (numel + 1) // 2
 
     def _by_block(self, flat: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-        """Return (numbers of the blocks, elements) of the full blocks and of the rest, by block."""
+        """Return (block numbers, elements) of the full blocks and of the rest, by block."""
         rows, rest = divmod(flat.numel(), _SMALL_BLOCK)
         if not rest:
             return [(slice(0, rows), flat.view(-1, _SMALL_BLOCK))] if rows else []
@@ -317,7 +317,10 @@ class E3M0Codec(Codec):
 
 
 def _signs_beside_exponents(words: np.ndarray, signs: np.ndarray) -> None:
-    """Change each byte s00eeemm of `words` into 0000seee, and s into 0 where eee is 0. Overwrites `signs`."""
+    """Change each byte s00eeemm of `words` into 0000seee, and s into 0 where eee is 0.
+
+    Overwrites `signs`.
+    """
     each = 0x0101010101010101
     np.bitwise_and(np.right_shift(words, 4, out=signs), 8 * each, out=signs)
     np.bitwise_and(np.right_shift(words, 2, out=words), 7 * each, out=words)

@@ -52,7 +52,10 @@ class InnerState(StateSource):
         return torch.frombuffer(bytearray(to_bytes(tensors)), dtype=torch.uint8)
 
     def take(self, data: torch.Tensor) -> str:
-        """Take the state of `copy`. Settings such as rates stay. Returns why it does not fit, or ""."""
+        """Take the state of `copy`; settings such as rates stay.
+
+        Returns why it does not fit, or "".
+        """
         try:
             tensors = from_bytes(data.numpy().tobytes(), _WHAT)
             plain = json.loads(tensors.pop("json").numpy().tobytes())
@@ -77,7 +80,7 @@ def _fits(state: object, parameters: int) -> bool:
 
 
 class StateOfOthers(WorkerExtension):
-    """Takes the state of another worker group before the first step of a worker that comes back.
+    """Takes another worker group's state before the first step of a returning worker.
 
     Args:
         here: the worker.
@@ -108,7 +111,9 @@ class StateOfOthers(WorkerExtension):
 
 
 def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension | None:
-    """Give the state of this worker's optimizer to others. A worker that comes back takes that of another.
+    """Give the state of this worker's optimizer to others.
+
+    A worker that comes back takes that of another.
 
     Returns:
         what takes it, before the worker's first step.

@@ -17,7 +17,7 @@ from topotrain.core.protocol.message import (
 @message(160, TO_COORDINATOR, FROM_COORDINATOR)
 @dataclass(frozen=True, slots=True)
 class InnerStateRequest(Message):
-    """Worker -> coordinator: the next part of a state, please. Coordinator -> donor: this part.
+    """Worker -> coordinator: asks for the next part. Coordinator -> donor: this part.
 
     Attributes:
         group: the worker group that asks.
@@ -61,7 +61,7 @@ class InnerStatePart(Message):
 @message(162, Route(Sender.SELF, Receiver.COORDINATOR))
 @dataclass(frozen=True, slots=True)
 class DonorSilent(Message):
-    """Timer of a coordinator -> coordinator: a donor is gone, or this part has had its time."""
+    """Timer of a coordinator: a donor is gone, or this part has had its time."""
 
     group: int
     number: int

@@ -1,4 +1,6 @@
-"""On the coordinator: the state of an inner optimizer travels from a living worker group to one that comes back.
+"""On the coordinator: an inner optimizer's state goes to a group that is back.
+
+It comes from a worker group that is alive.
 
 A group that asks gets the state of worker 0 of another group, the donor. Part follows part, and the next one is
 requested when all workers of the group have the last, so the coordinator holds one part at a time. All of them receive

@@ -1,4 +1,6 @@
-"""The state of a worker at the begin of a pass, saved once all batches of earlier passes count.
+"""The state of a worker when a pass begins.
+
+It is saved once all batches of earlier passes count.
 
 A fresh process begins at the pass of the saved state, and reads nothing of earlier passes. Where a worker makes several
 steps before a commit, or does not wait for one, the last batches of a pass may count only in a later pass. Until then

@@ -109,7 +109,7 @@ class ScriptResume(ScriptPosition):
     # --- restore ------------------------------------------------------------------------------------------
 
     def restore_kept(self, name: str) -> None:
-        """Restore an object of `tt.keep`, if the saved state has its name and nothing newer is there."""
+        """Restore an object of `tt.keep`, if its name is saved and nothing newer is there."""
         if name in self._here.superseded:
             return
         condition = self._earlier.lead if name in self._here.alike else self._earlier.condition

@@ -1,4 +1,4 @@
-"""Sentences that explain the messages of a step in the words of the job's framework."""
+"""Sentences that explain the messages of a step in the framework's words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,30 +31,34 @@ class FrameworkKind(Enum):
         return FrameworkKind.ALLREDUCE if "AllReduce" in words else FrameworkKind.SANDBLASTER
 
 
-_VOTE = "{who} tells {to}, which decides for all servers of the group, that it has every part of step {step}."
-_APPLY = "{who} decides that step {step} is made, and tells {to}. So all servers of the group make it, or none does."
-_EDIT = "{who} sends {to} its gradient of {part} as the script has changed it after the backward, in step {step}."
-_MISSED = "{who} tells {to} that step {step} was made without it: the others were faster, and there is a backup worker."
-_GRADIENT = "{who} gives {to}, on the same host, its gradient of {part}, step {step}. One sum will leave the host."
-_SUM = "{who} sends {to} the sum of its host's gradients of {part}, step {step}: one message instead of one per worker."
+_VOTE = "{sender} tells {to}, which decides for all servers of the group, that it has every part of step {step}."
+_APPLY = "{sender} decides that step {step} is made, and tells {to}. So all servers of the group make it, or none does."
+_EDIT = "{sender} sends {to} its gradient of {part} as the script has changed it after the backward, in step {step}."
+_MISSED = (
+    "{sender} tells {to} that step {step} was made without it: the others were faster, and there is a backup worker."
+)
+_GRADIENT = "{sender} gives {to}, on the same host, its gradient of {part}, step {step}. One sum will leave the host."
+_SUM = (
+    "{sender} sends {to} the sum of its host's gradients of {part}, step {step}: one message instead of one per worker."
+)
 _GROUP = {"edit": _EDIT, "vote": _VOTE, "apply": _APPLY, "missed": _MISSED, "gradient": _GRADIENT, "sum": _SUM}
 """Sentences about the inside of one synchronous worker group, which all frameworks have in common."""
 
 _SYNCHRONOUS = {
     **_GROUP,
-    "commit": "{who} tells {to} that its script has called optimizer.step(), step {step}. The server waits for "
+    "commit": "{sender} tells {to} that its script has called optimizer.step(), step {step}. The server waits for "
     "this from every worker.",
-    "applied": "{who} tells {to} that its optimizer has made step {step}. All workers go on with the same values.",
+    "applied": "{sender} tells {to} that its optimizer has made step {step}. All workers go on with the same values.",
 }
 
 _SERVER_GROUPS = {
-    "difference": "{who} sends {to}, the master of {part}, what its group has changed since their last exchange "
+    "difference": "{sender} sends {to}, the master of {part}, what its group has changed since their last exchange "
     "(exchange {step}). Meanwhile its workers go on.",
-    "master": "{who} answers {to} with its value of {part}, which has the changes of all groups so far "
+    "master": "{sender} answers {to} with its value of {part}, which has the changes of all groups so far "
     "(exchange {step}).",
-    "offer": "{who} offers {to} its value of {part}, to bring the two copies together (exchange {step}). "
+    "offer": "{sender} offers {to} its value of {part}, to bring the two copies together (exchange {step}). "
     "Neither group waits.",
-    "reply": "{who} answers {to} with the change of {part} that brings the two copies together (exchange {step}). "
+    "reply": "{sender} answers {to} with the change of {part} that brings the two copies together (exchange {step}). "
     "It has made the opposite change.",
 }
 
@@ -62,69 +66,69 @@ SENTENCES: Mapping[FrameworkKind, Mapping[str, str]] = MappingProxyType(
     {
         FrameworkKind.SANDBLASTER: {
             **_SYNCHRONOUS,
-            "push": "{who} pushes its gradient of {part} to {to}, step {step}. The server waits for those of all "
+            "push": "{sender} pushes its gradient of {part} to {to}, step {step}. The server waits for those of all "
             "workers, and adds them up in a fixed order.",
-            "mean": "{who} returns the mean of all workers' gradients of {part} to {to}, step {step}. It is the "
+            "mean": "{sender} returns the mean of all workers' gradients of {part} to {to}, step {step}. It is the "
             "gradient of one large batch.",
-            "values": "{who} sends {to} the values of {part} after step {step}. Every worker begins the next step "
+            "values": "{sender} sends {to} the values of {part} after step {step}. Every worker begins the next step "
             "with the same ones.",
-            "partial": "{who} passes {to} a partial sum of the gradients of {part}, step {step}.",
+            "partial": "{sender} passes {to} a partial sum of the gradients of {part}, step {step}.",
         },
         FrameworkKind.ALLREDUCE: {
             **_SYNCHRONOUS,
-            "push": "{who} sends {to} its gradient of {part}, step {step}. That unit adds up this part for all "
+            "push": "{sender} sends {to} its gradient of {part}, step {step}. That unit adds up this part for all "
             "workers: the first half of the all-reduce (reduce-scatter).",
-            "mean": "{who} returns the mean of all workers' gradients of {part} to {to}, step {step}: the second half "
+            "mean": "{sender} returns the mean of all workers' gradients of {part} to {to}, step {step}: the second half "
             "of the all-reduce (all-gather).",
-            "partial": "{who} passes {to} a partial sum of the gradients of {part}, step {step}. After the last rank "
+            "partial": "{sender} passes {to} a partial sum of the gradients of {part}, step {step}. After the last rank "
             "the sum is complete.",
-            "values": "{who} sends {to} the values of {part} after step {step}. Every unit keeps one part, and all "
+            "values": "{sender} sends {to} the values of {part} after step {step}. Every unit keeps one part, and all "
             "workers have the whole.",
         },
         FrameworkKind.DOWNPOUR: {
             **_GROUP,
-            "push": "{who} pushes its gradient of {part} to {to}, step {step} of its group. Other groups may have "
+            "push": "{sender} pushes its gradient of {part} to {to}, step {step} of its group. Other groups may have "
             "changed the values since it read them: the gradient is stale by their updates.",
-            "mean": "{who} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone. "
+            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone. "
             "The other groups have no part in it.",
-            "commit": "{who} tells {to} that its script has called optimizer.step(), step {step} of its group. The "
+            "commit": "{sender} tells {to} that its script has called optimizer.step(), step {step} of its group. The "
             "server waits for no other group.",
-            "applied": "{who} tells {to} that step {step} of its group is in the values, together with whatever "
+            "applied": "{sender} tells {to} that step {step} of its group is in the values, together with whatever "
             "other groups have added.",
-            "values": "{who} sends {to} the present values of {part}, after step {step} of its group. They have the "
+            "values": "{sender} sends {to} the present values of {part}, after step {step} of its group. They have the "
             "updates of the other groups, too.",
         },
         FrameworkKind.HOGWILD: {
             **_GROUP,
             **_SERVER_GROUPS,
-            "push": "{who} pushes its gradient of {part} to {to}, step {step} of its group. The server waits for no "
+            "push": "{sender} pushes its gradient of {part} to {to}, step {step} of its group. The server waits for no "
             "other group.",
-            "mean": "{who} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone.",
-            "commit": "{who} tells {to} that its script has called optimizer.step(), step {step} of its group. "
+            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone.",
+            "commit": "{sender} tells {to} that its script has called optimizer.step(), step {step} of its group. "
             "No lock keeps other groups from their updates.",
-            "applied": "{who} tells {to} that step {step} of its group is in the group's copy of the values. Other "
+            "applied": "{sender} tells {to} that step {step} of its group is in the group's copy of the values. Other "
             "groups change theirs at the same time.",
-            "values": "{who} sends {to} the present values of {part}, after step {step} of its group. They may be in "
+            "values": "{sender} sends {to} the present values of {part}, after step {step} of its group. They may be in "
             "the middle of what other groups do.",
         },
         FrameworkKind.ISLANDS: {
             **_GROUP,
             **_SERVER_GROUPS,
-            "gradient": "{who} sends {to}, which adds up {part} for their group, its gradient (step {step}). Inside a "
+            "gradient": "{sender} sends {to}, which adds up {part} for their group, its gradient (step {step}). Inside a "
             "group the workers stay together.",
-            "push": "{who} sends {to} what its group has learned alone about {part}: how far its values have moved "
+            "push": "{sender} sends {to} what its group has learned alone about {part}: how far its values have moved "
             "(exchange {step}). The server takes that for a gradient.",
-            "mean": "{who} returns the mean of their group's gradients of {part} to {to} (step {step}).",
-            "commit": "{who} tells {to} that this was all that its group has learned (exchange {step}).",
-            "applied": "{who} tells {to} that the outer optimizer has stepped with what the groups have learned "
+            "mean": "{sender} returns the mean of their group's gradients of {part} to {to} (step {step}).",
+            "commit": "{sender} tells {to} that this was all that its group has learned (exchange {step}).",
+            "applied": "{sender} tells {to} that the outer optimizer has stepped with what the groups have learned "
             "(exchange {step}).",
-            "values": "{who} sends {to} the new common values of {part} (exchange {step}). From them the group trains "
+            "values": "{sender} sends {to} the new common values of {part} (exchange {step}). From them the group trains "
             "alone again.",
         },
     }
 )
 """By kind and by the word of the message: its sentence."""
-_OTHER = "{who} sends {to} a message of step {step}: {what}."
+_OTHER = "{sender} sends {to} a message of step {step}: {what}."
 _SHARED = " The new values are in memory that both share, so they need not travel."
 
 
@@ -147,5 +151,5 @@ class Explanations:
         """Explain one message."""
         template = SENTENCES[self.kind].get(event.what, _OTHER)
         part = "all its slices" if event.bucket < 0 else f"slice {event.bucket}"
-        text = template.format(who=event.who, to=event.to, step=event.step, part=part, what=event.what)
+        text = template.format(sender=event.who, to=event.to, step=event.step, part=part, what=event.what)
         return text + _SHARED if event.what == "applied" and self.in_memory else text

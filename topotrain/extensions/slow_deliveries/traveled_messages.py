@@ -49,7 +49,7 @@ WHATS: Mapping[str, str] = MappingProxyType(
 )
 """The word for a message by the name of its class. By name, because the extensions of some messages may be deleted."""
 _SPECIAL = ("BackwardReduced", "StepDecision", "CollectivePart")
-"""Messages whose word depends on their fields."""
+"""Messages with a word that depends on their fields."""
 
 
 def message_names() -> frozenset[str]:

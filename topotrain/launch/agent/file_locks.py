@@ -38,7 +38,10 @@ def locked(path: Path, how: int) -> Iterator[int]:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process of this host holds a lock on the file. Nothing is locked meanwhile."""
+    """Return whether a process of this host holds a lock on the file.
+
+    Nothing is locked meanwhile.
+    """
     try:
         inode = os.stat(path).st_ino
         lines = _LOCKS.read_text(encoding="ascii").splitlines()

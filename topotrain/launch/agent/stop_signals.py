@@ -26,7 +26,7 @@ class StopSignals:
         self.came.append(number)
 
     def ask(self, number: int) -> None:
-        """Act as if this signal had come. It needs no handler, which only the main thread has."""
+        """Act as if this signal had come; no handler of the main thread is needed."""
         self.came.append(number)
         # A full socket is readable already.
         with contextlib.suppress(BlockingIOError):

@@ -127,7 +127,7 @@ def profiled_step(run_dir: Path) -> int:
 
 
 def message_pause(run_dir: Path) -> float:
-    """Return the seconds for which a process holds each message of a step; 0: it does not."""
+    """Return for how many seconds a process holds each message of a step; 0: none."""
     wanted = run_dir / _PAUSE
     return float(wanted.read_text()) if wanted.exists() else 0.0
 

@@ -45,7 +45,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StopJob:
-    """A request that the job ends as after SIGTERM: with a last snapshot, if it takes any."""
+    """A request that the job ends as after SIGTERM: with a last snapshot, if any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The commands `topotrain leave`, `join`, `snapshot` and `stop`, for a running job.
+"""The commands `leave`, `join`, `snapshot` and `stop`, for a running job.
 
 Worker groups leave or join an asynchronous job, workers a job of one group.
 """

@@ -76,7 +76,7 @@ def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
 
 @jobs.command("view", epilog=VIEW_EXAMPLE)
 def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """Show the record of one job, and how its training is: step, loss, samples/s, staleness, incidents.
+    """Show the record of one job, and its step, loss, samples/s, staleness, incidents.
 
     The job tells it to the store every 5 seconds.
     """

@@ -1,4 +1,4 @@
-"""The commands `topotrain watch` and `topotrain report`, and the page of `topotrain run --watch`.
+"""The commands `watch` and `report`, and the page of `run --watch`.
 
 All show what the recording in a job's workspace says. Only this module of the command line knows the package of the
 page, which may be deleted.
@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
         job: Annotated[str, typer.Option("--job", metavar="ID", help="With the URL of a store.")] = "",
         as_json: AsJson = False,
     ) -> None:
-        """Show how a job is: on a page in the browser until Ctrl-C, or once on the terminal.
+        """Show a job on a page in the browser until Ctrl-C, or once on the terminal.
 
         It is read from the recording in the workspace, and the job is not disturbed.
         """
@@ -107,7 +107,7 @@ def register(app: typer.Typer) -> None:
             Path | None, typer.Option("--html", metavar="FILE", help="The file to write; it needs no network.")
         ] = None,
     ) -> None:
-        """Write the page of a job as one file that can be mailed, with all its curves and events."""
+        """Write the page of a job as one file that can be mailed, with curves and events."""
         with refusing():
             if html is None:
                 raise BadInput("no file: give --html FILE")
@@ -144,7 +144,9 @@ def _print_record(url: str, job: str, as_json: bool) -> None:
 
 @contextmanager
 def watched(port: int | None, host: str, workspace: str) -> Iterator[None]:
-    """Serve the page of a job that is about to run, for the length of the block. None: no page.
+    """Serve the page of a job that is about to run, for the length of the block.
+
+    None: no page.
 
     Raises ConfigError or BadInput before anything has started.
     """
@@ -164,7 +166,7 @@ def watched(port: int | None, host: str, workspace: str) -> Iterator[None]:
 
 
 def serve(workspaces: Sequence[Path], port: int, host: str) -> int:
-    """Serve the page of jobs that run or have ended until Ctrl-C; return the exit code.
+    """Serve the page of running or ended jobs until Ctrl-C; return the exit code.
 
     Raises ConfigError or BadInput.
     """

@@ -35,7 +35,7 @@ class StreamLimits:
 
 @dataclass(slots=True)
 class RunTicker:
-    """Looks at the recordings again and again, and wakes the streams. All on one event loop.
+    """Reads what is new in the recordings, and wakes the streams, on one event loop.
 
     runs: by the name that the page has for them.
     """

@@ -1,4 +1,7 @@
-"""An HTTP server on a thread with an event loop of its own, by uvicorn. Imported where a page is served."""
+"""An HTTP server by uvicorn, on a thread with an event loop of its own.
+
+The module is imported where a page is served.
+"""
 
 import asyncio
 import socket

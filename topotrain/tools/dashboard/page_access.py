@@ -1,8 +1,8 @@
-"""Who may read the page and act through it.
+"""Access to the page and to its acts through it.
 
 * The printed address has a token that works once. It is exchanged for a cookie, which the browser sends from then on.
 * A request must name this server in its Host header. So a page of another site cannot reach it under a name of its own
-  whose address changes to this machine (DNS rebinding).
+  with an address that changes to this machine (DNS rebinding).
 * A request that another page makes is refused by its Origin header, and by Sec-Fetch-Site where the browser sends it.
 * An act also needs a header that no form can send.
 

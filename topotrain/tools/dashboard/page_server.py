@@ -31,7 +31,7 @@ MISSING = "the page needs the packages starlette and uvicorn: pip install 'topot
 _RUNS = ("A", "B")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _STALLED_MS = 15_000
-"""Milliseconds after which the kernel ends a connection whose other end takes no byte."""
+"""Milliseconds after which the kernel ends a connection that takes no byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,10 @@ def bind_page(options: PageOptions) -> BoundPage:
 
 @contextmanager
 def served_page(bound: BoundPage, workspaces: Sequence[Path], limits: StreamLimits | None = None) -> Iterator[str]:
-    """Serve the page of these runs for the length of the block. Yields the address that works once."""
+    """Serve the page of these runs for the length of the block.
+
+    Yields the address that works once.
+    """
     # Not at the top: these modules import the packages of the extra.
     from topotrain.tools.dashboard.http_thread import HttpThread
     from topotrain.tools.dashboard.web_routes import PageRoutes
@@ -128,7 +131,10 @@ def announce(bound: BoundPage, url: str) -> None:
 
 
 def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int:
-    """Serve the page of recorded or running jobs until Ctrl-C; return the exit code. Raises ConfigError."""
+    """Serve the page of recorded or running jobs until Ctrl-C; return the exit code.
+
+    Raises ConfigError.
+    """
     for workspace in workspaces:
         # Only for its errors: a job that has not begun, or a folder that is none of a job.
         RecordedWorkspace(workspace).close()

@@ -61,7 +61,10 @@ class WatchedRun:
         return self._update("view", self._history.view())
 
     def delta(self, cursor: int) -> RunUpdate:
-        """Return what is new behind a cursor: another view where another job has begun in the workspace."""
+        """Return what is new behind a cursor, or the whole view of another job.
+
+        There is another one where a job has begun in the workspace meanwhile.
+        """
         # Readers that keep up have the same cursor, so most deltas are made once.
         found = self._deltas.get(cursor)
         if found is None:

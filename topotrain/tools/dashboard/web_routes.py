@@ -1,4 +1,6 @@
-"""The addresses of the page's server, as a Starlette application. Its module is imported where a page is served.
+"""The addresses of the page's server, as a Starlette application.
+
+The module is imported where a page is served.
 
 GET  /login?token=T     the one-time token for a cookie
 GET  /                  the page, and its files below /static/

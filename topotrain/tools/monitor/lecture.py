@@ -1,4 +1,4 @@
-"""A job for teaching: its messages are slowed down, and each is explained by a sentence."""
+"""A job for teaching: its messages are slow, and a sentence explains each."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ _PACKAGE = "topotrain.extensions.slow_deliveries"
 
 
 def check_lecture(seconds: float, topology: Topology) -> None:
-    """Raise ConfigError unless the messages of a job of this layout can be slowed down."""
+    """Raise ConfigError unless messages of a job of this layout can be slowed down."""
     if find_spec(_PACKAGE) is None:
         raise ConfigError(OPTION, None, f"needs the package {_PACKAGE}, which this installation does not have")
     # Written so that NaN is refused, too.

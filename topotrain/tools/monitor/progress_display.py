@@ -1,4 +1,4 @@
-"""The displays of a running job that print lines, for a terminal, a pipe, a file or a notebook.
+"""Displays that print lines, for a terminal, a pipe, a file or a notebook.
 
 `progress/live_table.py` has the display that is redrawn in place.
 """

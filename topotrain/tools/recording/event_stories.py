@@ -26,7 +26,10 @@ _LONGEST = 500  # characters
 
 
 def story_of(event: Event) -> tuple[str, str, str] | None:
-    """Return kind, process and text of a moment; None for an event that is none. The process is "" for the job."""
+    """Return kind, process and text of a moment; None for an event that is none.
+
+    The process is "" for the job.
+    """
     told = _told(event)
     return None if told is None else (told[0], told[1], told[2][:_LONGEST])
 

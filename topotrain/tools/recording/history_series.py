@@ -1,4 +1,7 @@
-"""Series of points, states and stories in bounded memory. Each entry has a number, by which later ones are found."""
+"""Series of points, states and stories in bounded memory.
+
+Each entry has a number, by which later ones are found.
+"""
 
 from bisect import bisect_right
 from collections import deque
@@ -15,7 +18,7 @@ _MINOR = frozenset({"notice", "skipped", "evaluation", "snapshot"})
 
 
 class SeriesPoint(NamedTuple):
-    """A value. number: of the event that it is of. value: None for a number that is not finite."""
+    """A value; None for a number that is not finite. number: of its event."""
 
     number: int
     at: float
@@ -25,7 +28,7 @@ class SeriesPoint(NamedTuple):
 
 @dataclass(slots=True)
 class ThinnedSeries:
-    """The points of one metric: the newest ones, and of the older ones each n-th, over the whole time.
+    """The points of one metric: the newest ones, and of the older ones each n-th.
 
     metric, of, unit: as in the view.
     """
@@ -121,7 +124,7 @@ class StoryEntry:
 
 @dataclass(slots=True)
 class StoryTrack:
-    """The moments of a job; of too many, older ones that matter little are dropped first."""
+    """The moments of a job; of too many, older ones of little matter go first."""
 
     _entries: list[StoryEntry] = field(default_factory=list)
 

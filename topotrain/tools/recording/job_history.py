@@ -1,4 +1,4 @@
-"""The history of a job: the one fold of its events, from which pages, files and figures are made.
+"""The history of a job: the one fold of its events for pages, files and figures.
 
 `view` is the whole history, `since` what has come behind a cursor, and `summary` the present state. All are plain data
 without numbers that JSON does not have. The memory is bounded, however long the job is.

@@ -96,7 +96,7 @@ class JobRecorder:
         return self._notices.take()
 
     def summary(self) -> Mapping[str, Any] | None:
-        """Return the present state of the job, of bounded size; None before its first event."""
+        """Return the present state of the job in bounded size; None before any event."""
         # Before it, the file is that of an earlier job.
         if not self._taken:
             return None

@@ -85,7 +85,7 @@ class JobFigures:
         return min(1.0, max(known)) if known else None
 
     def eta_s(self, processes: Mapping[str, ProcessTrack]) -> float | None:
-        """Return the seconds that the job will take from here, at its pace since this start; None: unknown."""
+        """Return the seconds that are left, at the pace since this start; None: unknown."""
         progress = self.progress(processes)
         if progress is None or not self._first or self.ended is not None:
             return None
@@ -192,7 +192,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def compacted(summary: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Return a summary of at most `limit` bytes as JSON, without the processes that tell least.
+    """Return at most `limit` bytes of JSON, without the processes that tell least.
 
     `left_out` counts the workers and servers that are missing.
     """

@@ -7,7 +7,10 @@ from topotrain.config.topology import Address, Role, Topology
 
 
 def layout_data(topology: Topology, hosts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the layout as plain data. hosts: the name of each unit's host; empty: all are on this one."""
+    """Return the layout as plain data.
+
+    hosts: the name of each unit's host; empty: all are on this one.
+    """
     implicit = range(topology.worker_groups)
     return {
         "units": [

@@ -1,4 +1,4 @@
-"""The lines of a recording: JSON with the seconds since the start, in the order of time.
+"""The lines of a recording: JSON with seconds since the start, in order of time.
 
 Writers are strict and readers tolerant: unknown events and fields are left out, so that a later version can add some.
 Numbers that JSON does not have are the texts "NaN", "Infinity" and "-Infinity".
@@ -137,7 +137,7 @@ def _header(data: Mapping[str, Any]) -> RecordingHeader:
 
 
 def _known(kind: type[Event], data: Mapping[str, Any]) -> Event | None:
-    """Return an event with the fields that this version knows; None if one is missing or wrong."""
+    """Return an event of the fields that are known; None if one is missing or wrong."""
     values: dict[str, Any] = {}
     for f in fields(kind):  # type: ignore[arg-type]
         if f.name in data:

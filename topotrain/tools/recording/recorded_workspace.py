@@ -1,4 +1,4 @@
-"""The recording of a workspace: where it is, what it says, and whether its job runs."""
+"""The recording of a workspace: its place, its content, and whether its job runs."""
 
 import time
 from pathlib import Path
@@ -49,7 +49,7 @@ class RecordedWorkspace:
 
     @property
     def runs(self) -> bool:
-        """Whether the job may still run: its launcher holds the workspace, or has just written."""
+        """Whether the job may run: its launcher holds the workspace, or has just written."""
         if self.history.has_ended:
             return False
         try:

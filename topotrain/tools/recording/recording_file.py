@@ -231,7 +231,10 @@ class RecordingFollower:
         self._at = -1.0
 
     def poll(self) -> list[TimedEvent]:
-        """Return the events since the last call. Raises RecordingError, or OSError but for an absent file."""
+        """Return the events since the last call.
+
+        Raises RecordingError, or OSError but for an absent file.
+        """
         try:
             now = os.stat(self._path)
         except FileNotFoundError:

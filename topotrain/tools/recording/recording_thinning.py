@@ -1,4 +1,4 @@
-"""Which samples a recording has: at most so many per second when they are written, and fewer when they are old.
+"""Which samples a recording has: a bounded rate, and fewer when they are old.
 
 A sample is an event of which a later one of the same process tells the same of a later time. All other events are
 written at once and kept. This module is pure.
@@ -25,7 +25,7 @@ _Key = tuple[Hashable, ...]
 
 
 class SampleSlots:
-    """Holds samples until their slot is over, and returns what is to be written, in the order of time."""
+    """Holds samples until their slot is over; returns those to write, by time."""
 
     def __init__(self) -> None:
         self._held: dict[_Key, TimedEvent] = {}
@@ -80,7 +80,7 @@ class RecordedLine:
 
 
 def described(lines: Iterable[str]) -> list[RecordedLine]:
-    """Return what the thinning needs of each line; lines that cannot be read are left out."""
+    """Return the facts of each line for thinning, without lines that cannot be read."""
     found: list[RecordedLine] = []
     start, started = 0, None
     for index, line in enumerate(lines):
@@ -101,7 +101,7 @@ def described(lines: Iterable[str]) -> list[RecordedLine]:
 
 
 def thinned(lines: Sequence[RecordedLine], room: int) -> list[int]:
-    """Return the indices of the lines to keep, in order, which together have about `room` bytes.
+    """Return the indices of the lines to keep, in order, of about `room` bytes.
 
     The first sample of each process and kind is kept, and the last ones, from which the present rates are made. Of the
     others the newer half of the room is kept whole. Of the older ones the last of each interval is kept.
@@ -171,7 +171,10 @@ def _last_of_each(
 
 
 def _bounded(events: Sequence[RecordedLine], room: int) -> list[RecordedLine]:
-    """Return events that fit into the room: of the most frequent kinds those in the middle are dropped."""
+    """Return events that fit into the room.
+
+    Of the most frequent kinds those in the middle are dropped.
+    """
     kept = list(events)
     while sum(line.size for line in kept) > room:
         of_kind: dict[str, list[RecordedLine]] = {}

@@ -1,4 +1,4 @@
-"""The messages of a job that is slowed down, each with the sentence that explains it."""
+"""The messages of a slowed job, each with the sentence that explains it."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class TravelTrack:
         self._entries: deque[TravelEntry] = deque(maxlen=MOST_TRAVELS)
 
     def explained_by(self, job: Mapping[str, Any]) -> None:
-        """Explain in the words of this job, as the header of a recording describes it, from now on."""
+        """From now on, explain in the words of the job that this header describes."""
         self._explanations = _explanations(str(job.get("block", "")))
 
     def add(self, number: int, at: float, event: Traveled) -> None:

@@ -295,7 +295,7 @@ class IslandTrial(ElasticTrial):
 
     @property
     def left_cells(self) -> set[int]:
-        """The cells of steps that such a group has made, also in earlier starts of the job."""
+        """The cells of steps that such a group has made, also before a restart."""
         left = self._left_groups
         made = {cell for cell, makers in self._makers.items() if any(process.me.group in left for process in makers)}
         return self._left_before | made

@@ -169,7 +169,7 @@ class _Epoch:
         self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
 
     def close(self, groups: int) -> list[tuple[Address, LeaseRequest]]:
-        """Note that the epoch is over for so many groups. Returns the requests that waited for it."""
+        """Note that the epoch is over for so many groups; return requests that waited."""
         self.past = set(range(groups))
         return self.take_held()
 

@@ -176,7 +176,7 @@ def _summary(id: str) -> str:
 
 
 def _loaded_summary(raw: bytes | None, state: str) -> Mapping[str, Any] | None:
-    """Return a job's own words about its training, with the state that the registry knows."""
+    """Return a job's summary of its training, with the state that the registry knows."""
     try:
         data = json.loads(raw or b"")
     except (ValueError, RecursionError):

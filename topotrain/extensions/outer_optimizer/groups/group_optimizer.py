@@ -68,7 +68,7 @@ class GroupOptimizer(InnerOptimizer):
 
     @property
     def named(self) -> int:
-        """As the coordinator has named it to worker 0 of the group, before the last backward."""
+        """As the coordinator has named it to worker 0 before the last backward."""
         return self._group.named
 
     @property

@@ -110,7 +110,7 @@ def block_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def inner_product(blocks: Sequence[torch.Tensor]) -> float:
-    """Return the sum of the results of `block_products` of slices that follow one another."""
+    """Return the sum of the results of `block_products` of adjacent slices."""
     if not blocks:
         return 0.0
     joined = torch.cat(list(blocks))

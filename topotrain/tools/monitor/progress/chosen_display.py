@@ -1,4 +1,4 @@
-"""The display of a running job that fits its console: a table, lines, or almost nothing."""
+"""The display of a running job that fits its console: a table, lines, or errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How far a job is: elapsed time, epoch, share of its samples, and the time that is left."""
+"""Progress of a job: elapsed time, epoch, share of its samples, and time left."""
 
 import math
 from dataclasses import dataclass, replace
