@@ -6,8 +6,8 @@ import pytest
 from process_pool import run_without_package
 
 ROOT = Path(__file__).parents[3]
-USERS = {"tools/job_recording.py", "tools/cli/watch.py"}
-"""The files outside of the package that name its modules. They import them inside functions."""
+USERS = {"tools/job_recording.py", "tools/cli/watch.py", "tools/cli/export_arguments.py"}
+"""The files outside of the package that name it. They import it inside functions, or look whether it is there."""
 
 PROGRAM = """
 import importlib, pkgutil, sys

@@ -59,7 +59,14 @@ class ThinnedSeries:
         if self._recent and self._recent[0].number > number:
             at = bisect_right(self._whole, number, key=lambda point: point.number)
             return [*self._whole[at:], *self._recent]
-        return [point for point in self._recent if point.number > number]
+        new = []
+        # From the end: of hundreds of points one or two are new.
+        for point in reversed(self._recent):
+            if point.number <= number:
+                break
+            new.append(point)
+        new.reverse()
+        return new
 
     def has_since(self, number: int) -> bool:
         """Return whether there are points with higher numbers."""
