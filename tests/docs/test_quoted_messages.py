@@ -15,6 +15,7 @@ HOLE = "\0"
 SEPARATORS = re.compile(r"[:;,]\s|\n|`|\(|\)")
 QUOTED_LINE = re.compile(r"topotrain: |  snapshot ")
 WORDS = re.compile(r"[\w']+")
+URL = re.compile(r"https?://\S+")
 SENTENCE = re.compile(r"(?:[a-zA-Z']+ ){2}[a-zA-Z']+")
 
 
@@ -41,8 +42,8 @@ def known() -> dict[str, frozenset[str]]:
 
 
 def is_known(clause: str) -> bool:
-    """A text of the package has this clause, and at least half of its words outside its holes."""
-    words = WORDS.findall(clause)
+    """A text of the package has this clause, and at least half of its words outside its holes. A URL fills a hole."""
+    words = WORDS.findall(URL.sub(" ", clause))
     return any(
         2 * len(constant & set(words)) >= len(set(words))
         and re.fullmatch(".+?".join(map(re.escape, text.split(HOLE))), clause) is not None
