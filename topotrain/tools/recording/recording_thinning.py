@@ -13,7 +13,7 @@ from topotrain.tools.recording.recorded_lines import END, HEADER, ONCE, SAMPLES,
 
 SLOT_S = 0.5
 """Seconds for which samples are held: of each process and kind the last one is written."""
-SAMPLES_PER_S = 200
+SAMPLES_PER_S = 150
 """With more processes the slots are longer, so that all together have this many samples per second."""
 RATE_S = 10.0
 """Seconds over which rates are measured. All samples so long before the last one of a process are kept."""
