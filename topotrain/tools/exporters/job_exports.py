@@ -16,7 +16,19 @@ from topotrain.tools.recording.job_recorder import header_of
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
+_KINDS = ("tensorboard", "jsonl", "python")
 _ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
+
+
+def check_values(logs: Sequence[str], metrics: str) -> None:
+    """Raise ConfigError for values of `--log` and `--metrics` that are wrong on every machine."""
+    for value in logs:
+        if value.partition(":")[0] not in _KINDS:
+            raise ConfigError(LOG, value, _ACCEPTED)
+        if list(logs).count(value) > 1:
+            raise ConfigError(LOG, value, "is given twice")
+    if metrics:
+        metrics_server.split_address(metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +64,19 @@ class JobExports:
         self._begun: _Begun | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
+        check_values(logs, metrics)
         for value in logs:
-            name = f"{LOG} {value}"
-            if name in self._exports:
-                raise ConfigError(LOG, value, "is given twice")
-            self._exports[name] = _export(value, Path(job.workspace))
+            self._exports[f"{LOG} {value}"] = _export(value, Path(job.workspace))
         if metrics:
             served = metrics_server.MetricsExport(metrics_server.parse_address(metrics, environ))
             self._closing.callback(served.close)
             self.url = served.url
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job is named."""
+        return self._begun is not None
 
     def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
         """Name the job. Nothing is written before its first event.
@@ -100,6 +115,7 @@ class JobExports:
 
 
 def _export(value: str, workspace: Path) -> Export:
+    """Return the export of a value that `check_values` has accepted."""
     kind, _, words = value.partition(":")
     match kind:
         case "tensorboard":
@@ -110,7 +126,5 @@ def _export(value: str, workspace: Path) -> Export:
         case "jsonl":
             file = Path(words) if words else workspace / jsonl_export.FILE
             return jsonl_export.JsonLinesExport(file, private=not words)
-        case "python":
-            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
         case _:
-            raise ConfigError(LOG, value, _ACCEPTED)
+            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
