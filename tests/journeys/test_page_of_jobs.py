@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import pytest
 from browser import Browser, chromium, why_none
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
-from page_command import watching
+from page_command import waited_for, watching
 from process_pool import client
 from wait_limit import ended_after
+
+from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
@@ -177,6 +179,26 @@ def test_a_lecture_says_what_each_message_means(runner: JobRunner, browser: Brow
         browser.click("#lecture-play")
         browser.wait("return document.getElementById('lecture-sentence').textContent !== arguments[0]", sentence)
         browser.picture("live-lecture")
+
+
+def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Browser) -> None:
+    with subprocess.Popen(
+        runner.command(DOWNPOUR, *LONG), cwd=runner.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as launcher:
+        try:
+            recording = runner.folder / "job" / FILE
+            waited_for(lambda: recording.exists() and b'"StepDone"' in recording.read_bytes())
+            with watching([sys.executable, "-m", "topotrain", "watch", "job"], runner.folder) as job:
+                browser.open(job.address)
+                browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
+                assert not browser.script("return document.getElementById('acts').hidden")
+                launcher.kill()
+                browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
+                assert browser.script("return document.getElementById('acts').hidden")
+                assert set(browser.script(STATES)) == {"dead"}
+                browser.picture("lost")
+        finally:
+            launcher.kill()
 
 
 def test_two_jobs_that_have_ended_are_replayed_and_compared(runner: JobRunner, browser: Browser) -> None:

@@ -108,6 +108,16 @@ def test_a_death_is_seen_though_the_process_is_back_at_once(browser: Browser, tm
     assert seen == ["computes", "dead", "dead", "computes"]
 
 
+def test_a_lost_job_is_called_lost(browser: Browser, tmp_path: Path) -> None:
+    view = PreparedJob(running=True).view()
+    view["job"]["lost"] = True
+    view["states"]["worker 0/0"].append([240.0, "dead"])
+    browser.open(page_file(tmp_path, view))
+    assert browser.text("#connection") == "lost: its launcher is gone"
+    assert "left" not in browser.text("#job-figures")
+    assert state(browser, "worker 0/0") == "dead"
+
+
 def test_a_process_shows_its_figures_and_a_server_its_slices(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
     at(browser, 120.0)
