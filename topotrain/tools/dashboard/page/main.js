@@ -61,7 +61,9 @@ class Page {
       this._curvesAt = now;
       this._curves.show(run, view);
     }
-    if (run === "A") this._arrived();
+    if (run !== "A") return;
+    this._arrived();
+    if (view.running) this._details.refresh();
   }
 
   /** The state of the connection to the server. */
