@@ -89,6 +89,8 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         browser.script("document.querySelector(\"[data-name='server 0/0']\").click()")
         browser.wait("return document.querySelectorAll('#details-slice-rows tr').length > 0")
         browser.wait("return !document.getElementById('details-log').hidden")
+        readings = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/log')).length"
+        browser.wait(f"return {readings} >= 3")
         browser.click("#act-snapshot")
         browser.click("#act-cancel")
         assert browser.text("#act-answer") == ""
@@ -102,6 +104,10 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         job.end()
         browser.wait("return document.body.dataset.connection === 'recorded'")
         assert browser.script("return document.getElementById('acts').hidden")
+        # Longer than between two readings of a log: a server that is gone is asked for nothing.
+        read = browser.script(f"return {readings}")
+        browser.frames(2.5)
+        assert browser.script(f"return {readings}") == read
 
 
 def test_a_group_leaves_and_joins_by_clicks_as_by_the_commands(runner: JobRunner, browser: Browser) -> None:
