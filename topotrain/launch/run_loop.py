@@ -199,7 +199,6 @@ class RunLoop:
         self._table.on_event(event)
         self._processes(event)
         self._host.on_event(event)
-        self._host.samples.note(event)
         self._stalls.on_event(event, time.monotonic())
         self.shutdown.on_event(event)
         self.executor.on_event(event)
