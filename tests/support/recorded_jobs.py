@@ -12,7 +12,7 @@ from topotrain.config.topology import layout
 from topotrain.core import events
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
@@ -28,7 +28,7 @@ def job_of(folder: Path | str = "work", **fields: Any) -> Job:
 
 def header(started: float = STARTED, resumed: bool = False, **fields: Any) -> RecordingHeader:
     job = job_of(**fields)
-    return header_of(job, layout(job.cluster), started, resumed)
+    return JobStart(job, layout(job.cluster), started, resumed).header
 
 
 def step(

@@ -68,7 +68,7 @@ class RunLoop:
         self._selector = selectors.DefaultSelector()
         self._units = UnitProcesses(self._selector)
         self._table = ProcessTable(topology)
-        self._stalls = StallDetector(self._table.workers)
+        self._stalls = StallDetector(self._table.workers, host.held)
         self.shutdown = JobShutdown(self._table, self._units, recovery, host)
         self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host)
         self._remote = RemoteUnits(topology, recovery, self.executor, self.shutdown, host)

@@ -3,16 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Resized
-from topotrain.launch.recovery.resize import resized
 from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
 from topotrain.tools.exporters.export_thread import Export, ExportThread
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
@@ -29,19 +27,6 @@ def check_values(logs: Sequence[str], metrics: str) -> None:
             raise ConfigError(LOG, value, "is given twice")
     if metrics:
         metrics_server.split_address(metrics)
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A job that has begun, with its present layout."""
-
-    job: Job
-    topology: Topology
-    header: RecordingHeader
-
-    def after(self, event: Resized) -> "_Begun":
-        topology = layout(resized(self.topology.cluster, event.workers), self.topology.hosts)
-        return _Begun(self.job, topology, header_of(self.job, topology, self.header.started, self.header.resumed))
 
 
 class JobExports:
@@ -61,7 +46,7 @@ class JobExports:
         self._exports: dict[str, Export] = {}
         self._threads: list[ExportThread] = []
         self._closing = ExitStack()
-        self._begun: _Begun | None = None
+        self._start: JobStart | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
         check_values(logs, metrics)
@@ -76,26 +61,26 @@ class JobExports:
     @property
     def has_begun(self) -> bool:
         """Whether the job is named."""
-        return self._begun is not None
+        return self._start is not None
 
     def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
         """Name the job. Nothing is written before its first event.
 
         Until then the workspace may be that of another job. resumed: it goes on from a snapshot.
         """
-        self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
+        self._start = JobStart(job, topology, time.time(), resumed)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
-        begun = self._begun
-        if begun is None:
+        start = self._start
+        if start is None:
             return
         if not self._threads:
-            self._threads = [ExportThread(name, export, begun.header) for name, export in self._exports.items()]
+            self._threads = [ExportThread(name, export, start.header) for name, export in self._exports.items()]
         given: list[Event | RecordingHeader] = [event]
         if isinstance(event, Resized):
-            self._begun = begun.after(event)
-            given.append(self._begun.header)
+            self._start = start.after(event)
+            given.append(self._start.header)
         for thread in self._threads:
             for each in given:
                 thread.put(each)
