@@ -298,7 +298,8 @@ class JobHistory:
         again = process.pid is not None and process.states.now not in ("", "away")
         self._enter(process, "restarts" if again else "starting")
         if process.pid != pid:
-            process.pid, self._placed = pid, self._number
+            process.start(pid)
+            self._placed = self._number
 
     def _on_step(self, process: ProcessTrack, event: StepDone, at: float) -> None:
         name, figures = str(process.address), process.worker
