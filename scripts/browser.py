@@ -76,6 +76,10 @@ class Browser:
         some = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": some})
 
+    def see_as(self, deficiency: str) -> None:
+        """Show the page as readers with a color vision deficiency see it; "none": as others do."""
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
+
     def open(self, address: str) -> None:
         """Open an address and wait until the page has drawn a job."""
         self.driver.get(address)
