@@ -30,7 +30,7 @@ def read_on(workspace: Path, follower: RecordingFollower, history: JobHistory) -
     A job that has ended without a word is lost. Raises RecordingError or OSError.
     """
     # Before the lines are read: a launcher that has ended by now has written all of them.
-    written = has_writer(workspace)
+    written = history.has_ended or has_writer(workspace)
     found = follower.poll()
     for timed in found:
         history.add(timed)
