@@ -68,6 +68,8 @@ def wheel_contents(project: OutsideProject) -> str:
     there = {path.relative_to(REPOSITORY).as_posix() for path in package.rglob("*") if path.is_file()}
     expected = {name for name in there if "__pycache__" not in name}
     must({"topotrain/config/job.proto", "topotrain/config/job.binpb", "topotrain/py.typed"} <= expected, "no job.proto")
+    page = {f"topotrain/tools/dashboard/page/{name}" for name in ("index.html", "main.js", "style.css")}
+    must(page <= expected, f"not all of {', '.join(sorted(page))}")
     inside = {name for name in names if ".dist-info/" not in name}
     must(inside == expected, f"the wheel and topotrain/ differ in {sorted(inside ^ expected)[:5]}")
     must("Requires-Python: >=3.11" in metadata, "no Requires-Python")
@@ -149,6 +151,20 @@ def compare_without_matplotlib(project: OutsideProject) -> str:
     rows = json.loads((results / "compare.json").read_text(encoding="utf-8"))["jobs"]
     must([row["samples"] for row in rows] == [4 * SAMPLES] * len(jobs), "not every sample was trained")
     return told[0]
+
+
+@check("topotrain report: the page of a job in one file, from what the wheel has", short=True)
+def page_of_job(project: OutsideProject) -> str:
+    # The job of the check before.
+    workspace = "workspace/compare/downpour"
+    project.topotrain("report", workspace, "--html", "page.html")
+    text = (project.folder / "page.html").read_text(encoding="utf-8")
+    modules = len(list((REPOSITORY / "topotrain/tools/dashboard/page").glob("*.js")))
+    found = len(re.findall(r"^const module_\w+ = ", text, re.MULTILINE))
+    must(found == modules, f"the page has {found} of its {modules} modules")
+    state = json.loads(project.topotrain("watch", workspace, "--once", "--json").stdout)["state"]
+    must(state == "ended", f"the state is {state}")
+    return f"{len(text) / 1e6:.1f} MB, {modules} modules"
 
 
 NOTEBOOK = """

@@ -8,8 +8,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from job_runner import DOWNPOUR, JobRunner
 from prometheus_client.parser import text_string_to_metric_families
+from unit_hosts import Job
 from wait_limit import ended_after
 
 from topotrain.launch.log_lines import without_stamps
@@ -17,6 +19,7 @@ from topotrain.launch.log_lines import without_stamps
 pytestmark = pytest.mark.journey
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+APART = "nworker_groups: 2 nservers_per_group: 1 server_worker_separate: true"
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
 
 
@@ -71,6 +74,19 @@ def test_all_exports_at_once(runner: JobRunner, monkeypatch: pytest.MonkeyPatch)
     assert steps and steps == sorted(steps)
     # MLflow's number for FINISHED.
     assert "status: 3" in (metric.parents[2] / "meta.yaml").read_text()
+
+
+def test_unit_0_exports_the_curves_of_all_units(runner: JobRunner) -> None:
+    """Each unit is started with the same options, as by a launcher."""
+    url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
+    job = Job(runner, APART, "ledger.py", ["--epochs", "4", "--step-s", "0.03"], [None] * 3, url)
+    for rank in (2, 1, 0):
+        job.start(rank, "--log", "jsonl", "--metrics", "0")
+    job.end_well()
+    assert ["metrics: http://127.0.0.1:" in job.said[rank] for rank in range(3)] == [True, False, False]
+    lines = [json.loads(line) for line in (job.workspace / "curves.jsonl").read_text().splitlines()]
+    for who in ("worker 0/0", "worker 1/0"):
+        assert any((line["process"], line["name"]) == (who, "loss") for line in lines), who
 
 
 def test_logs_have_time_and_name_and_topotrains_words(runner: JobRunner) -> None:

@@ -1,21 +1,21 @@
 """The page of real jobs in a real browser: four frameworks, a death, an act, the replay of a job that has ended."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from browser import Browser, chromium, why_none
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
+from page_command import waited_for, watching
+from process_pool import client
 from wait_limit import ended_after
+
+from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
@@ -27,50 +27,6 @@ FRAMEWORKS = {
 }
 SEEN_S = 2.0
 """Seconds after which a death must be on the map."""
-_ADDRESS = re.compile(r"the page is at (\S+)")
-
-
-@dataclass(frozen=True)
-class WatchedJob:
-    """A job that runs, or a `topotrain watch`, with the address of its page."""
-
-    process: "subprocess.Popen[bytes]"
-    said: Path
-    address: str
-
-    def pid_of(self, workspace: Path, name: str) -> int:
-        entries = json.loads((workspace / "processes.json").read_text())
-        return int(next(entry["pid"] for entry in entries if name in entry["roles"]))
-
-    def end(self, seconds: float = 60.0) -> int:
-        """Wait for the end; return the exit code."""
-        return self.process.wait(timeout=seconds)
-
-
-def waited_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "never true"
-        time.sleep(0.02)
-
-
-@contextmanager
-def watching(command: list[str], folder: Path, name: str = "said") -> Iterator[WatchedJob]:
-    said = folder / name
-    with said.open("wb") as out, subprocess.Popen(command, cwd=folder, stdout=out, stderr=out) as process:
-        try:
-            with ended_after(120):
-                waited_for(lambda: _ADDRESS.search(said.read_text()) or process.poll() is not None)
-                found = _ADDRESS.search(said.read_text())
-                assert found, said.read_text()
-                yield WatchedJob(process, said, found.group(1))
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def command(runner: JobRunner, cluster: str, *program: str, extra: str = "") -> list[str]:
@@ -84,7 +40,7 @@ LONG = ("steady.py", "--epochs", "400", "--step-s", "0.05")
 @pytest.fixture
 def browser() -> Iterator[Browser]:
     """A window; what its console complains about fails the test."""
-    with chromium() as window:
+    with ended_after(170), chromium() as window:
         yield window
         assert window.problems() == []
 
@@ -133,6 +89,8 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         browser.script("document.querySelector(\"[data-name='server 0/0']\").click()")
         browser.wait("return document.querySelectorAll('#details-slice-rows tr').length > 0")
         browser.wait("return !document.getElementById('details-log').hidden")
+        readings = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/log')).length"
+        browser.wait(f"return {readings} >= 3")
         browser.click("#act-snapshot")
         browser.click("#act-cancel")
         assert browser.text("#act-answer") == ""
@@ -146,6 +104,72 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         job.end()
         browser.wait("return document.body.dataset.connection === 'recorded'")
         assert browser.script("return document.getElementById('acts').hidden")
+        # Longer than between two readings of a log: a server that is gone is asked for nothing.
+        read = browser.script(f"return {readings}")
+        browser.frames(2.5)
+        assert browser.script(f"return {readings}") == read
+
+
+def test_a_group_leaves_and_joins_by_clicks_as_by_the_commands(runner: JobRunner, browser: Browser) -> None:
+    workspace = runner.folder / "job"
+    said: dict[str, list[str]] = {"clicks": [], "commands": []}
+    with watching(command(runner, DOWNPOUR, *LONG, extra="on_failure: kContinue"), runner.folder) as job:
+        browser.open(job.address)
+        for how, answers in said.items():
+            for act in ("leave", "join"):
+                for who in ("worker 0/0", "worker 1/0", "worker 1/1"):
+                    wanted = ["away"] if act == "join" and who != "worker 0/0" else ["computes", "waits"]
+                    browser.wait(f"return arguments[0].includes({STATE})", wanted, who)
+                if how == "clicks":
+                    answers.append(clicked(browser, act, "#act-group", "1"))
+                else:
+                    answers.append(commanded(runner, act, str(workspace), "--group", "1"))
+        browser.picture("left-and-joined")
+        browser.wait(f"return arguments[0].includes({STATE})", ["computes", "waits"], "worker 1/1")
+        changes = "return [...document.querySelectorAll('.event[data-kind=left], .event[data-kind=joined]')]"
+        told = browser.script(f"{changes}.map((e) => e.querySelector('.text').textContent)")
+    assert said["clicks"][0].startswith("group 1 has left") and said["clicks"][1].startswith("group 1 starts")
+    assert [without_numbers(text) for text in said["clicks"]] == [without_numbers(text) for text in said["commands"]]
+    # The newest comes first: those of the commands, then those of the clicks.
+    assert len(told) == 4 and told[:2] == told[2:], told
+
+
+def test_a_worker_leaves_and_joins_a_job_of_one_group_by_clicks(runner: JobRunner, browser: Browser) -> None:
+    count = "return document.querySelectorAll('.process[data-role=worker]').length === arguments[0]"
+    with watching(command(runner, SANDBLASTER, *LONG, extra="on_failure: kContinue"), runner.folder) as job:
+        browser.open(job.address)
+        for act, workers in (("leave", 2), ("join", 3)):
+            browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
+            assert "worker" in clicked(browser, act, "#act-workers", "1")
+            browser.wait(count, workers)
+        browser.wait("return document.querySelectorAll(\".event[data-kind='resized']\").length === 2")
+
+
+STATE = "document.querySelector(`[data-name='${arguments[1]}']`).dataset.state"
+
+
+def clicked(browser: Browser, act: str, field: str, value: str) -> str:
+    """Ask for an act on the page, and return its answer."""
+    browser.click(f"#act-{act}")
+    browser.script("document.querySelector(arguments[0]).value = arguments[1]", field, value)
+    # Else the answer to the act before could be read.
+    browser.script("document.getElementById('act-answer').textContent = ''")
+    browser.click("#act-confirm")
+    browser.wait("return !['', 'Asked'].includes(document.getElementById('act-answer').textContent.split(';')[0])")
+    assert not browser.script("return document.getElementById('act-answer').classList.contains('bad')")
+    return browser.text("#act-answer")
+
+
+def commanded(runner: JobRunner, *words: str) -> str:
+    """Ask for the same by a command, and return what it prints."""
+    asked = [*client(runner.warm_at), "-m", "topotrain", *words]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    assert done.returncode == 0, done.stderr
+    return (done.stdout + done.stderr).strip()
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\d[\d.,]*", "N", text)
 
 
 def test_a_lecture_says_what_each_message_means(runner: JobRunner, browser: Browser) -> None:
@@ -161,6 +185,26 @@ def test_a_lecture_says_what_each_message_means(runner: JobRunner, browser: Brow
         browser.click("#lecture-play")
         browser.wait("return document.getElementById('lecture-sentence').textContent !== arguments[0]", sentence)
         browser.picture("live-lecture")
+
+
+def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Browser) -> None:
+    with subprocess.Popen(
+        runner.command(DOWNPOUR, *LONG), cwd=runner.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as launcher:
+        try:
+            recording = runner.folder / "job" / FILE
+            waited_for(lambda: recording.exists() and b'"StepDone"' in recording.read_bytes())
+            with watching([sys.executable, "-m", "topotrain", "watch", "job"], runner.folder) as job:
+                browser.open(job.address)
+                browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
+                assert not browser.script("return document.getElementById('acts').hidden")
+                launcher.kill()
+                browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
+                assert browser.script("return document.getElementById('acts').hidden")
+                assert set(browser.script(STATES)) == {"dead"}
+                browser.picture("lost")
+        finally:
+            launcher.kill()
 
 
 def test_two_jobs_that_have_ended_are_replayed_and_compared(runner: JobRunner, browser: Browser) -> None:

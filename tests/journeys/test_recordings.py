@@ -57,7 +57,7 @@ def test_a_recording_ends_as_the_report_and_a_second_run_begins_anew(runner: Job
     }
     runner.run(DOWNPOUR, "steady.py", "--epochs", "1")
     assert recorded(ended.workspace).summary()["step"] < summary["step"]
-    assert [entry["kind"] for entry in recorded(ended.workspace).view()["story"]].count("ended") == 2
+    assert [entry["kind"] for entry in recorded(ended.workspace).view()["story"]].count("ended") == 1
 
 
 def test_a_running_job_is_watched_and_a_killed_one_is_lost(runner: JobRunner) -> None:
@@ -83,7 +83,8 @@ def test_a_running_job_is_watched_and_a_killed_one_is_lost(runner: JobRunner) ->
     past = (workspace / FILE).stat().st_mtime - 60
     os.utime(workspace / FILE, (past, past))
     with closing(RecordedWorkspace(workspace)) as left:
-        wait(lambda: not left.runs)
+        wait(lambda: left.poll() or left.summary()["state"] == "lost")
+        assert left.history.view()["job"]["lost"]
     assert watched(runner, workspace)["state"] == "lost"
 
 

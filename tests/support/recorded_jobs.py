@@ -1,7 +1,7 @@
 """Recordings of made-up jobs: their headers, streams of events by hypothesis, and a day of a job in no time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from topotrain.config.topology import layout
 from topotrain.core import events
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
@@ -28,7 +28,7 @@ def job_of(folder: Path | str = "work", **fields: Any) -> Job:
 
 def header(started: float = STARTED, resumed: bool = False, **fields: Any) -> RecordingHeader:
     job = job_of(**fields)
-    return header_of(job, layout(job.cluster), started, resumed)
+    return JobStart(job, layout(job.cluster), started, resumed).header
 
 
 def step(
@@ -62,7 +62,7 @@ class _Counts:
     time: float = 0.0
     steps: int = 0
     waited: float = 0.0
-    sent: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
     updates: int = 0
     pid: int = 1
 
@@ -83,8 +83,9 @@ def _event(draw: st.DrawFn, counts: dict[str, _Counts], incidents: list[int], pa
             theirs.updates += draw(st.integers(0, 5))
             return events.ServerLoad(server, theirs.updates, theirs.updates, 0.5)
         case "traffic":
-            mine.sent += draw(st.integers(0, 10**7))
-            return events.Traffic(worker, {server: mine.sent})
+            # All that it has sent so far, to each receiver.
+            mine.sent[server] = mine.sent.get(server, 0) + draw(st.integers(0, 10**7))
+            return events.Traffic(worker, dict(mine.sent))
         case "resources":
             return events.Resources(draw(st.sampled_from((worker, server))), 1, draw(st.integers(0, 10**10)), 1.0)
         case "log":
@@ -100,7 +101,7 @@ def _rare_event(draw: st.DrawFn, worker: str, mine: _Counts, incidents: list[int
     match draw(st.integers(0, 9)):
         case 0:
             # Its counts begin anew, as those of a new process.
-            mine.time, mine.steps, mine.waited, mine.sent, mine.pid = 0.0, 0, 0.0, 0, mine.pid + 1
+            mine.time, mine.steps, mine.waited, mine.sent, mine.pid = 0.0, 0, 0.0, {}, mine.pid + 1
             return events.Started(worker, mine.pid)
         case 1:
             incidents.append(len(incidents))

@@ -107,6 +107,7 @@ class LauncherContext(Notifier):
     requests: of the user, which are not answered yet.
     forwards: forwards them, where another unit decides.
     samples: sends the displays of the leader what happens here.
+    held: the processes hold each message of a step on purpose.
     """
 
     on_event: EventListener
@@ -122,6 +123,7 @@ class LauncherContext(Notifier):
     requests: JobRequests = field(default_factory=JobRequests)
     forwards: ForwardedRequests | None = None
     samples: Samples = field(default_factory=Samples)
+    held: bool = False
 
     def notify(self, text: str) -> None:
         """As `Notifier.notify`."""

@@ -68,7 +68,10 @@ class LocalLauncher(Launcher):
                 files = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 requests = JobRequests() if place is None else place.requests
                 host = LauncherContext(
-                    on_event, files, stop, forkserver, mark, place, outlet=self.outlet, requests=requests
+                    *(on_event, files, stop, forkserver, mark, place),
+                    outlet=self.outlet,
+                    requests=requests,
+                    held=self.pause_s > 0,
                 )
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
                 # Before the first attempt: it notes which snapshots an earlier job has left.

@@ -315,3 +315,8 @@ def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at:
             pods.append(subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL))
     assert [pod.wait(90) for pod in pods] == [0] * 4
     assert all(torch.isfinite(value.float()).all() for value in load_file(tmp_path / "out/final.safetensors").values())
+
+
+def test_each_pod_gets_the_words_for_units() -> None:
+    for job in jobs_of(documents(ask(unit_words=("--log", "jsonl")).text)):
+        assert container_of(job)["command"][3:6] == ["unit", "--log", "jsonl"]

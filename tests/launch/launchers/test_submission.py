@@ -45,6 +45,12 @@ def test_a_dry_run_shows_every_unit_and_no_secret_and_writes_nothing(name: str, 
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_each_unit_gets_the_words_for_units(name: str, tmp_path: Path) -> None:
+    text = ask(name, tmp_path / "w", id="j1", unit_words=("--log", "jsonl", "--metrics", "9400"))
+    assert f" --log jsonl --metrics 9400 {tmp_path}/w/launch/j1/job.conf" in text
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

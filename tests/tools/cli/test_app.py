@@ -750,6 +750,35 @@ def test_a_wrong_export_starts_nothing(ask: Ask, here: Path, launcher: Launcher,
     assert not launcher.jobs and not launcher.forkservers
 
 
+@pytest.mark.parametrize("command", [["launch", "mpirun"], ["launch", "kubernetes", "--image", "x"], ["unit"]])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--log", "wandb"], "--log = 'wandb': must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"),
+        (["--log", "jsonl", "--log", "jsonl"], "is given twice"),
+        (["--metrics", "port"], "--metrics = 'port': must be PORT or ADDRESS:PORT"),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_wrong_exports_of_several_units_are_refused(
+    ask: Ask, here: Path, command: list[str], options: list[str], said: str, rank: str
+) -> None:
+    place = ["--rank", rank, "--nprocs", "2", "--rendezvous", "file:///nowhere"] if command == ["unit"] else []
+    code, out, err = ask(*command, *place, *options, "down.conf", "train.py")
+    assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1, err
+
+
+def test_unit_0_needs_the_job_file_for_exports(ask: Ask, here: Path) -> None:
+    code, _, err = ask("unit", "--rank", "0", "--nprocs", "2", "--rendezvous", "file:///nowhere", "--log", "jsonl")
+    assert code == 2 and "--log = 'jsonl': needs JOB.conf, which unit 0 was started without" in err
+
+
+def test_a_launch_on_this_machine_has_exports(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("launch", "local", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
+    assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
+    assert (here / "c").read_text()
+
+
 def test_exports_get_the_events_of_the_job(ask: Ask, here: Path, launcher: Launcher) -> None:
     code, _, err = ask("run", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
     assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err

@@ -1,12 +1,14 @@
 """The page in a real browser: map, curves, events, replay, keyboard, narrow windows, dark, and no console error."""
 
+import io
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Browser, chromium, page_file, why_none
+from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -106,6 +108,16 @@ def test_a_death_is_seen_though_the_process_is_back_at_once(browser: Browser, tm
         at(browser, second)
         seen.append(state(browser, "worker 0/0"))
     assert seen == ["computes", "dead", "dead", "computes"]
+
+
+def test_a_lost_job_is_called_lost(browser: Browser, tmp_path: Path) -> None:
+    view = PreparedJob(running=True).view()
+    view["job"]["lost"] = True
+    view["states"]["worker 0/0"].append([240.0, "dead"])
+    browser.open(page_file(tmp_path, view))
+    assert browser.text("#connection") == "lost: its launcher is gone"
+    assert "left" not in browser.text("#job-figures")
+    assert state(browser, "worker 0/0") == "dead"
 
 
 def test_a_process_shows_its_figures_and_a_server_its_slices(browser: Browser, tmp_path: Path) -> None:
@@ -230,6 +242,55 @@ def test_contrast_in_both_themes(browser: Browser, tmp_path: Path, scheme: str) 
     assert browser.script(CONTRAST) == []
     at(browser, 50.0)
     browser.picture(f"theme-{scheme}")
+
+
+STATES = ("computes", "waits", "applies", "starting", "restarts", "stopped", "dead", "away", "finished")
+PLACE = """
+const box = document.querySelector(`[data-name='${arguments[0]}'] > .shape`).getBoundingClientRect();
+return [box.x + box.width / 2, box.y + box.height / 2];
+"""
+AROUND = 8  # pixels from the middle of a shape to the edge of its picture
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_states_have_shapes_that_differ_without_color(browser: Browser, tmp_path: Path, scheme: str) -> None:
+    browser.prefer(color_scheme=scheme, reduced_motion="reduce")
+    job = PreparedJob(groups=len(STATES), servers=1, slow=-1, running=True).view()
+    workers = [f"worker {group}/0" for group in range(len(STATES))]
+    job["states"] |= {who: [[0.0, state]] for who, state in zip(workers, STATES, strict=True)}
+    browser.open(page_file(tmp_path, job))
+    browser.see_as("achromatopsia")
+    try:
+        browser.frames(0.1)
+        browser.picture(f"without-color-{scheme}")
+        with Image.open(io.BytesIO(browser.seen())) as seen:
+            grey = seen.convert("L")
+        shapes = [outline(grey, *browser.script(PLACE, who)) for who in workers]
+    finally:
+        browser.see_as("none")
+    words = [browser.script(f"return {NAMED}.querySelector('.state-name').textContent", who) for who in workers]
+    assert len(set(words)) == len(STATES) and all(words)
+    for (one, first), (other, second) in combinations(zip(STATES, shapes, strict=True), 2):
+        differing = sum(a != b for a, b in zip(first, second, strict=True))
+        assert differing >= len(first) / 16, f"{one} and {other} look alike: {differing} of {len(first)} pixels differ"
+
+
+NAMED = "document.querySelector(`[data-name='${arguments[0]}']`)"
+
+
+def outline(grey: Image.Image, x: float, y: float) -> list[bool]:
+    """Which pixels around a place stand out from the ground."""
+    part = grey.crop((int(x) - AROUND, int(y) - AROUND, int(x) + AROUND, int(y) + AROUND))
+    values = list(part.tobytes())
+    ground = sorted((*values[:16], *values[-16:]))[16]
+    return [abs(value - ground) > 48 for value in values]
+
+
+def test_lines_of_a_chart_differ_without_color(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, PreparedJob())
+    samples = "return [...document.querySelectorAll('[data-chart=loss] .key .sample')].map((s) => s.dataset.dash)"
+    dashes = browser.script(samples)
+    assert len(dashes) == 3 and len(set(dashes)) == 3
 
 
 def test_the_theme_can_be_chosen(browser: Browser, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from topotrain.tools.dashboard.event_streams import StreamLimits
 from topotrain.tools.dashboard.page_files import page_files
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
 from topotrain.tools.recording.recorded_lines import RecordingEnd
+from topotrain.tools.recording.recorded_workspace import QUIET_S
+from topotrain.tools.recording.recording_file import FILE
 
 QUICK = StreamLimits(tick_s=0.02)
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -159,6 +161,21 @@ def test_the_view_and_then_what_is_new(page: PageClient, recording: GrowingRecor
         event, delta = next(events)
         assert delta["job"]["ended"] == 3.0 and delta["job"]["code"] == 0
     assert page.get("/api/view").data["cursor"] == delta["cursor"]
+
+
+def test_a_job_whose_launcher_is_gone_is_lost_until_it_goes_on(page: PageClient, recording: GrowingRecording) -> None:
+    path = recording.workspace / FILE
+    with page.events() as events:
+        next(events)
+        past = path.stat().st_mtime - QUIET_S - 1
+        os.utime(path, (past, past))
+        delta = next(data for _, data in events if data["job"]["lost"])
+        assert "its launcher is gone" in delta["story"][-1]["text"] and delta["job"]["ended"] is None
+        assert delta["states"]["worker 0/0"][-1][1] == "dead"
+        assert page.get("/metrics").text.count("topotrain_job_running 0.0") == 1
+        recording.add(9.0, step("worker 0/0", 9))
+        delta = next(data for _, data in events if not data["job"]["lost"])
+        assert delta["states"]["worker 0/0"][-1][1] == "computes"
 
 
 def test_another_job_in_the_workspace_is_another_view(page: PageClient, recording: GrowingRecording) -> None:

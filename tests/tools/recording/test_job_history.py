@@ -251,6 +251,26 @@ def test_with_the_job_its_processes_have_ended(code: int | None, state: str) -> 
     assert made.view()["story"][-1]["kind"] == "ended"
 
 
+def test_a_lost_job_has_no_rates_and_goes_on_with_its_next_event() -> None:
+    made = told((1.0, step()), (2.0, step(number=20, time=2.0)))
+    cursor = made.view()["cursor"]
+    assert made.lose() and not made.lose()
+    delta = made.since(cursor)
+    assert delta["job"]["lost"] and delta["states"] == {"worker 0/0": [[2.0, "dead"]]}
+    (entry,) = delta["story"]
+    assert entry["kind"] == "failed" and "the job is lost" in entry["text"]
+    summary = made.summary()
+    assert (summary["state"], summary["step"], summary["eta_s"]) == ("lost", 20, None)
+    made.add(TimedEvent(3.0, step(number=30, time=3.0)))
+    assert made.summary()["state"] == "running" and states(made, "worker 0/0") == ["computes", "dead", "computes"]
+    made.add(TimedEvent(4.0, RecordingEnd(0)))
+    assert not made.lose() and made.summary()["state"] == "ended"
+
+
+def test_what_has_no_job_is_not_lost() -> None:
+    assert not JobHistory().lose()
+
+
 def test_a_resumed_job_goes_on_without_the_time_between() -> None:
     made = told((5.0, step(number=50)), (6.0, RecordingEnd(143)))
     made.add(TimedEvent(0.0, header(STARTED + 1000, resumed=True)))

@@ -7,12 +7,12 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Started, Traveled
 from topotrain.extensions.slow_deliveries.explanations import Explanations
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import RecordingHeader, TimedEvent
 from topotrain.tools.recording.travel_track import MOST_TRAVELS
 
 TOPOLOGY = layout(Cluster(nworker_groups=2, server_worker_separate=True))
-HEADER = header_of(Job(name="digits", program="train.py"), TOPOLOGY, 1000.0)
+HEADER = JobStart(Job(name="digits", program="train.py"), TOPOLOGY, 1000.0).header
 
 
 def push(step: int) -> Traveled:

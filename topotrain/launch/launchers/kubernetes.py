@@ -111,6 +111,7 @@ def order(at: Submission) -> ManifestConfig:
         {path: claim for claim, _, path in volumes},
         int(words.get("user", kubernetes_manifests.USER)),
         int(words.get("ttl", kubernetes_manifests.TTL_S)),
+        options.unit_words,
     )
 
 

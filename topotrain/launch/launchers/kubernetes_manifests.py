@@ -41,6 +41,7 @@ class ManifestConfig:
     cpu, memory, shm: quantities for each pod; "": by its processes. /dev/shm is a part of the memory.
     volumes: the PersistentVolumeClaim of each path. user: the user ID of all processes, and the group of the volumes.
     ttl_s: seconds for which a JobSet that has ended is kept.
+    unit_words: options for `topotrain unit`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ManifestConfig:
     volumes: Mapping[str, str] = field(default_factory=dict)
     user: int = USER
     ttl_s: int = TTL_S
+    unit_words: tuple[str, ...] = ()
 
     @property
     def secret(self) -> str:
@@ -182,7 +184,7 @@ def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
     container = {
         "name": name,
         "image": order.image,
-        "command": [order.python, "-m", "topotrain", "unit", f"{CONF_FOLDER}/{CONF_FILE}"],
+        "command": [order.python, "-m", "topotrain", "unit", *order.unit_words, f"{CONF_FOLDER}/{CONF_FILE}"],
         "env": _variables(order, units[0].rank),
         "resources": _resources(order, units),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},

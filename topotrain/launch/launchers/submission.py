@@ -43,6 +43,8 @@ class LaunchOptions:
     container image. namespace, format, output: the namespace of manifests, their format, and their file ("" for
     stdout). with_secret: whether the manifests contain the secret. requeue: before the time limit the job takes a
     snapshot, is queued again, and goes on.
+
+    unit_words: options for `topotrain unit`, for each unit alike.
     """
 
     rendezvous: str = ""
@@ -59,6 +61,7 @@ class LaunchOptions:
     output: str = ""
     with_secret: bool = False
     requeue: bool = False
+    unit_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Submission:
     def command(self) -> list[str]:
         """The command that starts a unit."""
         # Without a rank: the tool's own variables give it (see env_tables.py).
-        return [sys.executable, "-m", "topotrain", "unit", str(self.folder / JOB_FILE)]
+        return [sys.executable, "-m", "topotrain", "unit", *self.options.unit_words, str(self.folder / JOB_FILE)]
 
     def per_node(self, nodes: int) -> int:
         """Return the equal number of units on each of `nodes` nodes. Raises ConfigError."""

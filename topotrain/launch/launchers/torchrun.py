@@ -33,8 +33,8 @@ class Torchrun(CommandTool):
         else:
             line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(submission)}", f"--rdzv-id={submission.id}"]
         # A program between torchrun and the unit: only there is the number of the restart known.
-        unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
-        return [*line, *options.extra, "--no-python", *unit]
+        unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun"]
+        return [*line, *options.extra, "--no-python", *unit, *options.unit_words, str(submission.folder / JOB_FILE)]
 
     def environ_here(self, submission: Submission, program: str) -> Mapping[str, str] | None:
         """Return the environment of the units of this node."""
@@ -63,13 +63,16 @@ def rendezvous(environ: Mapping[str, str]) -> str:
     return url if life == "0" else with_job(url, f"{job}.life-{life}")
 
 
-def main(conf: str) -> None:
-    """Continue as the unit in this process, which torchrun has started."""
+def main(*words: str) -> None:
+    """Continue as the unit in this process, which torchrun has started.
+
+    words: of `topotrain unit`.
+    """
     os.environ[RENDEZVOUS_VARIABLE] = rendezvous(os.environ)
-    sys.argv[:] = ["topotrain", "unit", conf]
+    sys.argv[:] = ["topotrain", "unit", *words]
     # A new process would load Python, and the modules of this one, once more.
     runpy.run_module("topotrain", run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

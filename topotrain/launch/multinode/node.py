@@ -281,8 +281,14 @@ class Node:
         forkserver = ForkserverHandle(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark, self.shared)
         files = RunFiles(workspace / f"processes-{rank}.json", logs, folder)
         continues = attempts.agreement.job.on_failure is OnFailure.kContinue
+        samples = SharedSamples(membership, on_sample)
+
+        def on_event(event: Event) -> None:
+            attempts.on_event(event)
+            samples.note(event)
+
         return LauncherContext(
-            attempts.on_event,
+            on_event,
             files,
             attempts.stop,
             forkserver,
@@ -293,7 +299,7 @@ class Node:
             self.outlet,
             requests=membership.requests,
             forwards=membership.forwards if continues else None,
-            samples=SharedSamples(membership, on_sample),
+            samples=samples,
         )
 
     def _run_attempts(self, attempts: Attempts, host: LauncherContext, secret: bytes) -> tuple[JobOutcome, bool]:

@@ -61,9 +61,6 @@ class SampleTransfer(Protocol):
 class Samples:
     """The samples of a job with one unit, which are sent nowhere."""
 
-    def note(self, event: Event) -> None:
-        """An event of this unit."""
-
     def poll(self, now: float) -> None:
         """Send and receive what is due."""
 
@@ -82,7 +79,7 @@ class SharedSamples(Samples):
         self._due = 0.0
 
     def note(self, event: Event) -> None:
-        """As in the base class."""
+        """Keep an event of this unit, if it is one that is sent."""
         if isinstance(event, SAMPLES):
             key = type(event), event.who
             # At the end of the order: a start must come behind the last step of the process before it.

@@ -26,7 +26,7 @@ from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit, watch
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
-from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
+from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of, words_for_unit
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -50,6 +50,7 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, sh
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
+    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.graph_report import CutPlan
     from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.plan.layout_plan import PlannedSchema
@@ -325,8 +326,7 @@ def run(
         shared = None if forkserver else stack.enter_context(for_one_job())
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        if exports is not None and exports.url:
-            terminal.print(f"metrics: {exports.url}", soft_wrap=True, markup=False)
+        announce(exports)
         options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0)
         result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
@@ -427,6 +427,8 @@ def launch(
         typer.Option("--requeue", help="slurm, submitit: before the time limit save, queue the job again, and go on."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
+    logs: Logs = None,
+    metrics: Metrics = "",
     as_json: AsJson = False,
 ) -> None:
     """Train a job under another tool that starts processes.
@@ -444,13 +446,15 @@ def launch(
         topology = layout(job.cluster)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
-        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret, requeue)
+        special = (max_restarts, image, namespace, form, output, with_secret, requeue)
+        options = LaunchOptions(*usual, *special, words_for_unit(logs or (), metrics))
         try:
             if name == launchers.LOCAL and not dry_run:
                 # Options of other launchers must not be ignored in silence.
                 launchers.check_special(name, options)
                 launchers.check_local(options)
-                raise typer.Exit(_launch_here(job, topology, as_json))
+                with exports_of(job, logs or (), metrics) as exports:
+                    raise typer.Exit(_launch_here(job, topology, as_json, exports))
             started = launchers.launch(name, job, topology, options, os.environ, dry_run)
         except StoreError as error:
             raise BadInput(str(error)) from None
@@ -458,12 +462,13 @@ def launch(
         raise typer.Exit(started.code)
 
 
-def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
+def _launch_here(job: Job, topology: "Topology", as_json: bool, exports: "JobExports | None") -> int:
     from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.monitor.result_tables import console
 
     terminal = console(stderr=True)
-    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=asked_for(job)))
+    announce(exports)
+    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=asked_for(job), exports=exports))
     show(result, terminal, False, as_json, None)
     return result.outcome.code
 

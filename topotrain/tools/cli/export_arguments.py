@@ -1,8 +1,9 @@
 """The options `--log` and `--metrics`, for figures in other tools."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,10 +38,7 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
     if not logs and not metrics:
         yield None
         return
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
-            raise ConfigError(option, value, f"needs {package}, which this installation does not have")
+    _check_packages(logs, metrics)
     for value in logs:
         kind, _, file = value.partition(":")
         if kind == "jsonl" and file:
@@ -52,3 +50,45 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
         yield exports
     finally:
         exports.close()
+
+
+@contextmanager
+def exports_of_unit(job: Job | None, rank: int, logs: Sequence[str], metrics: str) -> "Iterator[JobExports | None]":
+    """Yield the exports of a job of several units in unit 0, and None in the others. Raises ConfigError.
+
+    job: None: this unit was started without one.
+    """
+    if rank:
+        # A launcher starts all units with the same words, so they are no mistake here.
+        words_for_unit(logs, metrics)
+        yield None
+        return
+    if job is None and (logs or metrics):
+        option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
+        raise ConfigError(option, value, "needs JOB.conf, which unit 0 was started without")
+    with nullcontext() if job is None else exports_of(job, logs, metrics) as exports:
+        yield exports
+
+
+def announce(exports: "JobExports | None") -> None:
+    """Print where the metrics are."""
+    if exports is not None and exports.url:
+        print(f"metrics: {exports.url}", file=sys.stderr, flush=True)
+
+
+def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
+    """Return the same options as words for `topotrain unit`, which may run elsewhere. Raises ConfigError."""
+    if not logs and not metrics:
+        return ()
+    _check_packages(logs, metrics)
+    from topotrain.tools.exporters.job_exports import check_values
+
+    check_values(logs, metrics)
+    return (*(word for value in logs for word in ("--log", value)), *(("--metrics", metrics) if metrics else ()))
+
+
+def _check_packages(logs: Sequence[str], metrics: str) -> None:
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
+            raise ConfigError(option, value, f"needs {package}, which this installation does not have")

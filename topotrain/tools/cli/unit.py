@@ -6,8 +6,8 @@ unit 0, unless it was lost. The others print on stderr that they have started, a
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.launch import JobWatch
 from topotrain.tools.cli.completion import job_files
+from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of_unit
 from topotrain.tools.cli.job_arguments import (
     Args,
     Forkserver,
@@ -30,10 +32,12 @@ from topotrain.tools.monitor.monitored_run import complain, display, show
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
+    from topotrain.core.events import Event, Notice
     from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
+    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.job_recording import JobRecording
     from topotrain.tools.monitor.job_report import Report
 
@@ -81,6 +85,8 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")
         ] = False,
         quiet: Quiet = False,
+        logs: Logs = None,
+        metrics: Metrics = "",
         forkserver: Forkserver = "",
     ) -> None:
         """Run one unit of a job on this machine.
@@ -88,7 +94,7 @@ def register(app: typer.Typer) -> None:
         Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
         train, and end together.
         """
-        with refusing():
+        with refusing(), ExitStack() as stack:
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
             from topotrain.launch.shared_forkserver import join
@@ -100,6 +106,8 @@ def register(app: typer.Typer) -> None:
             if report is not None and start.rank == 0:
                 # The others write it only if unit 0 is lost. Their machines may not have its folder.
                 check_writable("--report", report)
+            exports = stack.enter_context(exports_of_unit(job, start.rank, logs or (), metrics))
+            announce(exports)
             # It loads torch while this process loads its own modules, and meets the other units.
             shared = None if forkserver else join(start.scope(os.environ))
             from topotrain.launch.multinode.node import Node
@@ -107,7 +115,7 @@ def register(app: typer.Typer) -> None:
             from topotrain.tools.monitor.rendezvous_line import rendezvous_line
 
             recorded = JobRecording()
-            window = _Window(start.rank, quiet, as_json, recorded)
+            window = _Window(start.rank, quiet, as_json, recorded, exports)
             try:
                 notice = rendezvous_line(start.rank, start.nprocs)
                 node = Node(
@@ -118,10 +126,10 @@ def register(app: typer.Typer) -> None:
                     shared=shared,
                     outlet=window,
                     notice=notice,
-                    watch=recorded,
+                    watch=window,
                 )
                 ended = node.run()
-                recorded.end(ended.outcome.code)
+                window.end(ended.outcome.code)
             except StoreError as error:
                 complain(str(error))
                 raise typer.Exit(1) from None
@@ -159,13 +167,16 @@ def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous
 
 
 @dataclass(slots=True)
-class _Window:
-    """The display of a unit while it runs, and the report that it makes if it leads."""
+class _Window(JobWatch):
+    """The display of a unit while it runs, and what it writes if it leads: report, recording and exports."""
 
     rank: int
     quiet: bool
     as_json: bool
     recorded: "JobRecording"
+    exports: "JobExports | None" = None
+    resumed: bool | None = None
+    """Whether the job has begun before this unit led it; None: it has not led."""
     report: "Report | None" = None
     console: Any = field(default=None)
     outlet: "ConsoleOutput | None" = None
@@ -179,6 +190,32 @@ class _Window:
         """See `launch.ConsoleOutput`."""
         if self.outlet is not None:
             self.outlet.hurry()
+
+    def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
+        """As `JobWatch.lead`."""
+        self.recorded.lead(resumed, hosts)
+        self.resumed = resumed
+
+    def summary(self) -> Mapping[str, Any] | None:
+        """As `JobWatch.summary`."""
+        return self.recorded.summary()
+
+    def end(self, code: int) -> None:
+        """Let the recording and the exports write what is left."""
+        self.recorded.end(code)
+        if self.exports is not None:
+            self.exports.end(code)
+            for notice in self.exports.notices():
+                print(f"topotrain: {notice.who}: {notice.text}", file=sys.stderr, flush=True)
+
+    def _export(self, job: Job, topology: "Topology", event: "Event") -> "Sequence[Notice]":
+        """Pass an event on to the exports, if this unit leads; return their notices."""
+        if self.exports is None or self.resumed is None:
+            return ()
+        if not self.exports.has_begun:
+            self.exports.begin(job, topology, self.resumed)
+        self.exports(event)
+        return self.exports.notices()
 
     @contextmanager
     def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[EventListener]":
@@ -194,11 +231,11 @@ class _Window:
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
         with display(job, here, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
 
-            def on_event(event: Any) -> None:
+            def on_event(event: "Event") -> None:
                 report(event)
                 shown(event)
                 self.recorded(event)
-                for notice in self.recorded.notices():
+                for notice in (*self.recorded.notices(), *self._export(job, topology, event)):
                     shown(notice)
 
             yield on_event

@@ -10,6 +10,7 @@ from typing import Any
 from topotrain.tools.dashboard.page_json import page_json
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingError
+from topotrain.tools.recording.recorded_workspace import read_on
 from topotrain.tools.recording.recording_file import FILE, RecordingFollower
 
 _MOST_DELTAS = 16
@@ -47,14 +48,10 @@ class WatchedRun:
         if self.problem:
             return
         try:
-            found = self._follower.poll()
+            if read_on(self.workspace, self._follower, self._history):
+                self._deltas.clear()
         except (OSError, RecordingError) as error:
             self.problem = f"{self.workspace / FILE}: {error}"
-            return
-        for timed in found:
-            self._history.add(timed)
-        if found:
-            self._deltas.clear()
 
     def view(self) -> RunUpdate:
         """Return the whole view."""

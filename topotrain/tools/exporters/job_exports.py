@@ -3,33 +3,30 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Resized
-from topotrain.launch.recovery.resize import resized
 from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
 from topotrain.tools.exporters.export_thread import Export, ExportThread
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
+_KINDS = ("tensorboard", "jsonl", "python")
 _ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A job that has begun, with its present layout."""
-
-    job: Job
-    topology: Topology
-    header: RecordingHeader
-
-    def after(self, event: Resized) -> "_Begun":
-        topology = layout(resized(self.topology.cluster, event.workers), self.topology.hosts)
-        return _Begun(self.job, topology, header_of(self.job, topology, self.header.started, self.header.resumed))
+def check_values(logs: Sequence[str], metrics: str) -> None:
+    """Raise ConfigError for values of `--log` and `--metrics` that are wrong on every machine."""
+    for value in logs:
+        if value.partition(":")[0] not in _KINDS:
+            raise ConfigError(LOG, value, _ACCEPTED)
+        if list(logs).count(value) > 1:
+            raise ConfigError(LOG, value, "is given twice")
+    if metrics:
+        metrics_server.split_address(metrics)
 
 
 class JobExports:
@@ -49,38 +46,41 @@ class JobExports:
         self._exports: dict[str, Export] = {}
         self._threads: list[ExportThread] = []
         self._closing = ExitStack()
-        self._begun: _Begun | None = None
+        self._start: JobStart | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
+        check_values(logs, metrics)
         for value in logs:
-            name = f"{LOG} {value}"
-            if name in self._exports:
-                raise ConfigError(LOG, value, "is given twice")
-            self._exports[name] = _export(value, Path(job.workspace))
+            self._exports[f"{LOG} {value}"] = _export(value, Path(job.workspace))
         if metrics:
             served = metrics_server.MetricsExport(metrics_server.parse_address(metrics, environ))
             self._closing.callback(served.close)
             self.url = served.url
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job is named."""
+        return self._start is not None
+
     def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
         """Name the job. Nothing is written before its first event.
 
         Until then the workspace may be that of another job. resumed: it goes on from a snapshot.
         """
-        self._begun = _Begun(job, topology, header_of(job, topology, time.time(), resumed))
+        self._start = JobStart(job, topology, time.time(), resumed)
 
     def __call__(self, event: Event) -> None:
         """Take an event of the job."""
-        begun = self._begun
-        if begun is None:
+        start = self._start
+        if start is None:
             return
         if not self._threads:
-            self._threads = [ExportThread(name, export, begun.header) for name, export in self._exports.items()]
+            self._threads = [ExportThread(name, export, start.header) for name, export in self._exports.items()]
         given: list[Event | RecordingHeader] = [event]
         if isinstance(event, Resized):
-            self._begun = begun.after(event)
-            given.append(self._begun.header)
+            self._start = start.after(event)
+            given.append(self._start.header)
         for thread in self._threads:
             for each in given:
                 thread.put(each)
@@ -100,6 +100,7 @@ class JobExports:
 
 
 def _export(value: str, workspace: Path) -> Export:
+    """Return the export of a value that `check_values` has accepted."""
     kind, _, words = value.partition(":")
     match kind:
         case "tensorboard":
@@ -110,7 +111,5 @@ def _export(value: str, workspace: Path) -> Export:
         case "jsonl":
             file = Path(words) if words else workspace / jsonl_export.FILE
             return jsonl_export.JsonLinesExport(file, private=not words)
-        case "python":
-            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
         case _:
-            raise ConfigError(LOG, value, _ACCEPTED)
+            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))

@@ -37,11 +37,17 @@ class MetricsAddress:
     token: str = ""
 
 
-def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
-    """Parse the value of `--metrics`. Raises ConfigError."""
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of the value of `--metrics`; no host: "". Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
         raise ConfigError(OPTION, text, "must be PORT or ADDRESS:PORT, such as 9400 or 10.0.0.1:9400")
+    return host, int(port)
+
+
+def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
+    """Parse the value of `--metrics` for this machine. Raises ConfigError."""
+    host, port = split_address(text)
     token = environ.get(VARIABLE, "")
     if token and (len(token) < _SHORTEST_TOKEN or not token.isascii()):
         raise ConfigError(VARIABLE, None, f"must have at least {_SHORTEST_TOKEN} characters, all of them ASCII")
@@ -53,7 +59,7 @@ def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
         raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
     if find_spec("prometheus_client") is None:
         raise ConfigError(OPTION, text, MISSING)
-    return MetricsAddress(listen, int(port), token)
+    return MetricsAddress(listen, port, token)
 
 
 class MetricsExport:

@@ -61,7 +61,7 @@ def _told(event: Event) -> tuple[str, str, str] | None:
         case Metrics():
             return "evaluation", "", f"reported: {values_text(event.values)}"
         case Final():
-            return "ended", "", "the final parameters are written"
+            return "snapshot", "", "the final parameters are written"
         case _:
             return None
 

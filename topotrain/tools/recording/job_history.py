@@ -102,9 +102,23 @@ class JobHistory:
         """Whether the job has ended, and has said so."""
         return self._job.ended is not None
 
+    def lose(self) -> bool:
+        """Note that the job has ended without a word; return whether that is news.
+
+        The next event says that it goes on.
+        """
+        if not self.has_job or self.has_ended or self._job.lost:
+            return False
+        self._number += 1
+        self._job.lost = True
+        self._all_gone("dead")
+        self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
+        return True
+
     def add(self, timed: TimedEvent) -> None:
         """Add one event."""
         self._number += 1
+        self._job.lost = False
         event = timed.event
         if isinstance(event, RecordingHeader):
             self._on_header(event, timed.at)
@@ -187,11 +201,14 @@ class JobHistory:
     def _on_end(self, event: RecordingEnd) -> None:
         self._job.ended, self._job.code = self._job.at, event.code
         well = event.code == 0
-        for process in self._processes.values():
-            # A process whose end was not reported has ended with the job.
-            if process.states.now and process.is_present:
-                self._enter(process, "finished" if well else "dead")
+        self._all_gone("finished" if well else "dead")
         self._tell("ended", "", "the job has ended" + ("" if well else f" with code {event.code}"))
+
+    def _all_gone(self, state: str) -> None:
+        """Let the processes whose end was not reported end with the job."""
+        for process in self._processes.values():
+            if process.states.now and process.is_present:
+                self._enter(process, state)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -281,7 +298,8 @@ class JobHistory:
         again = process.pid is not None and process.states.now not in ("", "away")
         self._enter(process, "restarts" if again else "starting")
         if process.pid != pid:
-            process.pid, self._placed = pid, self._number
+            process.start(pid)
+            self._placed = self._number
 
     def _on_step(self, process: ProcessTrack, event: StepDone, at: float) -> None:
         name, figures = str(process.address), process.worker

@@ -2,50 +2,18 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES
-from topotrain.config import job_file
 from topotrain.config.job import Job
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Notifier, Resized
-from topotrain.launch.recovery.resize import resized
 from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.job_summary import compacted
-from topotrain.tools.recording.recorded_layout import layout_data
-from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.recording_file import FILE, RecordingFollower, RecordingWriter
-
-
-def header_of(
-    job: Job, topology: Topology, started: float, resumed: bool = False, hosts: Sequence[str] = ()
-) -> RecordingHeader:
-    """Return the header of a start of a job.
-
-    The arguments of the program are not in it: a recording may be shown to others.
-    """
-    from importlib.metadata import version
-
-    described: dict[str, Any] = {
-        "name": job.name,
-        "framework": topology.framework,
-        "workspace": job.workspace,
-        "program": job.program,
-        "block": job_file.dumps_cluster(topology.cluster),
-    }
-    bound = topology.cluster.max_staleness
-    if bound is not None:
-        described["staleness_bound"] = bound
-    return RecordingHeader(
-        topotrain=version("topotrain"),
-        started=started,
-        resumed=resumed,
-        job=described,
-        layout=layout_data(topology, hosts),
-    )
 
 
 class _Notices(Notifier):
@@ -75,10 +43,9 @@ class JobRecorder:
 
     def __init__(self, job: Job, topology: Topology, resumed: bool = False, hosts: Sequence[str] = ()) -> None:
         path = Path(job.workspace).absolute() / FILE
-        self._job, self._topology, self._hosts = job, topology, hosts
-        self._header = header_of(job, topology, time.time(), resumed, hosts)
+        self._start = JobStart(job, topology, time.time(), resumed, hosts)
         self._notices = _Notices()
-        self._writer = RecordingWriter(path, self._header, time.monotonic, self._notices)
+        self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices)
         self._follower, self._history, self._reading = RecordingFollower(path), JobHistory(), Lock()
         self._taken = False
 
@@ -87,9 +54,8 @@ class JobRecorder:
         self._taken = True
         self._writer.write(event)
         if isinstance(event, Resized):
-            self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
-            now = header_of(self._job, self._topology, self._header.started, hosts=self._hosts)
-            self._writer.write(replace(now, resumed=self._header.resumed))
+            self._start = self._start.after(event)
+            self._writer.write(self._start.header)
 
     def notices(self) -> Sequence[Notice]:
         """Return what the user must know, once."""

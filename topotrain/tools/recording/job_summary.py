@@ -38,6 +38,8 @@ class JobFigures:
     """When the job first started, in seconds since 1970."""
     ended: float | None = None
     code: int | None = None
+    lost: bool = False
+    """It has ended without a word."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     _start_at: float = 0.0
@@ -87,7 +89,7 @@ class JobFigures:
     def eta_s(self, processes: Mapping[str, ProcessTrack]) -> float | None:
         """Return the seconds that are left, at the pace since this start; None: unknown."""
         progress = self.progress(processes)
-        if progress is None or not self._first or self.ended is not None:
+        if progress is None or not self._first or self.ended is not None or self.lost:
             return None
         since, share = min(self._first.values())
         return (1.0 - progress) * (self.at - since) / (progress - share) if progress > share else None
@@ -107,6 +109,7 @@ class JobFigures:
             "elapsed": round(self.at, 3),
             "ended": None if self.ended is None else round(self.ended, 3),
             "code": self.code,
+            "lost": self.lost,
             "progress": self.progress(processes),
             "eta_s": _rounded(self.eta_s(processes)),
             "epoch": self.epoch(processes),
@@ -130,12 +133,13 @@ class ProcessSummary:
         """Return the summary, as the page about recordings describes it."""
         job = self._job.as_data(self._processes)
         # Of a job that has ended, the last figures of all.
-        counted = [each for each in self._workers if self._job.ended is not None or each.is_present]
+        over = self._job.ended is not None or self._job.lost
+        counted = [each for each in self._workers if over or each.is_present]
         losses = [each.worker.loss for each in counted if each.worker.loss is not None]
         rates = [each.worker.samples_per_s for each in counted if each.worker.samples_per_s is not None]
         return {
             "version": SUMMARY_VERSION,
-            "state": "running" if self._job.ended is None else "ended",
+            "state": "lost" if self._job.lost else "running" if self._job.ended is None else "ended",
             "name": job["name"],
             "framework": job["framework"],
             "elapsed_s": job["elapsed"],

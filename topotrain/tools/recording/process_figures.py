@@ -139,6 +139,11 @@ class ProcessTrack:
         """Whether the process takes part in the job."""
         return self.states.now not in ("dead", "away", "finished", "")
 
+    def start(self, pid: int) -> None:
+        """Record that another process is in its place, which has sent nothing yet."""
+        self.pid = pid
+        self.sent.clear()
+
     def on_sent(self, at: float, to: str, count: int) -> None:
         """Record the bytes that were sent to a process."""
         self.sent.setdefault(to, RateWindow()).add(at, count)

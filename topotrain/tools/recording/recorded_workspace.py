@@ -1,4 +1,4 @@
-"""The recording of a workspace: its place, its content, and whether its job runs."""
+"""The recording of a workspace: its place, its content, and whether it goes on."""
 
 import time
 from pathlib import Path
@@ -12,6 +12,30 @@ from topotrain.tools.recording.recording_file import FILE, RecordingFollower
 
 QUIET_S = 15.0
 """Seconds without a line after which a job without a launcher on this host is lost."""
+
+
+def has_writer(workspace: Path) -> bool:
+    """Return whether a job may be recorded here now: its launcher holds the workspace, or has just written."""
+    try:
+        quiet_s = time.time() - (workspace / FILE).stat().st_mtime
+    except OSError:
+        return False
+    # The locks of another host are not seen here.
+    return quiet_s < QUIET_S or is_held(workspace / "lock")
+
+
+def read_on(workspace: Path, follower: RecordingFollower, history: JobHistory) -> bool:
+    """Add to a history what has come in its recording; return whether there was something.
+
+    A job that has ended without a word is lost. Raises RecordingError or OSError.
+    """
+    # Before the lines are read: a launcher that has ended by now has written all of them.
+    written = history.has_ended or has_writer(workspace)
+    found = follower.poll()
+    for timed in found:
+        history.add(timed)
+    lost = not written and history.lose()
+    return bool(found) or lost
 
 
 class RecordedWorkspace:
@@ -38,31 +62,15 @@ class RecordedWorkspace:
     def poll(self) -> bool:
         """Read what has come; return whether there was something. Raises ConfigError."""
         try:
-            found = self._follower.poll()
+            return read_on(self._workspace, self._follower, self.history)
         except RecordingError as error:
             raise self._refused(f"its recording {error}") from None
         except OSError as error:
             raise self._refused(f"its recording cannot be read ({error.strerror})") from None
-        for timed in found:
-            self.history.add(timed)
-        return bool(found)
-
-    @property
-    def runs(self) -> bool:
-        """Whether the job may run: its launcher holds the workspace, or has just written."""
-        if self.history.has_ended:
-            return False
-        try:
-            quiet_s = time.time() - self.path.stat().st_mtime
-        except OSError:
-            return False
-        # The locks of another host are not seen here.
-        return quiet_s < QUIET_S or is_held(self._workspace / "lock")
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary, in which a job that has ended without a word is lost."""
-        found = self.history.summary()
-        return found if self.history.has_ended or self.runs else {**found, "state": "lost"}
+        """Return the present state of the job."""
+        return self.history.summary()
 
     def close(self) -> None:
         """Close the file."""

@@ -5,10 +5,10 @@ written at once and kept. This module is pure.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from topotrain.core.events import Event, Logged
+from topotrain.core.events import Event
 from topotrain.tools.recording.recorded_lines import END, HEADER, ONCE, SAMPLES, TimedEvent
 
 SLOT_S = 0.5
@@ -24,6 +24,12 @@ _EVENTS_SHARE = 4
 _Key = tuple[Hashable, ...]
 
 
+def _parts(values: object, loss: object) -> tuple[str, ...]:
+    """Return what a sample tells of that another one of its kind may not: logged values, and the loss of a step."""
+    names = sorted(map(str, values)) if isinstance(values, Mapping) else []
+    return (*names, *(("loss",) if loss is not None else ()))
+
+
 class SampleSlots:
     """Holds samples until their slot is over; returns those to write, by time."""
 
@@ -37,8 +43,8 @@ class SampleSlots:
         event = timed.event
         if not isinstance(event, Event) or type(event).__name__ not in SAMPLES:
             return [*self.flush(), timed]
-        values = tuple(sorted(event.values)) if isinstance(event, Logged) else ()
-        key = (type(event).__name__, getattr(event, "who", ""), values)
+        parts = _parts(getattr(event, "values", None), getattr(event, "loss", None))
+        key = (type(event).__name__, getattr(event, "who", ""), parts)
         self._known.add(key)
         if self._until is None:
             self._until = timed.at + self.slot_s
@@ -93,9 +99,7 @@ def described(lines: Iterable[str]) -> list[RecordedLine]:
             start, started = start + 1, data.get("started")
         key: _Key | None = None
         if kind in SAMPLES or kind in ONCE:
-            values = data.get("values")
-            names = tuple(sorted(values)) if isinstance(values, dict) else ()
-            key = (start, str(kind), str(data.get("who", "")), names)
+            key = (start, str(kind), str(data.get("who", "")), _parts(data.get("values"), data.get("loss")))
         found.append(RecordedLine(index, len(line), start, at, str(kind), key))
     return found
 

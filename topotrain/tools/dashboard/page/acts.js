@@ -29,7 +29,7 @@ export class Acts {
   /** Show the acts of a job that runs, and whose server can be reached. */
   update(view, reachable) {
     this._view = view;
-    byId("acts").hidden = !this._source.live || view.over || !reachable;
+    byId("acts").hidden = !this._source.live || !view.running || !reachable;
     if (byId("acts").hidden && this._dialog.open) this._dialog.close("cancel");
   }
 

@@ -28,8 +28,13 @@ export class ProcessDetails {
     this._panel.hidden = name === null;
     byId("details-log").hidden = true;
     setText(byId("details-log-text"), "");
-    clearTimeout(this._again);
     if (name !== null && this._source.live) this._readLog(name);
+  }
+
+  /** Read the log again. Called when the server has just sent something of a running job: so it is still there. */
+  refresh() {
+    const due = performance.now() - this._readAt >= LOG_EVERY_MS;
+    if (this._name !== null && this._source.live && due) this._readLog(this._name);
   }
 
   /** Show the figures at a moment. */
@@ -72,6 +77,7 @@ export class ProcessDetails {
   }
 
   async _readLog(name) {
+    this._readAt = performance.now();
     let text = null;
     try {
       text = await this._source.log(name);
@@ -86,6 +92,5 @@ export class ProcessDetails {
       setText(area, text || "(nothing yet)");
       if (atEnd) area.scrollTop = area.scrollHeight;
     }
-    this._again = setTimeout(() => this._readLog(name), LOG_EVERY_MS);
   }
 }

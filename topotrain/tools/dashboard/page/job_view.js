@@ -107,6 +107,16 @@ export class JobView {
     return this.job.ended !== null && this.job.ended !== undefined;
   }
 
+  /** Whether it has ended without a word. It may go on, when it is started again. */
+  get lost() {
+    return this.job.lost === true;
+  }
+
+  /** Whether it runs, as far as is known. */
+  get running() {
+    return !this.over && !this.lost;
+  }
+
   /** All series of a metric. */
   ofMetric(metric) {
     return [...this.series.values()].filter((one) => one.metric === metric);

@@ -61,7 +61,9 @@ class Page {
       this._curvesAt = now;
       this._curves.show(run, view);
     }
-    if (run === "A") this._arrived();
+    if (run !== "A") return;
+    this._arrived();
+    if (view.running) this._details.refresh();
   }
 
   /** The state of the connection to the server. */
@@ -79,7 +81,7 @@ class Page {
     this._events.update(view);
     this._acts.update(view, this._connection === "live");
     this._lecture.update(view);
-    this._bar.setEnd(view.end, !view.over && this._source.live);
+    this._bar.setEnd(view.end, view.running && this._source.live);
     this._bar.setEvents(view.events);
     this._showMoment();
   }
@@ -105,7 +107,7 @@ class Page {
     if (!bar.hidden) bar.value = progress;
     const pairs = [["elapsed", clockText(job.elapsed ?? 0)]];
     if (Number.isFinite(progress)) pairs.push(["done", `${Math.floor(progress * 100)} %`]);
-    if (!this._view.over && Number.isFinite(job.eta_s)) pairs.push(["left", `about ${clockText(job.eta_s)}`]);
+    if (this._view.running && Number.isFinite(job.eta_s)) pairs.push(["left", `about ${clockText(job.eta_s)}`]);
     if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch)]);
     const loss = this._lastLoss();
     if (loss !== null) pairs.push(["loss", metricText("loss", loss)]);
@@ -119,11 +121,16 @@ class Page {
   }
 
   _chip() {
-    const over = this._view?.over;
+    const [state, text] = this._state();
+    setText(byId("connection"), text);
+    byId("connection").dataset.state = state;
+  }
+
+  _state() {
     const { code } = this._view?.job ?? {};
-    const ended = code ? `failed, code ${code}` : "ended";
-    setText(byId("connection"), over ? ended : CONNECTIONS[this._connection]);
-    byId("connection").dataset.state = over ? (code ? "failed" : "ended") : this._connection;
+    if (this._view?.over) return code ? ["failed", `failed, code ${code}`] : ["ended", "ended"];
+    if (this._view?.lost) return ["failed", "lost: its launcher is gone"];
+    return [this._connection, CONNECTIONS[this._connection]];
   }
 
   _select(name) {

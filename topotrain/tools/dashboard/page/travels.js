@@ -125,12 +125,12 @@ export class Lecture {
     if (!this._playing) return;
     const waiting = this._travels.length - 1 - this._index;
     if (waiting > 0) this._show(this._index + 1);
-    else if (this._view.over) {
+    else if (!this._view.running) {
       this._setPlaying(false);
       return;
     }
     // Behind a running job it hurries; a recorded one has time.
-    const hurry = this._view.over ? 1 : Math.max(1, waiting / PATIENCE);
+    const hurry = this._view.running ? Math.max(1, waiting / PATIENCE) : 1;
     this._timer = setTimeout(() => this._playNext(), STAY_MS / hurry);
   }
 

@@ -1,4 +1,7 @@
-"""A real browser without a screen: Chromium and its driver, as Debian has them. Nothing is downloaded."""
+"""A real browser without a screen: Chromium and its driver, as Debian has them. Nothing is downloaded.
+
+Tests use it, and the pictures of the documentation.
+"""
 
 import json
 import os
@@ -10,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
 """Pictures that tests leave behind, to be looked at."""
 _WAIT_S = 60.0
 _FLAGS = (
@@ -55,6 +56,10 @@ class Frames:
         return f"{self.per_s:.0f} frames/s, {self.busy_ms:.1f} ms of the main thread for each"
 
 
+class NoBrowser(Exception):
+    """There is no browser here; the text says what is missing."""
+
+
 class Browser:
     """One window. `driver` is Selenium's."""
 
@@ -70,6 +75,10 @@ class Browser:
         """Set what the reader prefers, as in CSS: color_scheme="dark"."""
         some = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": some})
+
+    def see_as(self, deficiency: str) -> None:
+        """Show the page as readers with a color vision deficiency see it; "none": as others do."""
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
 
     def open(self, address: str) -> None:
         """Open an address and wait until the page has drawn a job."""
@@ -106,11 +115,15 @@ class Browser:
         """Return what the browser's console has complained about since the last call."""
         return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]
 
+    def seen(self) -> bytes:
+        """Return a picture of what is seen, as PNG."""
+        return bytes(self.driver.get_screenshot_as_png())
+
     def picture(self, name: str) -> Path:
         """Keep a picture of what is seen."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
-        path.write_bytes(self.driver.get_screenshot_as_png())
+        path.write_bytes(self.seen())
         return path
 
     def frames(self, seconds: float) -> Frames:
@@ -140,10 +153,10 @@ class Browser:
 
 @contextmanager
 def chromium(width: int = 1400, height: int = 1000) -> Iterator[Browser]:
-    """Start a browser with a profile of its own; skips the test where there is none."""
+    """Start a browser with a profile of its own. Raises NoBrowser."""
     reason = why_none()
     if reason:
-        pytest.skip(reason)
+        raise NoBrowser(reason)
     from selenium import webdriver
 
     with tempfile.TemporaryDirectory(prefix="topotrain-browser-", ignore_cleanup_errors=True) as profile:
