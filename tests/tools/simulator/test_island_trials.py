@@ -13,7 +13,7 @@ from topotrain.core.protocol import StepDecision
 from topotrain.core.server.step_execution import StepExecution
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
-from topotrain.tools.simulator.island_trial import IslandTrial, trains_alone
+from topotrain.tools.simulator.islands.island_trial import IslandTrial, trains_alone
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
