@@ -149,7 +149,7 @@ def _counting(cluster: Cluster) -> Cluster:
     """Return the block with rules by which each step of a worker counts as 1."""
     fragments = next(n for n in range(FRAGMENTS, 0, -1) if n <= cluster.fragments and not cluster.sync_freq % n)
     return replace(
-        cluster, outer=_OUTER, weigh=Weigh.kEqual, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
+        cluster, outer=_OUTER, weigh=Weigh.kSamples, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
     )
 
 
