@@ -343,6 +343,13 @@ def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(
         (Cluster, {"shares": (0.0,)}, "cluster.shares"),
         (Job, ON_ARRIVAL | {"updater": Updater(clip_low=-1, clip_high=1)}, "apply"),
         (Cluster, outer(type="kDelayedNesterov"), "cluster.outer.momentum"),
+        (Cluster, outer() | {"nserver_groups": 0}, "cluster.nserver_groups"),
+        (Cluster, outer() | {"sync_freq": 2, "fragments": 4}, "cluster.sync_freq"),
+        (Cluster, outer() | {"engine": "kNccl", **PAIR}, "cluster.engine"),
+        (Cluster, {"keep": "kDrop"}, "cluster.keep"),
+        (Cluster, {"slack": 0.5}, "cluster.slack"),
+        (Cluster, {"blend": 0.1}, "cluster.blend"),
+        (Cluster, outer(type="kDelayedNesterov", momentum=0.9, delta=0.1), "cluster.outer.delta"),
     ],
 )
 def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str) -> None:
