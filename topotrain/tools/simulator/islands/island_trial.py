@@ -108,7 +108,7 @@ class RoundPace:
     def taken(self) -> None:
         """The worker has new values. Raises InvariantViolated."""
         # While a worker is away the others have rounds without it, and it counts from 0 when it is back.
-        if not self._trial.in_lock_step or not self.pushes or self._trial.deaths:
+        if not self._trial.in_lock_step or not self.pushes or self._trial.had_losses:
             return
         for worker, process in self._trial.worker_processes.items():
             behind = self._trial.paces.get(process)
@@ -332,6 +332,11 @@ class IslandTrial(ElasticTrial):
         else:
             super().inject(fault)
 
+    @property
+    def had_losses(self) -> bool:
+        """Whether a worker has died, or has lost a connection and will."""
+        return bool(self.deaths or self._aways)
+
     def kill(self, group: int, away: float, index: int | None = 0) -> None:
         """Kill one process, and soon after it the others of its group; see `Trial.kill`."""
         process = None if index is None else self.worker_processes[Address(Role.WORKER, group, index)]
@@ -339,6 +344,7 @@ class IslandTrial(ElasticTrial):
             super().kill(group, away, index)
             return
         turn = self._whole.get(group, 0)
+        self.deaths.append((self.sim.now, group))
         self._end_one(process)
         self.peers.end(process)
 
