@@ -1,6 +1,7 @@
 """Combinations of job fields that an outer optimizer excludes."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from topotrain.config.combinations import Combination
@@ -26,7 +27,7 @@ from topotrain.config.job import (
 _TYPES = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kUserUpdater)
 _USUAL = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kDelayedNesterov)
 _NESTEROV = (UpdaterType.kNesterov, UpdaterType.kDelayedNesterov)
-_DELTA = Updater().delta
+_DELTA = next(field.default for field in fields(Updater) if field.name == "delta")
 
 
 def _of_outer(field: str, refused: Callable[[Updater], object], accepted: str) -> Combination:
