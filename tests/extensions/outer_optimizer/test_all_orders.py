@@ -1,4 +1,4 @@
-"""All orders of events of two workers, two shards and two fragments, over two rounds of each."""
+"""All orders of events of two workers, two shards and two fragments, over two rounds of each; and of one group."""
 
 import os
 from collections.abc import Sequence
@@ -16,10 +16,13 @@ pytestmark = pytest.mark.simulated
 SCOPES = [
     (RoundScope(), 553),
     (RoundScope(interval=2, overlap=1), 913),
-    (RoundScope(groups=1, workers=2, quorum=1, fragments=2, steps=3), 0),
-    (RoundScope(groups=2, workers=2, fragments=1, steps=1), 0),
+    (RoundScope(groups=1, workers=2, quorum=1, steps=2), 867),
+    (RoundScope(groups=1, workers=2, quorum=1, fragments=1, steps=3), 1507),
 ]
-"""Two rounds of each fragment; and groups of two workers. With a quorum there are so many states that they take minutes: see LARGER."""
+"""Two rounds of each fragment, and a group of two workers that take new values behind the same step.
+
+Larger scopes have so many states that they take minutes: see LARGER.
+"""
 LARGER = "TOPOTRAIN_EXHAUSTIVE_ROUNDS"
 """Set to GROUPS,FRAGMENTS,STEPS,INTERVAL,OVERLAP,QUORUM,WORKERS for another scope."""
 
@@ -78,7 +81,7 @@ def base_kept(patch: pytest.MonkeyPatch) -> None:
         (nobody_awaited, RoundScope()),
         (meanwhile_lost, RoundScope(interval=2, overlap=1)),
         (base_kept, RoundScope()),
-        (taken_by_each_worker_when_it_has_them, RoundScope(groups=1, workers=2, quorum=1, steps=3)),
+        (taken_by_each_worker_when_it_has_them, RoundScope(groups=1, workers=2, quorum=1, fragments=1, steps=3)),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
