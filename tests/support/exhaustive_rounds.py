@@ -367,10 +367,14 @@ class RoundsState:
             for other in worker.others:
                 self._check_replicas(worker, self.workers[other])
 
-    @staticmethod
-    def _check_replicas(mine: RoundWorker, other: RoundWorker) -> None:
-        """Behind the same step and the same values all workers of a group are the same."""
-        if (mine.made, mine.pushes, mine.awaited) != (other.made, other.pushes, other.awaited) or mine.ends:
+    def _check_replicas(self, mine: RoundWorker, other: RoundWorker) -> None:
+        """Behind the same step all workers of a group are the same."""
+        if mine.made != other.made or mine.ends or other.ends:
+            return
+        exchange = (mine.pushes, mine.awaited), (other.pushes, other.awaited)
+        if exchange[0] != exchange[1]:
+            # Without a quorum a worker waits behind the step for the values that another one has already.
+            assert not self.scope.quorum, f"workers {mine.number} and {other.number} are in other exchanges: {exchange}"
             return
         same = all(mine.own[place].numbers == other.own[place].numbers for place in mine.own)
         assert same, f"workers {mine.number} and {other.number} have other values behind step {mine.made}"

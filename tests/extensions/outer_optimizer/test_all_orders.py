@@ -89,6 +89,6 @@ def test_the_search_finds_a_rule_of_rounds_left_out(
     mutant: Any, scope: RoundScope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    words = r"is in round|its own steps as|has counted|is not at its base|other updates|have other values"
+    words = r"is in round|its own steps as|has counted|is not at its base|other updates|are in other exchanges"
     with pytest.raises(AssertionError, match=words):
         search_from(RoundsState(scope), 60_000)
