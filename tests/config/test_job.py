@@ -14,6 +14,9 @@ import pytest
 from topotrain.config.combinations import Combination, contributed, contributed_to
 from topotrain.config.job import (
     COMBINATIONS,
+    AdaDelta,
+    Adam,
+    AdamMax,
     Agreement,
     Cluster,
     Compression,
@@ -133,6 +136,25 @@ SCHEDULES = [
     )
 ]
 """An outer schedule without the block of its type, and with it."""
+OTHER_SCHEDULES = [
+    (
+        Cluster,
+        outer(learning_rate=dataclasses.replace(allowed["outer"].learning_rate, type="kFixed")),  # type: ignore[arg-type]
+        allowed,
+    )
+    for _, _, allowed in SCHEDULES
+]
+"""An outer schedule with the block of another type, and with that of its own."""
+OTHER_TYPES = [
+    (Cluster, outer(**{name: conf}), outer(type=kind, **{name: conf}))
+    for kind, name, conf in (
+        ("kRMSProp", "rmsprop_conf", RMSProp(rho=0.9)),
+        ("kAdaDelta", "adadelta_conf", AdaDelta(rho=0.8)),
+        ("kAdam", "adam_conf", Adam(beta1=0.8)),
+        ("kAdamMax", "adammax_conf", AdamMax(beta1=0.8)),
+    )
+]
+"""An outer optimizer with the block of another type, and with that of its own."""
 
 EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
@@ -195,15 +217,28 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, outer(learning_rate=None), outer()),
     (Cluster, outer(learning_rate=LRGen(type="kUserChange")), outer()),  # type: ignore[arg-type]
     *SCHEDULES,
+    *OTHER_SCHEDULES,
+    (
+        Cluster,
+        outer(learning_rate=LRGen(type="kFixed", base_lr=0.7, user_type="mine")),  # type: ignore[arg-type]
+        outer(),
+    ),
     (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
     (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
     (Cluster, outer(type="kNesterov", momentum=0.9, delay=2), outer(type="kDelayedNesterov", momentum=0.9, delay=2)),
     (Job, {"updater": DELAYED}, {"cluster": Cluster(outer=DELAYED)}),
     (Job, {"updater": Updater(delay=2)}, {"updater": Updater(delay=1)}),
     (Cluster, outer(type="kRMSProp"), outer(type="kRMSProp", rmsprop_conf=RMSProp(rho=0.9))),
+    *OTHER_TYPES,
+    (Cluster, outer(type="kNesterov", momentum=0.9, delta=1e-6), outer(type="kAdam", delta=1e-6)),
     (Cluster, outer(clip_norm=1.0), outer()),
     (Cluster, outer(clip_low=-1.0, clip_high=1.0), outer()),
     (Cluster, {"weigh": "kEqual"}, outer() | {"weigh": "kEqual"}),
+    (
+        Job,
+        {"reduce": "kSum", "cluster": Cluster(weigh="kEqual", **outer())},  # type: ignore[arg-type]
+        {"reduce": "kMean", "cluster": Cluster(weigh="kEqual", **outer())},  # type: ignore[arg-type]
+    ),
     (Cluster, {"merge": "kRadial"}, outer() | {"merge": "kRadial"}),
     (Job, RADIAL | {"reduce": "kSum"}, OUTER | {"reduce": "kSum"}),
     (Cluster, {"fragments": 2, "sync_freq": 2}, outer() | {"fragments": 2, "sync_freq": 2}),
@@ -278,6 +313,29 @@ def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, d
     assert (caught.value.field, caught.value.accepted) == (row.field, row.accepted)
 
 
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (
+            outer(adam_conf=Adam(beta1=0.8)),
+            "cluster.outer.adam_conf = { beta1: 0.8 }: must not be given without type: ",
+        ),
+        (
+            outer(learning_rate=LRGen(type="kFixed", base_lr=1.0, step_conf=Step(change_freq=5))),  # type: ignore[arg-type]
+            "cluster.outer.learning_rate.step_conf = { change_freq: 5 }: must not be given without learning_rate.type:",
+        ),
+        (outer(delta=0.5), "cluster.outer.delta = 0.5: must be 1e-08 for kSGD"),
+        (outer() | {"fragments": 4, "sync_freq": 2}, "cluster.sync_freq = 2: must be a multiple of fragments"),
+    ],
+)
+def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(
+    refused: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Cluster(**refused)
+    assert str(caught.value).startswith(words), caught.value
+
+
 @pytest.mark.usefixtures("everything_available")
 @pytest.mark.parametrize(
     ("cls", "refused", "field"),
@@ -285,6 +343,13 @@ def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, d
         (Cluster, {"shares": (0.0,)}, "cluster.shares"),
         (Job, ON_ARRIVAL | {"updater": Updater(clip_low=-1, clip_high=1)}, "apply"),
         (Cluster, outer(type="kDelayedNesterov"), "cluster.outer.momentum"),
+        (Cluster, outer() | {"nserver_groups": 0}, "cluster.nserver_groups"),
+        (Cluster, outer() | {"sync_freq": 2, "fragments": 4}, "cluster.sync_freq"),
+        (Cluster, outer() | {"engine": "kNccl", **PAIR}, "cluster.engine"),
+        (Cluster, {"keep": "kDrop"}, "cluster.keep"),
+        (Cluster, {"slack": 0.5}, "cluster.slack"),
+        (Cluster, {"blend": 0.1}, "cluster.blend"),
+        (Cluster, outer(type="kDelayedNesterov", momentum=0.9, delta=0.1), "cluster.outer.delta"),
     ],
 )
 def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str) -> None:

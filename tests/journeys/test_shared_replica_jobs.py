@@ -27,6 +27,12 @@ def test_every_sample_counts_once(runner: JobRunner, cluster: str, shard: str) -
     assert ended.report["samples"] == 240 * 2
 
 
+def test_a_model_that_is_split_over_the_group_is_refused(runner: JobRunner) -> None:
+    ended = runner.run(ROUNDS, "cut.py", "--tagged", code=2)
+    assert "cluster.outer: must not be given where the model is split over the workers of a group" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize("cluster", ["", "quorum: 1 transport: kTcp"], ids=["in step", "quorum"])
 def test_a_killed_worker_costs_no_sample_and_stops_no_other_group(runner: JobRunner, cluster: str) -> None:
     """Behind its 4th step the group has told of none. It starts again as a whole."""

@@ -4,6 +4,9 @@ The rules are the product's (`DecisionLog`, `ApplyOrder`, `Clocks`, `OuterRounds
 `UntoldSteps`, `TakeRule`). A worker and a shard are automata around them. Each step of a worker has a cell of its own
 in each fragment on each shard, so that values are lists of whole numbers. No process dies here: `exhaustive_search` is
 about deaths.
+
+A group may have several workers. All of them end a backward before any of them makes the step, and say there whether
+they have the new values, as in `GroupReduction`. Each pushes a share of the difference: the part of some shards.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +44,10 @@ class Cells:
 
 @dataclass(frozen=True)
 class RoundScope:
-    """How large the search is; steps: of each worker."""
+    """How large the search is.
+
+    steps: of each worker. workers: of each group.
+    """
 
     groups: int = 2
     fragments: int = 2
@@ -49,6 +55,7 @@ class RoundScope:
     interval: int = 1
     overlap: int = 0
     quorum: int = 0
+    workers: int = 1
 
     @property
     def job(self) -> Job:
@@ -68,12 +75,20 @@ class RoundScope:
 
 @dataclass(frozen=True)
 class Told:
-    """A push and its commit: what a worker has learned of a fragment."""
+    """A push and its commit: what a worker has learned of a fragment. None: another one of its group pushes it."""
 
     step: int
     fragment: int
-    learned: tuple[int, ...]
+    learned: tuple[int, ...] | None
     fetch: bool
+
+
+@dataclass(frozen=True)
+class BackwardEnd:
+    """A worker has ended the backward of a step; settled: it has the new values of its last push."""
+
+    step: int
+    settled: bool
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,8 @@ class RoundShard:
     job: Job
     net: "RoundsState"
     order: ApplyOrder = field(default_factory=ApplyOrder)
-    staged: dict[int, Told] = field(default_factory=dict)
+    staged: dict[int, dict[int, Told]] = field(default_factory=dict)  # by group and worker
+    ended: set[int] = field(default_factory=set)
     joined: list[m.StepDecision] = field(default_factory=list)
     version: int = 0
 
@@ -112,9 +128,13 @@ class RoundShard:
         match message:
             case Told():
                 assert isinstance(sender, int)
-                self.staged[sender] = message
-                vote = m.StepVote(sender, message.step, True, 0.0, False, self.order.next, 0)
-                self.net.say(("shard", self.number), ("shard", 0), vote)
+                group = sender // self.scope.workers
+                parts = self.staged.setdefault(group, {})
+                parts[sender] = message
+                if len(parts) == self.scope.workers:
+                    (step,) = {told.step for told in parts.values()}
+                    vote = m.StepVote(group, step, True, 0.0, False, self.order.next, 0)
+                    self.net.say(("shard", self.number), ("shard", 0), vote)
             case m.StepVote():
                 assert self.log is not None and isinstance(sender, tuple)
                 self.log.staged(sender[1], message)
@@ -128,15 +148,18 @@ class RoundShard:
                 self.decide()
             case Ended():
                 assert isinstance(sender, int)
-                self.clocks.leave(sender)
+                self.ended.add(sender)
+                group = sender // self.scope.workers
+                if sum(worker // self.scope.workers == group for worker in self.ended) == self.scope.workers:
+                    self.clocks.leave(group)
                 self.decide()
 
     def decide(self) -> None:
         if self.log is None:
             return
         staging = {
-            group: SimpleNamespace(first=SimpleNamespace(optimizer=told.fragment))
-            for group, told in self.staged.items()
+            group: SimpleNamespace(first=SimpleNamespace(optimizer=next(iter(parts.values())).fragment))
+            for group, parts in self.staged.items()
         }
         server = SimpleNamespace(
             groups=range(self.scope.groups),
@@ -152,26 +175,32 @@ class RoundShard:
 
     def _carry_out(self, decisions: list[m.StepDecision]) -> None:
         pushes = {decision.group: self.staged.pop(decision.group) for decision in decisions}
-        assert [pushes[decision.group].step for decision in decisions] == [each.step for each in decisions]
-        fragments = {told.fragment for told in pushes.values()}
+        steps = [{told.step for told in pushes[decision.group].values()} for decision in decisions]
+        assert steps == [{each.step} for each in decisions]
+        fragments = {told.fragment for parts in pushes.values() for told in parts.values()}
         assert len(fragments) == 1, f"a round of fragments {fragments}"
         (fragment,) = fragments
-        for told in pushes.values():
-            self.values[fragment].add_(Cells(list(told.learned)))
+        for parts in pushes.values():
+            for told in parts.values():
+                if told.learned is not None:
+                    self.values[fragment].add_(Cells(list(told.learned)))
         self.version += 1
-        for group, told in pushes.items():
+        for group, parts in pushes.items():
             self.clocks.tick(group)
-            self.net.say(("shard", self.number), group, Answer(told.step, tuple(self.values[fragment].numbers)))
+            for worker, told in sorted(parts.items()):
+                answer = Answer(told.step, tuple(self.values[fragment].numbers))
+                self.net.say(("shard", self.number), worker, answer)
 
 
 @dataclass(eq=False)
 class RoundWorker:
     """A worker: it makes steps, pushes fragments in turn, and takes new values."""
 
-    group: int
+    number: int
     scope: RoundScope
     net: "RoundsState"
     made: int = 0
+    backward: dict[int, dict[int, bool]] = field(default_factory=dict)  # by step and worker: it has new values
     pushes: int = 0
     pushed_at: int = 0
     awaited: int | None = None
@@ -189,9 +218,19 @@ class RoundWorker:
         self.own, self.received, self.sent = ({place: Cells([0] * cells) for place in places} for _ in range(3))
 
     @property
+    def group(self) -> int:
+        return self.number // self.scope.workers
+
+    @property
+    def others(self) -> list[int]:
+        """The other workers of the group."""
+        first = self.group * self.scope.workers
+        return [number for number in range(first, first + self.scope.workers) if number != self.number]
+
+    @property
     def may_step(self) -> bool:
         """Whether the script goes on. Otherwise it waits for values, or has ended."""
-        if self.ends or self.over:
+        if self.ends or self.over or self.number in self.backward.get(self.made, {}):
             return False
         if self.awaited is None or self.scope.quorum:
             return True
@@ -202,6 +241,20 @@ class RoundWorker:
             self.ends = True
             self.go_on()
             return
+        end = BackwardEnd(self.made, len(self.answers) == SHARDS)
+        for other in self.others:
+            self.net.say(self.number, other, end)
+        self.end_backward(self.number, end)
+
+    def end_backward(self, worker: int, end: BackwardEnd) -> None:
+        """A worker of the group has ended a backward. With the last one the step is made."""
+        ends = self.backward.setdefault(end.step, {})
+        ends[worker] = end.settled
+        if end.step == self.made and len(ends) == self.scope.workers:
+            del self.backward[end.step]
+            self._make_step(all(ends.values()))
+
+    def _make_step(self, settled: bool) -> None:
         cell = self.group * self.scope.steps + self.made
         for own in self.own.values():
             own.numbers[cell] += 1
@@ -212,7 +265,7 @@ class RoundWorker:
                 self.push(True)
         elif self.schedule.pushes(self.made):
             self.push(True)
-        self.go_on()
+        self.go_on(settled)
 
     def push(self, fetch: bool) -> None:
         fragment = self.pushes % self.scope.fragments
@@ -222,7 +275,9 @@ class RoundWorker:
             own, received = self.own[shard, fragment], self.received[shard, fragment]
             self.sent[shard, fragment].copy_(own)
             learned = tuple(a - b for a, b in zip(own.numbers, received.numbers, strict=True))
-            self.net.say(self.group, ("shard", shard), Told(self.pushes, fragment, learned, fetch))
+            mine = shard % self.scope.workers == self.number % self.scope.workers
+            told = Told(self.pushes, fragment, learned if mine else None, fetch)
+            self.net.say(self.number, ("shard", shard), told)
         self.pushes += 1
         self.pushed_at = self.made
 
@@ -233,9 +288,12 @@ class RoundWorker:
         if not self.may_step:
             self.go_on()
 
-    def go_on(self) -> None:
-        """Take new values, if they are here and due, and at the end of the script push the rest."""
-        due = self.scope.quorum or self.ends or self.schedule.takes(self.made)
+    def go_on(self, settled: bool = False) -> None:
+        """Take new values, if they are here and due, and at the end of the script push the rest.
+
+        settled: they were here at the end of the backward, on all workers of the group.
+        """
+        due = self.ends or (settled if self.scope.quorum else self.schedule.takes(self.made))
         if self.awaited is not None and due and len(self.answers) == SHARDS:
             self._settle()
         while self.ends and not self.over and self.awaited is None:
@@ -245,7 +303,7 @@ class RoundWorker:
                 return
             self.over = True
             for shard in range(SHARDS):
-                self.net.say(self.group, ("shard", shard), Ended())
+                self.net.say(self.number, ("shard", shard), Ended())
 
     def _settle(self) -> None:
         fragment, self.awaited = self.awaited, None
@@ -276,7 +334,7 @@ class RoundsState:
         self.scope, self.job = scope, scope.job
         self.ways: dict[tuple[object, object], list[object]] = {}
         self.shards = [RoundShard(number, scope, self.job, self) for number in range(SHARDS)]
-        self.workers = [RoundWorker(group, scope, self) for group in range(scope.groups)]
+        self.workers = [RoundWorker(number, scope, self) for number in range(scope.groups * scope.workers)]
 
     def say(self, sender: object, to: object, message: object) -> None:
         if sender == to:
@@ -286,7 +344,7 @@ class RoundsState:
 
     def actions(self) -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = [("deliver", way) for way, messages in self.ways.items() if messages]
-        return found + [("step", worker.group) for worker in self.workers if worker.may_step]
+        return found + [("step", worker.number) for worker in self.workers if worker.may_step]
 
     def act(self, kind: str, what: object) -> None:
         if kind == "step":
@@ -294,7 +352,9 @@ class RoundsState:
         else:
             sender, to = what  # type: ignore[misc]
             message = self.ways[sender, to].pop(0)
-            if isinstance(to, int):
+            if isinstance(message, BackwardEnd):
+                self.workers[to].end_backward(sender, message)  # type: ignore[index]
+            elif isinstance(to, int):
                 self.workers[to].take(sender[1], message)  # type: ignore[arg-type]
             else:
                 self.shards[to[1]].take(sender, message)
@@ -303,6 +363,21 @@ class RoundsState:
                 assert set(values.numbers) <= {0, 1}, f"shard {shard.number} has counted {values.numbers}"
         for worker in self.workers:
             worker.check()
+        for worker in self.workers:
+            for other in worker.others:
+                self._check_replicas(worker, self.workers[other])
+
+    def _check_replicas(self, mine: RoundWorker, other: RoundWorker) -> None:
+        """Behind the same step all workers of a group are the same."""
+        if mine.made != other.made or mine.ends or other.ends:
+            return
+        exchange = (mine.pushes, mine.awaited), (other.pushes, other.awaited)
+        if exchange[0] != exchange[1]:
+            # Without a quorum a worker waits behind the step for the values that another one has already.
+            assert not self.scope.quorum, f"workers {mine.number} and {other.number} are in other exchanges: {exchange}"
+            return
+        same = all(mine.own[place].numbers == other.own[place].numbers for place in mine.own)
+        assert same, f"workers {mine.number} and {other.number} have other values behind step {mine.made}"
 
     def check_pace(self, mine: RoundWorker) -> None:
         """Without a quorum no worker gets the values of a round in which another one is missing."""
@@ -312,7 +387,7 @@ class RoundsState:
 
     def check_end(self) -> None:
         """Nothing can happen any more."""
-        waiting = [worker.group for worker in self.workers if not worker.over]
+        waiting = [worker.number for worker in self.workers if not worker.over]
         assert not waiting, f"{waiting} wait for ever"
         for shard in self.shards:
             for values in shard.values:

@@ -6,7 +6,7 @@ This module knows no field: `job.py` assigns the rules.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from operator import attrgetter
@@ -50,6 +50,11 @@ def _shown(value: object) -> str:
         return str(value.value)
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple) and value and all(map(is_dataclass, value)):
+        return " ".join(map(_shown, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        given = [f"{f.name}: {_shown(v)}" for f in fields(value) if (v := getattr(value, f.name)) != f.default]
+        return " ".join(["{", *given, "}"])
     return repr(value)
 
 

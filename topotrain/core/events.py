@@ -518,8 +518,8 @@ class Rounds(Event):
 class LocalSteps(Event):
     """The steps that a worker makes alone between rounds, as counted by its process.
 
-    made: all steps. pending: those of which no round was told, and dropped: those that were lost in an exchange
-    (`keep`). A step of the whole model counts as 1, and of one of n fragments as 1/n.
+    made: all steps. pending: those that are in no round, as far as the worker knows, and dropped: those that were lost
+    in an exchange (`keep`). A step of the whole model counts as 1, and of one of n fragments as 1/n.
     waited_s: seconds for which the worker has waited for others.
     """
 

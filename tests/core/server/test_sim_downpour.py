@@ -280,3 +280,27 @@ def test_a_group_that_waits_for_batches_holds_no_other_up(bound):
         cluster.play(script)
         assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
         assert cluster.server(0, 0).worker_groups.clocks.live() == [], "all groups have ended"
+
+
+def test_workers_that_ask_for_values_equally_often_get_the_same_ones_however_far_apart_they_ask():
+    """Between two questions of the second worker another group makes a step, and the first one has asked twice."""
+    cluster = ScriptedCluster(job(2, 2))
+    seen, moments = {}, {0: (0.2, 0.4), 1: (0.6, 0.8)}
+
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        if worker.me.group == 0:
+            for moment in moments[worker.me.index]:
+                cluster.sim.sleep(moment - cluster.sim.now)
+                worker.client.values.fetch()
+            seen[worker.me.index] = worker.values()
+            cluster.sim.sleep(1.0 - cluster.sim.now)
+        else:
+            for moment in (0.1, 0.3, 0.5, 0.7):
+                cluster.sim.sleep(moment - cluster.sim.now)
+                worker.step([torch.ones(p.shape) for p in cluster.schema.parameters])
+        worker.finish()
+
+    cluster.play(script)
+    assert same(seen[0], seen[1])
+    assert float(seen[0][0][0]) == -4.0, "two steps of two workers were there at the second question of the first one"

@@ -1,4 +1,4 @@
-"""All orders of events of two workers, two shards and two fragments, over two rounds of each."""
+"""All orders of events of two workers, two shards and two fragments, over two rounds of each; and of one group."""
 
 import os
 from collections.abc import Sequence
@@ -13,10 +13,18 @@ from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 
 pytestmark = pytest.mark.simulated
 
-SCOPES = [(RoundScope(), 553), (RoundScope(interval=2, overlap=1), 913)]
-"""Two rounds of each fragment. With a quorum there are so many states that they take minutes: see LARGER."""
+SCOPES = [
+    (RoundScope(), 553),
+    (RoundScope(interval=2, overlap=1), 913),
+    (RoundScope(groups=1, workers=2, quorum=1, steps=2), 867),
+    (RoundScope(groups=1, workers=2, quorum=1, fragments=1, steps=3), 1507),
+]
+"""Two rounds of each fragment, and a group of two workers that take new values behind the same step.
+
+Larger scopes have so many states that they take minutes: see LARGER.
+"""
 LARGER = "TOPOTRAIN_EXHAUSTIVE_ROUNDS"
-"""Set to GROUPS,FRAGMENTS,STEPS,INTERVAL,OVERLAP,QUORUM for another scope."""
+"""Set to GROUPS,FRAGMENTS,STEPS,INTERVAL,OVERLAP,QUORUM,WORKERS for another scope."""
 
 
 @pytest.mark.parametrize(("scope", "states"), SCOPES, ids=str)
@@ -48,6 +56,12 @@ def meanwhile_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TakeRule, "take", take)
 
 
+def taken_by_each_worker_when_it_has_them(patch: pytest.MonkeyPatch) -> None:
+    """A worker of a group does not ask whether the others have the new values, too."""
+    make = RoundWorker._make_step
+    patch.setattr(RoundWorker, "_make_step", lambda self, settled: make(self, True))
+
+
 def base_kept(patch: pytest.MonkeyPatch) -> None:
     """A worker pushes the difference to the values that it had at first."""
     settle = RoundWorker._settle
@@ -67,6 +81,7 @@ def base_kept(patch: pytest.MonkeyPatch) -> None:
         (nobody_awaited, RoundScope()),
         (meanwhile_lost, RoundScope(interval=2, overlap=1)),
         (base_kept, RoundScope()),
+        (taken_by_each_worker_when_it_has_them, RoundScope(groups=1, workers=2, quorum=1, fragments=1, steps=3)),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -74,6 +89,6 @@ def test_the_search_finds_a_rule_of_rounds_left_out(
     mutant: Any, scope: RoundScope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    words = r"is in round|its own steps as|has counted|is not at its base|other updates"
+    words = r"is in round|its own steps as|has counted|is not at its base|other updates|are in other exchanges"
     with pytest.raises(AssertionError, match=words):
         search_from(RoundsState(scope), 60_000)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_job import mlp, run_local, vectors
+from in_process_job import cross_entropy, mlp, run_local, vectors
 from test_same_bits import adamw, building, job, script
 
 from topotrain.config.job import Keep, Weigh
@@ -78,6 +78,32 @@ def test_dropped_steps_have_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blended_steps_have_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     blended = weights_of(monkeypatch, Keep.kBlend, 15, blend=0.25, **CLUSTER)
     assert blended == ([6 * 144, 4.5 * 144, 1.5 * 144], 3.0)
+
+
+def test_steps_of_a_push_count_as_lost_with_their_worker_until_its_round_is_known_to_be_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New values are taken two steps behind each push."""
+    opened: list[InnerOptimizer] = []
+    open_inner = InnerOptimizer.open
+
+    def note(self: InnerOptimizer, *arguments: Any) -> Any:
+        opened.append(self)
+        return open_inner(self, *arguments)
+
+    monkeypatch.setattr(InnerOptimizer, "open", note)
+    found = []
+
+    def run(t: Any) -> None:
+        for batch in vectors(9):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+            found.append(opened[0].unsure_steps)
+
+    run_local(job(1, outer="mean", **CLUSTER), building(mlp, adamw), run)
+    assert found == [1, 2, 3, 4, 5, 6, 7, 2, 3]
+    assert opened[0].unsure_steps == 0, "the rest is told at the end"
 
 
 def test_in_fragments_a_step_is_lost_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

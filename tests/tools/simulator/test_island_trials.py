@@ -11,9 +11,13 @@ import torch
 from topotrain.config.job import Keep
 from topotrain.core.protocol import StepDecision
 from topotrain.core.server.step_execution import StepExecution
+from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
+from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
-from topotrain.tools.simulator.island_trial import IslandTrial, trains_alone
+from topotrain.tools.simulator.fault_schedule import FaultKind
+from topotrain.tools.simulator.islands.island_trial import IslandTrial, trains_alone
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
@@ -37,9 +41,32 @@ def verdict_of(name: str, seed: int) -> Any:
     return run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
 
 
+def kinds(workers: int) -> set[tuple[bool, bool]]:
+    """With and without a quorum, with and without fragments: the layouts with so many workers in a group or more."""
+    clusters = [LAYOUTS[name].cluster for name in ISLANDS]
+    return {(each.quorum > 0, each.fragments > 1) for each in clusters if each.nworkers_per_group >= workers}
+
+
 def test_there_are_layouts_with_and_without_a_quorum_and_fragments() -> None:
-    found = {(job.cluster.quorum > 0, job.cluster.fragments > 1) for job in map(LAYOUTS.get, ISLANDS) if job}
-    assert len(found) == 4
+    assert len(kinds(1)) == len(kinds(2)) == 4
+
+
+@pytest.mark.parametrize("name", ["islands", "islands of pairs", "islands of three"])
+def test_a_seed_is_one_run_also_where_workers_measure_their_steps(name: str) -> None:
+    assert verdict_of(name, 3) == verdict_of(name, 3)
+
+
+def test_single_workers_of_groups_lag_and_lose_each_other() -> None:
+    verdicts = [verdict_of("islands of pairs", seed) for seed in range(20)]
+    happened = [
+        fault
+        for verdict in verdicts
+        for fault, moment in zip(verdict.schedule.faults, verdict.moments, strict=True)
+        if moment is not None
+    ]
+    assert any(fault.what is FaultKind.LAG for fault in happened)
+    assert any(fault.what is FaultKind.CUT and fault.peer >= 0 for fault in happened)
+    assert any(fault.what is FaultKind.KILL and fault.index == 1 for fault in happened)
 
 
 @pytest.mark.parametrize("name", ISLANDS)
@@ -60,7 +87,9 @@ def short_epochs(name: str, seed: int) -> Any:
     return run_trial(job, name, seed, schedule)
 
 
-@pytest.mark.parametrize("name", ["islands of a quorum", "islands that wait"])
+@pytest.mark.parametrize(
+    "name", ["islands of a quorum", "islands that wait", "islands of three", "islands of pairs that wait"]
+)
 def test_what_no_round_has_counted_is_read_again_in_the_epochs_behind(name: str) -> None:
     modes, kills = set(), 0
     for seed in range(12):
@@ -156,7 +185,42 @@ def shards_in_any_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepExecution, "carry_out", alone)
 
 
+def taken_by_each_worker_when_it_has_them(patch: pytest.MonkeyPatch) -> None:
+    """A worker of a group does not ask whether the others have the new values, too."""
+    patch.setattr(GroupOptimizer, "settles", InnerOptimizer.settles)
+
+
+def pushed_by_each_worker(patch: pytest.MonkeyPatch) -> None:
+    """Each worker of a group pushes the whole difference, and the servers add them up."""
+    share = GroupReduction.pushed_share
+    patch.setattr(GroupReduction, "pushed_share", lambda self: share(self) | {b.id for b in self._buckets})
+
+
+def next_fragment_as_each_worker_knows_it(patch: pytest.MonkeyPatch) -> None:
+    """A worker of a group pushes the fragment that the coordinator has named to itself."""
+    patch.setattr(GroupOptimizer, "named", InnerOptimizer.named)
+
+
+def means_of_others_left_out(patch: pytest.MonkeyPatch) -> None:
+    """A worker takes the sums that it has made itself, and not those of the others of its group."""
+    wait = GroupReduction.wait_means
+
+    def waiting(self: GroupReduction) -> Any:
+        means, written = wait(self)
+        mine = {number for number, adder in enumerate(self._adder) if adder == self._me.index}
+        return {number: each for number, each in means.items() if number in mine}, written
+
+    patch.setattr(GroupReduction, "wait_means", waiting)
+
+
 MUTANTS = [
+    (taken_by_each_worker_when_it_has_them, "islands of pairs"),
+    (pushed_by_each_worker, "islands of pairs in step"),
+    (pushed_by_each_worker, "islands of three"),
+    (next_fragment_as_each_worker_knows_it, "islands of pairs"),
+    (means_of_others_left_out, "islands of pairs that wait"),
+    (other_members_on_a_shard, "islands of pairs in step"),
+    (base_not_moved, "islands of pairs"),
     (sent_forgotten, "islands of a quorum"),
     (sent_forgotten, "islands that wait"),
     (late_counted_twice, "islands"),

@@ -279,7 +279,10 @@ class PullReplies:
     def _shows_now(self, held: _Held) -> bool:
         """Whether this is the first worker of its group that gets this moment."""
         group = held.worker.group
-        if self._shown.get(group) == held.round:
+        shown = self._shown.get(group)
+        # A worker may have asked twice before another one of its group asks. That one gets the later moment both times:
+        # with a moment in between, the two would go on with different values.
+        if shown is not None and (shown == held.round or shown < held.round < 0):
             return False
         self._shown[group] = held.round
         # Buckets that were sent early have fixed the version already.

@@ -169,6 +169,12 @@ class InnerOptimizer(LocalOptimizer):
         """The steps of which no round was told."""
         return self._untold
 
+    @property
+    def unsure_steps(self) -> float:
+        """The steps that are in no round, as far as this worker knows, counted as in `UntoldSteps.dropped`."""
+        # Those of a push that is under way are lost if the worker dies before its round is over.
+        return self._untold.pending_steps + (self._untold.last_told if self._values.is_pushing else 0.0)
+
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         if self._rule is None:
             return self._values

@@ -1,6 +1,7 @@
 """Combinations of job fields that an outer optimizer excludes."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from topotrain.config.combinations import Combination
@@ -26,6 +27,7 @@ from topotrain.config.job import (
 _TYPES = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kUserUpdater)
 _USUAL = ", ".join(kind.value for kind in UpdaterType if kind is not UpdaterType.kDelayedNesterov)
 _NESTEROV = (UpdaterType.kNesterov, UpdaterType.kDelayedNesterov)
+_DELTA = next(field.default for field in fields(Updater) if field.name == "delta")
 
 
 def _of_outer(field: str, refused: Callable[[Updater], object], accepted: str) -> Combination:
@@ -53,6 +55,33 @@ _CONF_OF = {
 """The block that each type of schedule needs, and one that is accepted. Its steps are rounds."""
 
 
+_CONF_OF_TYPE = {
+    UpdaterType.kRMSProp: "rmsprop_conf",
+    UpdaterType.kAdaDelta: "adadelta_conf",
+    UpdaterType.kAdam: "adam_conf",
+    UpdaterType.kAdamMax: "adammax_conf",
+}
+_WITHOUT_DELTA = (UpdaterType.kSGD, *_NESTEROV)
+"""Types that add nothing to a root."""
+
+
+def _only_of_type(kind: UpdaterType) -> Combination:
+    """Refuse the block of one type with another type."""
+    name = _CONF_OF_TYPE[kind]
+    accepted = f"must not be given without type: {kind.value}, which alone uses it"
+    return _of_outer(name, lambda u: getattr(u, name) is not None and u.type is not kind, accepted)
+
+
+def _only_of_schedule(kind: ChangeMethod) -> Combination:
+    """Refuse the block of one schedule with another schedule."""
+    name, _ = _CONF_OF[kind]
+    return _of_outer(
+        f"learning_rate.{name}",
+        lambda u: u.learning_rate and u.learning_rate.type is not kind and getattr(u.learning_rate, name) is not None,
+        f"must not be given without learning_rate.type: {kind.value}, which alone uses it",
+    )
+
+
 def _needs_conf(kind: ChangeMethod) -> Combination:
     """Refuse a schedule without the block that its type needs."""
     name, example = _CONF_OF[kind]
@@ -73,6 +102,12 @@ COMBINATIONS = (
         f"must be one of {', '.join(kind.value for kind in (ChangeMethod.kFixed, *_CONF_OF))}: {_CONSTANT}",
     ),
     *map(_needs_conf, _CONF_OF),
+    *map(_only_of_schedule, _CONF_OF),
+    _of_outer(
+        "learning_rate.user_type",
+        lambda u: u.learning_rate and u.learning_rate.user_type,
+        "must not be given: the servers follow one of SINGA's schedules",
+    ),
     _of_outer(
         "momentum",
         lambda u: u.type in _NESTEROV and not u.momentum,
@@ -105,12 +140,24 @@ COMBINATIONS = (
         lambda u: u.type is UpdaterType.kRMSProp and u.rmsprop_conf is None,
         "is required by kRMSProp, such as { rho: 0.9 }",
     ),
+    *map(_only_of_type, _CONF_OF_TYPE),
+    _of_outer(
+        "delta",
+        lambda u: u.type in _WITHOUT_DELTA and u.delta != _DELTA,
+        f"must be {_DELTA} for kSGD, kNesterov and kDelayedNesterov, which do not use it",
+    ),
     _of_outer("clip_norm", lambda u: u.clip_norm is not None, "must not be given: clip gradients in the script"),
     _of_outer("clip_low", lambda u: u.clip_low < u.clip_high, "must not be below clip_high: clip in the script"),
     Combination(
         "cluster.weigh",
         lambda c: c.weigh is not Weigh.kSamples and not c.outer,
         "must be kSamples without cluster.outer: there is nothing to weigh",
+    ),
+    Combination(
+        "cluster.weigh",
+        lambda j: j.cluster.weigh is not Weigh.kSamples and j.reduce is not Reduce.kMean,
+        "must be kSamples with reduce: kSum: differences are added up, and no weight is used",
+        "",
     ),
     Combination(
         "cluster.merge",

@@ -1,15 +1,18 @@
 """The inner optimizer as a part of `tt.prepare`."""
 
+import time
+
 from topotrain.config.job import ConfigError
-from topotrain.core.client.client_context import StepEnd
+from topotrain.core.client.client_context import StepEnd, StepOutcome
+from topotrain.core.events import LocalSteps
 from topotrain.extensions.inner_state.inner_state import share_state
-from topotrain.extensions.outer_optimizer.exchanged_steps import LocalStepReport
 from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
 from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.local_steps import LocalOptimizer
+from topotrain.training.step_progress import INTERVAL_S
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
@@ -26,6 +29,33 @@ class _TableCheck(WorkerExtension):
 
     def before_commit(self, step: int, end: StepEnd) -> None:
         check_tables(self._here)
+
+
+class LocalStepReport(WorkerExtension):
+    """Reports a worker's own steps, at most once in INTERVAL_S and at its end."""
+
+    def __init__(self, here: Context, worker: Worker, inner: InnerOptimizer) -> None:
+        self._here, self._worker, self._inner = here, worker, inner
+        self._due = 0.0
+
+    def after_step(self, outcome: StepOutcome | None) -> None:
+        """As `WorkerExtension.after_step`."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + INTERVAL_S
+            self._report()
+
+    def left_job(self) -> None:
+        """As `WorkerExtension.left_job`."""
+        self._report()
+
+    def job_over(self) -> None:
+        """As `WorkerExtension.job_over`."""
+        self._report()
+
+    def _report(self) -> None:
+        inner, untold, waited_s = self._inner, self._inner.untold, self._worker.client.channel.waited
+        self._here.emit(LocalSteps(str(self._here.me), untold.made, inner.unsure_steps, untold.dropped, waited_s))
 
 
 class OuterOptimizerExtension(PrepareExtension):
@@ -56,7 +86,7 @@ class OuterOptimizerExtension(PrepareExtension):
     def attach(self, here: Context, worker: Worker) -> None:
         if self._inner is not None:
             worker.attach(_TableCheck(here))
-            worker.attach(LocalStepReport(here, worker, self._inner.untold))
+            worker.attach(LocalStepReport(here, worker, self._inner))
             self._inner.meet(here.connect())
             of_others = share_state(here, INNER, self._inner.shared_state)
             if of_others is not None:

@@ -100,6 +100,8 @@ class UntoldSteps:
         """All steps."""
         self.dropped = 0.0
         """Steps that new values have replaced. One of one of n fragments counts as 1/n."""
+        self.last_told = 0.0
+        """The steps of the last push, counted in the same way."""
 
     def __getitem__(self, fragment: int) -> Learned:
         return self._learned[fragment]
@@ -124,6 +126,7 @@ class UntoldSteps:
     def push(self, fragment: int) -> Learned:
         """Return what is pushed of a fragment, and count it as told."""
         told, self._learned[fragment] = self._learned[fragment], Learned()
+        self.last_told = told.steps / len(self._learned)
         self._read = 0
         return told
 

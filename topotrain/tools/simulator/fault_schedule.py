@@ -6,7 +6,7 @@ worker ends with it, and the launcher restarts the group.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from topotrain.core.protocol import Message
@@ -35,13 +35,14 @@ class FaultKind(str, Enum):
     """The kinds of faults."""
 
     KILL = "kill"  # all processes of a worker group die
-    CUT = "cut"  # one connection of a worker ends
+    CUT = "cut"  # one connection of a worker ends, to a server or to another worker of its group
     PAUSE = "pause"  # one process stops for a while
     CLOCK = "clock"  # the clock of a host jumps
     CRASH = "crash"  # a server dies, and the whole job restarts from its newest snapshot
     LEAVE = "leave"  # a group is asked to leave, where the servers agree
     LOSE = "lose"  # a group is given up, where the servers agree
     JOIN = "join"  # a group joins, where the servers agree
+    LAG = "lag"  # the steps of one worker take longer from here on
 
 
 MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
@@ -57,9 +58,12 @@ class Fault:
     after: int = -1  # messages of this kind before it; negative: not at a message
     kind: type[Message] = Message
     at: float = -1.0  # virtual seconds; negative: not at a time
-    away: float = 0.1  # seconds until the group restarts, the process continues, or (LEAVE) the group must be gone
+    # Seconds until the group restarts, the process continues, or (LEAVE) the group must be gone. LAG: by which a step
+    # is longer.
+    away: float = 0.1
     what: FaultKind = FaultKind.KILL
     server: int = -1  # CUT: the shard at the other end. PAUSE: the shard to pause instead of the worker, -1: none
+    peer: int = -1  # CUT: the worker of the group at the other end, instead of a shard
 
     def __str__(self) -> str:
         worker = f"worker ({self.group},{self.index})"
@@ -82,7 +86,11 @@ class Fault:
         if self.what is FaultKind.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
+        if self.what is FaultKind.LAG:
+            return f"{when}: each step of {worker} takes {self.away:g} s longer"
         again = f"its group restarts {self.away:g} s later"
+        if self.what is FaultKind.CUT and self.peer >= 0:
+            return f"{when}: {worker} loses its connection to worker ({self.group},{self.peer}); {again}"
         if self.what is FaultKind.CUT:
             return f"{when}: {worker} loses its connection to shard {self.server}; {again}"
         return f"{when}: worker group {self.group} is killed and restarts {self.away:g} s later"
@@ -154,6 +162,24 @@ def draw_assigns(name: str, seed: int) -> bool:
     """Draw whether the scripts of a simulation assign parameters."""
     # A generator of its own, as for `draw_moves`.
     return random.Random(f"{name} {seed} assigns").random() < 0.3
+
+
+def draw_group_faults(name: str, seed: int, groups: int, workers: int) -> tuple[Fault, ...]:
+    """Draw faults of single workers of groups that add up their gradients among themselves."""
+    # A generator of its own, as for `draw_moves`.
+    rng = random.Random(f"{name} {seed} group")
+    found = []
+    if workers > 1 and rng.random() < 0.5:
+        group, index, away = rng.randrange(groups), rng.randrange(workers), rng.choice((0.002, 0.01, 0.05))
+        found.append(Fault(group, index=index, at=rng.uniform(0.0, 0.05), away=away, what=FaultKind.LAG))
+    for _ in range(rng.choice((0, 0, 1, 2)) if workers > 1 else 0):
+        group, (index, peer), away = rng.randrange(groups), rng.sample(range(workers), 2), rng.choice((0.0, 0.01, 0.1))
+        cut = Fault(group, index=index, away=away, what=FaultKind.CUT, peer=peer)
+        if rng.random() < 0.5:
+            found.append(replace(cut, at=rng.uniform(0.0, 0.12)))
+        else:
+            found.append(replace(cut, incarnation=rng.choice((0, 0, 1)), after=rng.randint(0, 80)))
+    return tuple(found)
 
 
 def _draw_fault(rng: random.Random, what: FaultKind, groups: int, workers: int, shards: int) -> Fault:

@@ -21,7 +21,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.tools.simulator.cell_model import outer_plan
+from topotrain.tools.simulator.islands.cell_model import outer_plan
 from topotrain.tools.simulator.sim_cluster import parameters
 
 YEAR_S = 365.25 * 24 * 3600

@@ -40,9 +40,17 @@ from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
 from topotrain.tools.simulator.batch_counts import BatchCounts
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, draw_assigns, draw_moves
+from topotrain.tools.simulator.fault_schedule import (
+    MOVES,
+    Fault,
+    FaultSchedule,
+    draw,
+    draw_assigns,
+    draw_group_faults,
+    draw_moves,
+)
 from topotrain.tools.simulator.group_churn import ElasticTrial
-from topotrain.tools.simulator.island_trial import FRAGMENTS, IslandTrial, trains_alone
+from topotrain.tools.simulator.islands.island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
@@ -83,6 +91,10 @@ LAYOUTS: Mapping[str, Job] = {
     "islands in step": _job(3, 1, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
     "islands of a quorum": _job(4, 1, 2, outer=_OUTER, quorum=2, sync_freq=3),
     "islands that wait": _job(3, 1, 2, outer=_OUTER, sync_freq=3, overlap=2),
+    "islands of pairs": _job(3, 2, 2, outer=_OUTER, quorum=1, sync_freq=4, fragments=2),
+    "islands of pairs in step": _job(3, 2, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
+    "islands of pairs that wait": _job(2, 2, 2, outer=_OUTER, sync_freq=3, overlap=2),
+    "islands of three": _job(3, 3, 1, outer=_OUTER, quorum=2, sync_freq=3),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -137,7 +149,7 @@ def _counting(cluster: Cluster) -> Cluster:
     """Return the block with rules by which each step of a worker counts as 1."""
     fragments = next(n for n in range(FRAGMENTS, 0, -1) if n <= cluster.fragments and not cluster.sync_freq % n)
     return replace(
-        cluster, outer=_OUTER, weigh=Weigh.kEqual, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
+        cluster, outer=_OUTER, weigh=Weigh.kSamples, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
     )
 
 
@@ -162,7 +174,8 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     # A batch that goes to another server group with the lease of a dead group would be assigned in both.
     exact = not (singly(job) or trains_alone(job)) and BatchCounts(topology).exact
     assigns = exact and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
-    return replace(schedule, faults=(*schedule.faults, *moves), assigns=assigns)
+    alone = draw_group_faults(name, seed, *sizes[:2]) if trains_alone(job) and mortal else ()
+    return replace(schedule, faults=(*schedule.faults, *moves, *alone), assigns=assigns)
 
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:

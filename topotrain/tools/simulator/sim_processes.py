@@ -83,6 +83,14 @@ class CrashableTransport(SimulatedTransport):
         self.cut: dict[tuple[Address, Address], WorkerProcess] = {}
         """By worker and server: the process with messages that are dropped."""
 
+    def _in_order(self, me: Address, to: Address) -> bool:
+        # Nothing repeats a message between two workers, or puts it in order: they rely on their connection.
+        return me.role is to.role is Role.WORKER
+
+    def last_arrival(self, me: Address, to: Address) -> float:
+        """The time at which the last message of one process to another arrives, or has arrived."""
+        return self._newest.get((me, to), 0.0)
+
     def _worker_connection(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:
         for worker, server in ((me, to), (to, me)):
             if worker.role is Role.WORKER:

@@ -10,6 +10,7 @@ from topotrain.config.job import Cluster
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.core.profiling.spans import Clock
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.groups.group_path import GroupPath
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
@@ -26,7 +27,7 @@ class GroupOptimizer(InnerOptimizer):
     All workers of the group make the same steps with the same gradients, so they have the same values.
 
     Args:
-        optimizer, cluster, named, embeddings: as for `InnerOptimizer`.
+        optimizer, cluster, named, embeddings, clock: as for `InnerOptimizer`.
         group: adds up the gradients.
 
     Raises:
@@ -43,8 +44,9 @@ class GroupOptimizer(InnerOptimizer):
         named: Iterable[tuple[str, nn.Parameter]],
         embeddings: Collection[nn.Parameter],
         group: GroupReduction,
+        clock: Clock | None = None,
     ) -> None:
-        super().__init__(optimizer, cluster, named, embeddings)
+        super().__init__(optimizer, cluster, named, embeddings, clock)
         self._group, self._samples = group, 0
 
     def open(

@@ -1,43 +1,51 @@
 """Simulated workers that train alone between rounds of an outer optimizer.
 
 A worker here is the product's own `Worker` with its inner optimizer, and a model of cells. Each batch has a cell of its
-own in each parameter, where the gradient is -1. The inner SGD has rate 1, and so has the outer one. Differences are
-added up. So a step that counts once makes its cell 1.
+own in each parameter for each worker of the group that reads it, and the gradient of that worker is -1 there. The
+inner SGD has rate 1, and so has the outer one. Gradients and differences are added up. So a step that counts once makes
+its cells 1.
 
 Invariants, for each process of a worker at each of its steps:
 
 * Its own value is the received value plus what it has learned and the received value does not contain.
 * Each of its steps is in its own values, once. The same holds for each step of others that it has seen.
+* Behind each step it has the values of the other workers of its group.
 
 And for the servers after each decision: every cell is 0 or 1, and none is 1 that no worker has made. So of every step
 that was made one of these holds: the servers have counted it, or the worker has not told it or is telling it, or the
 worker is dead.
+
+One worker of a group may die, lag, or lose a connection alone. Then the launcher ends the others of its group, a little
+later, and starts the group again.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from topotrain.config.job import Cluster, Job
+from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
-from topotrain.config.topology import Address
+from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.core.model.schema import PrivateMemory, Schema
+from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
+from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.tools.simulator.cell_model import CellModel, outer_plan
-from topotrain.tools.simulator.fault_schedule import FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
+from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
+from topotrain.tools.simulator.islands.island_observers import GroupReplicas, IslandObserver
+from topotrain.tools.simulator.islands.sim_peers import PeerSender, SimPeers
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
-from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimClock
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
-from topotrain.tools.simulator.trial import Trial, TrialScript
+from topotrain.tools.simulator.trial import CrashableSender, Trial, TrialScript
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
@@ -100,7 +108,7 @@ class RoundPace:
     def taken(self) -> None:
         """The worker has new values. Raises InvariantViolated."""
         # While a worker is away the others have rounds without it, and it counts from 0 when it is back.
-        if not self._trial.in_lock_step or not self.pushes or self._trial.deaths:
+        if not self._trial.in_lock_step or not self.pushes or self._trial.had_losses:
             return
         for worker, process in self._trial.worker_processes.items():
             behind = self._trial.paces.get(process)
@@ -114,11 +122,12 @@ class RoundPace:
 class WatchedOptimizer(InnerOptimizer):
     """The product's inner optimizer, observed at pushes and received values."""
 
-    def __init__(self, model: nn.Module, cluster: Cluster, pace: RoundPace) -> None:
-        self.plain = torch.optim.SGD(model.parameters(), lr=1.0)
-        super().__init__(self.plain, cluster, model.named_parameters())
-        self._pace = pace
-        self.received = ReceivedValues(ValueObserver(), pace)
+    _pace: RoundPace
+    received: ReceivedValues
+
+    def watch(self, pace: RoundPace) -> None:
+        """Tell this object of pushes and received values."""
+        self._pace, self.received = pace, ReceivedValues(ValueObserver(), pace)
 
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         """As `LocalSteps.observer`."""
@@ -133,45 +142,8 @@ class WatchedOptimizer(InnerOptimizer):
             yield
 
 
-class IslandObserver:
-    """Checks the values of one process of a worker.
-
-    Args:
-        name: of the process.
-        worker: the process.
-        cells: how many each parameter begins with.
-    """
-
-    def __init__(self, name: str, worker: Worker, cells: int) -> None:
-        self._name, self._worker, self._cells = name, worker, cells
-        self._made = torch.zeros(cells, dtype=torch.bool)
-        self._before = [torch.zeros(cells) for _ in worker.parts.tensors]
-
-    def made(self, cells: Iterable[int]) -> None:
-        """The worker has made the step of these cells."""
-        self._made[list(cells)] = True
-
-    def check(self, under_way: bool) -> None:
-        """Check the present values. Raises InvariantViolated.
-
-        under_way: "params" is being written.
-        """
-        for index, tensor in enumerate(self._worker.parts.tensors):
-            own = tensor.detach()[: self._cells].clone()
-            self._refuse(index, own, (own != 0) & (own != 1), "where 0 or 1 is right")
-            self._refuse(index, own, self._made & (own != 1), "which this worker has made")
-            self._refuse(index, own, own < self._before[index], "which was 1 before")
-            if not under_way:
-                received = self._worker.buffers.view("params", index)[: self._cells]
-                untold = self._made & (received == 0)
-                wrong = own != received + untold
-                self._refuse(index, own, wrong, "which is not the received value plus what is not told")
-            self._before[index] = own
-
-    def _refuse(self, index: int, own: torch.Tensor, where: torch.Tensor, why: str) -> None:
-        if where.any():
-            cell = int(where.nonzero()[0])
-            raise InvariantViolated(f"{self._name} has cell {cell} of p{index} as {float(own[cell]):g}, {why}")
+class WatchedGroupOptimizer(WatchedOptimizer, GroupOptimizer):
+    """The same of a worker that shares its replica with its group."""
 
 
 class IslandScript(TrialScript):
@@ -187,13 +159,20 @@ class IslandScript(TrialScript):
         trial, process, client = self._islands, self._process, self._worker.client
         pace = trial.paces[process] = RoundPace(trial, process)
         model = CellModel(trial.schema.parameters)
-        inner = WatchedOptimizer(model, trial.job.cluster, pace)
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        inner = self._inner(model, plain)
+        inner.watch(pace)
         parts = describe_model(model, (), inner.optimizers)
         memory = WorkerMemory(PrivateMemory())
-        worker = Worker(process.me, trial.job, trial.topology, parts, (inner.plain,), client, memory, inner)
+        worker = Worker(process.me, trial.job, trial.topology, parts, (plain,), client, memory, inner)
+        # Not the time of this machine, which would make two runs of a seed differ.
+        client.channel.measure_waits(SimClock(trial.sim))
         worker.start()
+        if isinstance(inner, GroupOptimizer):
+            sender = PeerSender(CrashableSender(trial, process))
+            trial.peers.join(process, client, inner.channel(client, sender))
         name = f"{process.me} of incarnation {process.incarnation}"
-        observer = IslandObserver(name, worker, trial.batches * trial.epochs)
+        observer = IslandObserver(name, worker, trial.batches * trial.epochs * self._workers)
         self._accounting, states = worker, PassStates(client.extension(WorkerStateClient), worker)
         for epoch in self._rest(client):
             begins = True
@@ -204,20 +183,21 @@ class IslandScript(TrialScript):
                     states.begin(epoch, passes_of(epoch))
                 begins = False
                 self._save(worker, epoch)
-                self._worker.sleep(0.0, 0.004)
-                # It may have been killed while it computed.
-                if process.over:
-                    raise Killed
+                self._compute()
                 observer.check(inner.received.under_way)
-                self._train(worker, epoch * trial.batches + number, (stream, seq))
-                observer.made([epoch * trial.batches + number])
+                batch = epoch * trial.batches + number
+                cells = range(batch * self._workers, (batch + 1) * self._workers)
+                self._train(worker, cells, (stream, seq))
+                observer.made(cells)
                 observer.check(inner.received.under_way)
+                trial.replicas.check(process, worker.tally.steps, parts.tensors)
                 trial.committed(process.me)
                 if worker.leaves:
                     trial.leave(process)
             if client.extension(DataClient).leaves:
                 trial.leave(process)
         pace.end()
+        inner.leave()
         worker.finish()
         observer.check(inner.received.under_way)
         self._save(worker, trial.epochs)
@@ -225,6 +205,23 @@ class IslandScript(TrialScript):
             client.values.fetch_final()
             client.buffers.final()
             self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
+        trial.peers.end(process)
+
+    def _inner(self, model: CellModel, plain: torch.optim.SGD) -> WatchedOptimizer:
+        """The inner optimizer, as `tt.prepare` makes it."""
+        trial, clock = self._islands, SimClock(self._islands.sim)
+        wanted = plain, trial.job.cluster, model.named_parameters(), ()
+        if self._workers == 1:
+            return WatchedOptimizer(*wanted, clock)
+        return WatchedGroupOptimizer(*wanted, GroupReduction(self._process.me, trial.job, trial.topology), clock)
+
+    def _compute(self) -> None:
+        """Compute a gradient. Raises Killed."""
+        lag = self._islands.lags.get(self._process.me, 0.0)
+        self._worker.sleep(lag, lag + 0.004)
+        # It may have been killed while it computed.
+        if self._process.over:
+            raise Killed
 
     def _rest(self, client: Client) -> range:
         """The epochs from the one on that the state of an earlier process has."""
@@ -233,12 +230,14 @@ class IslandScript(TrialScript):
             left, _ = client.extension(WorkerStateClient).load(self._process.me.index)
         return self._epochs if left is None else range(int(left.view(torch.int64)), self._trial.epochs)
 
-    def _train(self, worker: Worker, cell: int, place: tuple[int, int]) -> None:
-        """Make the step of one batch, with a gradient of -1 in this cell."""
-        self._islands.made(cell, self._process)
+    def _train(self, worker: Worker, cells: range, place: tuple[int, int]) -> None:
+        """Make the step of one batch. The gradient of this worker is -1 in its own one of these cells."""
+        for cell in cells:
+            self._islands.made(cell, self._process)
         worker.drawn(*place, 1.0, 1)
         worker.optimizers[0].zero_grad()
-        torch.autograd.backward([-tensor[cell] for tensor in worker.parts.tensors])
+        mine = cells[self._process.me.index]
+        torch.autograd.backward([-tensor[mine] for tensor in worker.parts.tensors])
         worker.step()
 
     def _save(self, worker: Worker, epoch: int) -> None:
@@ -271,7 +270,11 @@ class IslandTrial(ElasticTrial):
         self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
         self._left_before = before.left_cells if isinstance(before, IslandTrial) else set[int]()
         self._changed = False
+        self.replicas = GroupReplicas(cluster.nworkers_per_group)
+        self.lags: dict[Address, float] = dict(before.lags) if isinstance(before, IslandTrial) else {}
+        """By worker: seconds by which each of its steps is longer."""
         super().__init__(job, seed, schedule, network_faults, absent, before)
+        self.peers = SimPeers(self.sim, self.transport, self.topology, self._notice_time)
         self.transport.observers.append(self._observe)
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
@@ -309,6 +312,53 @@ class IslandTrial(ElasticTrial):
     def made(self, cell: int, process: WorkerProcess) -> None:
         """A process makes the step of this cell."""
         self._makers.setdefault(cell, set()).add(process)
+
+    # --- faults of one worker of a group ---------------------------------------------------------------------------
+
+    def inject(self, fault: Fault) -> None:
+        """Execute a fault now."""
+        worker = Address(Role.WORKER, fault.group, fault.index)
+        if fault.what is FaultKind.LAG and fault in self._faults:
+            self._faults.remove(fault)
+            self.log.append((self.sim.now, fault))
+            self.lags[worker] = fault.away
+        elif fault.what is FaultKind.CUT and fault.peer >= 0 and fault in self._faults:
+            self._faults.remove(fault)
+            process = self.worker_processes[worker]
+            if self.peers.cut(process, fault.peer):
+                self.log.append((self.sim.now, fault))
+                for each in (process, self.worker_processes[worker._replace(index=fault.peer)]):
+                    self._aways[each] = fault.away
+        else:
+            super().inject(fault)
+
+    @property
+    def had_losses(self) -> bool:
+        """Whether a worker has died, or has lost a connection and will."""
+        return bool(self.deaths or self._aways)
+
+    def kill(self, group: int, away: float, index: int | None = 0) -> None:
+        """Kill one process, and soon after it the others of its group; see `Trial.kill`."""
+        process = None if index is None else self.worker_processes[Address(Role.WORKER, group, index)]
+        if process is None or process.over or self.topology.workers_per_group == 1:
+            super().kill(group, away, index)
+            return
+        turn = self._whole.get(group, 0)
+        self.deaths.append((self.sim.now, group))
+        self._end_one(process)
+        self.peers.end(process)
+
+        def others() -> None:
+            # The launcher ends them when it knows of the death, if nothing else has ended or replaced them.
+            if self._whole.get(group, 0) == turn and self.worker_processes[process.me] is process:
+                self._kill(self.topology.workers(group), away)
+
+        self.sim.at(self._notice_time(), others)
+
+    def leave(self, process: WorkerProcess) -> None:
+        """End a worker of a group that was asked to leave."""
+        self.peers.end(process)
+        super().leave(process)
 
     # --- what the servers have -----------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Simulated workers that train by themselves between rounds of an outer optimizer."""
