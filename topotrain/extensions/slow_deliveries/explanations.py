@@ -78,10 +78,10 @@ SENTENCES: Mapping[FrameworkKind, Mapping[str, str]] = MappingProxyType(
             **_SYNCHRONOUS,
             "push": "{sender} sends {to} its gradient of {part}, step {step}. That unit adds up this part for all "
             "workers: the first half of the all-reduce (reduce-scatter).",
-            "mean": "{sender} returns the mean of all workers' gradients of {part} to {to}, step {step}: the second half "
-            "of the all-reduce (all-gather).",
-            "partial": "{sender} passes {to} a partial sum of the gradients of {part}, step {step}. After the last rank "
-            "the sum is complete.",
+            "mean": "{sender} returns the mean of all workers' gradients of {part} to {to}, step {step}: the second "
+            "half of the all-reduce (all-gather).",
+            "partial": "{sender} passes {to} a partial sum of the gradients of {part}, step {step}. After the last "
+            "rank the sum is complete.",
             "values": "{sender} sends {to} the values of {part} after step {step}. Every unit keeps one part, and all "
             "workers have the whole.",
         },
@@ -89,8 +89,8 @@ SENTENCES: Mapping[FrameworkKind, Mapping[str, str]] = MappingProxyType(
             **_GROUP,
             "push": "{sender} pushes its gradient of {part} to {to}, step {step} of its group. Other groups may have "
             "changed the values since it read them: the gradient is stale by their updates.",
-            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone. "
-            "The other groups have no part in it.",
+            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group "
+            "alone. The other groups have no part in it.",
             "commit": "{sender} tells {to} that its script has called optimizer.step(), step {step} of its group. The "
             "server waits for no other group.",
             "applied": "{sender} tells {to} that step {step} of its group is in the values, together with whatever "
@@ -103,27 +103,28 @@ SENTENCES: Mapping[FrameworkKind, Mapping[str, str]] = MappingProxyType(
             **_SERVER_GROUPS,
             "push": "{sender} pushes its gradient of {part} to {to}, step {step} of its group. The server waits for no "
             "other group.",
-            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group alone.",
+            "mean": "{sender} returns the mean of the gradients of {part} to {to}, step {step}: that of its group "
+            "alone.",
             "commit": "{sender} tells {to} that its script has called optimizer.step(), step {step} of its group. "
             "No lock keeps other groups from their updates.",
             "applied": "{sender} tells {to} that step {step} of its group is in the group's copy of the values. Other "
             "groups change theirs at the same time.",
-            "values": "{sender} sends {to} the present values of {part}, after step {step} of its group. They may be in "
-            "the middle of what other groups do.",
+            "values": "{sender} sends {to} the present values of {part}, after step {step} of its group. They may be "
+            "in the middle of what other groups do.",
         },
         FrameworkKind.ISLANDS: {
             **_GROUP,
             **_SERVER_GROUPS,
-            "gradient": "{sender} sends {to}, which adds up {part} for their group, its gradient (step {step}). Inside a "
-            "group the workers stay together.",
+            "gradient": "{sender} sends {to}, which adds up {part} for their group, its gradient (step {step}). Inside "
+            "a group the workers stay together.",
             "push": "{sender} sends {to} what its group has learned alone about {part}: how far its values have moved "
             "(exchange {step}). The server takes that for a gradient.",
             "mean": "{sender} returns the mean of their group's gradients of {part} to {to} (step {step}).",
             "commit": "{sender} tells {to} that this was all that its group has learned (exchange {step}).",
             "applied": "{sender} tells {to} that the outer optimizer has stepped with what the groups have learned "
             "(exchange {step}).",
-            "values": "{sender} sends {to} the new common values of {part} (exchange {step}). From them the group trains "
-            "alone again.",
+            "values": "{sender} sends {to} the new common values of {part} (exchange {step}). From them the group "
+            "trains alone again.",
         },
     }
 )
