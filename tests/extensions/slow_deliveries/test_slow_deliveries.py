@@ -116,7 +116,7 @@ def test_every_message_has_a_sentence_where_it_occurs(kind: FrameworkKind) -> No
     assert OCCUR[kind] <= SENTENCES[kind].keys() <= ALL_WHATS
     for what, template in SENTENCES[kind].items():
         fields = {name for _, name, _, _ in string.Formatter().parse(template) if name}
-        assert {"sender", "to", "step"} <= fields <= {"who", "to", "step", "part"}, (kind, what)
+        assert {"sender", "to", "step"} <= fields <= {"sender", "to", "step", "part"}, (kind, what)
         text = Explanations(kind, False).sentence(Traveled("worker 0/1", "server 0/0", what, 3, 7))
         assert "worker 0/1" in text and "server 0/0" in text and "3" in text and text.endswith(".") and "{" not in text
 
