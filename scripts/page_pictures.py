@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 NAMES = ("page-map", "page-curves", "page-replay", "page-two-runs", "page-lecture")
 LIMIT_BYTES = 150_000
-WIDTH, HEIGHT = 1120, 760
+WIDTH, HEIGHT = 1280, 860
 _COLORS = 256
-_VICTIM, _SHOWN = "worker 1/0", "worker 0/1"
+_VICTIM, _SHOWN = "worker 1/0", "worker 0/0"
 _STATE = "document.querySelector(\"[data-name='{}']\").dataset.state"
 _HEARD = "document.querySelectorAll(\".event[data-kind='{}']\").length > 0"
 
@@ -86,7 +86,7 @@ def _smaller(png: bytes) -> bytes:
 
 def of_running_job(pictures: Pictures, folder: Path) -> None:
     """Show a job while it runs, and kill one of its workers afterwards."""
-    with _job("downpour", folder, "--epochs", "120") as job:
+    with _job("downpour", folder, "--epochs", "60") as job:
         browser = pictures.browser
         pictures.open(job.address, "light")
         browser.click(f"[data-name='{_SHOWN}']")
@@ -104,7 +104,7 @@ def of_running_job(pictures: Pictures, folder: Path) -> None:
 def of_recorded_jobs(pictures: Pictures, folder: Path) -> None:
     """Show the job with the death again, and beside a second one."""
     browser = pictures.browser
-    with _job("sandblaster", folder, "--epochs", "120") as job:
+    with _job("sandblaster", folder, "--epochs", "60") as job:
         _ended_well(job)
     with watching(_topotrain("watch", "downpour"), folder, "said-watch") as page:
         pictures.open(page.address, "light")
@@ -130,7 +130,8 @@ def of_lecture(pictures: Pictures, folder: Path) -> None:
         browser = pictures.browser
         pictures.open(job.address, "light")
         browser.wait("return !document.getElementById('lecture').hidden")
-        browser.click("#lecture-next")
+        for _ in range(3):
+            browser.click("#lecture-next")
         browser.script("window.scrollTo(0, 0)")
         pictures.take("page-lecture")
 

@@ -245,6 +245,8 @@ def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingReco
     assert answer.text.endswith(f"line 9998\n{EVIL}") and "line 9000\n" not in answer.text
     assert page.get("/api/log?process=server%200/0").text == "of the server"
     assert page.get("/api/log?process=worker+0/1").text == "This machine has no log of it."
+    (logs / "worker-0-1.log").touch()
+    assert page.get("/api/log?process=worker+0/1").text == "", "which the page calls nothing yet"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from topotrain.launch.agent.workspace import LOGS
 _LINES = 200
 
 
-def tail_of(workspace: Path, process: Mapping[str, Any]) -> str:
-    """Return the last lines of a process's log; "" if this machine has none.
+def tail_of(workspace: Path, process: Mapping[str, Any]) -> str | None:
+    """Return the last lines of a process's log; None if this machine has none.
 
     process: an entry of the view's list of processes. Only its role and its numbers are used.
     """
@@ -21,5 +21,8 @@ def tail_of(workspace: Path, process: Mapping[str, Any]) -> str:
     else:
         # That of a server which has moved to another unit comes first: the other one is older.
         names = [f"server-{group}-{index}-in-unit-{unit}.log", f"servers-unit-{unit}.log"]
-    texts = (log_tail(workspace / LOGS / name) for name in names)
-    return "\n".join(next((text for text in texts if text), "").splitlines()[-_LINES:])
+    there = [log for name in names if (log := workspace / LOGS / name).exists()]
+    if not there:
+        return None
+    text = next((text for text in map(log_tail, there) if text), "")
+    return "\n".join(text.splitlines()[-_LINES:])

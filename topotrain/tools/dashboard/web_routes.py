@@ -133,7 +133,7 @@ class PageRoutes:
         if process is None:
             raise HTTPException(404, "no such process")
         text = await asyncio.to_thread(tail_of, run.workspace, process)
-        return PlainTextResponse(text or "This machine has no log of it.")
+        return PlainTextResponse("This machine has no log of it." if text is None else text)
 
     async def act(self, request: Request) -> Response:
         """Send a request to the job of the first run, and return its answer."""

@@ -48,10 +48,13 @@ export class MapView {
 
   /** Show a job at a moment. */
   update(view, t) {
-    if (this._view !== view || this._layout !== view.layoutVersion) this._rebuild(view);
+    const rebuilt = this._view !== view || this._layout !== view.layoutVersion;
+    if (rebuilt) this._rebuild(view);
     this._t = t;
     const slow = view.stragglersAt(t);
     for (const process of view.processes) this._updateProcess(process, t, slow.get(process.name));
+    // Behind the words in the boxes, which make them as high as they are.
+    if (rebuilt) this.measure();
     const now = performance.now();
     if (now - this._drawnAt >= REDRAW_MS) this._draw();
     else this._later ??= setTimeout(() => this._draw(), REDRAW_MS);
@@ -93,7 +96,6 @@ export class MapView {
     if (first) first.tabIndex = 0;
     if (focused) this.focus(focused);
     this._buttons.get(this._selected)?.setAttribute("aria-pressed", "true");
-    this.measure();
   }
 
   _updateProcess(process, t, slow) {
