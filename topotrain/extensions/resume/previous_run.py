@@ -111,21 +111,24 @@ def find(here: Context, worker: Worker) -> PreviousRun:
         first = min(first, past.first_epoch)
     first = first if past is None else max(first, past.closed)
     later, alive, taken, unfinished = None, False, 0, False
-    lead = conditions.get((here.me.group, 0)) or main
+    lead, ahead = conditions.get((here.me.group, 0)) or main, 0
     if returned:
         taken = worker.client.extension(DataClient).applied(-1)
         # The servers count commits, and each is so many calls of `optimizer.step()`.
         steps += taken * here.place.job.cluster.local_steps
         if here.alike:
-            # The states of two workers of a group may be those of two passes.
-            left, _ = worker.client.extension(WorkerStateClient).load(0)
-            lead = lead if left is None else WorkerState.from_bytes(_bytes(left))
+            # The states of two workers of a group may be those of two passes. All begin at the last of these passes, as
+            # they have to ask for batches and values equally often, and all batches of passes before it count.
+            states = worker.client.extension(WorkerStateClient).load_group()
+            known = [None if left is None else WorkerState.from_bytes(_bytes(left)) for left in states]
+            lead, ahead = known[0] or lead, max((state.passes for state in known if state is not None), default=0)
         left, since = worker.client.extension(WorkerStateClient).load(here.me.index)
         # A state of this run is newer than the snapshot's.
         if left is not None:
             before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes
             later = None if since is None else WorkerState.from_bytes(_bytes(since))
+        first = max(first, ahead)
         # The process died behind its first step, and does not know whether the scheduler would have stepped with it.
         if before is not None and later is None and before.schedulers and steps == 1:
             before = replace(before, within=_stepped_within(here, worker))

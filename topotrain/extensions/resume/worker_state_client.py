@@ -47,6 +47,10 @@ class WorkerStateClient(ClientExtension):
         self._channel.wait_until(lambda: self._loaded.keys() >= {EPOCH, SINCE})
         return self._loaded[EPOCH], self._loaded[SINCE]
 
+    def load_group(self) -> list[torch.Tensor | None]:
+        """Return the state of each worker of the group when its last epoch began."""
+        return [self.load(index)[0] for index in range(self._channel.group_size)]
+
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Return memory for a part. Raises ProtocolError for the state of another group."""
         if not isinstance(message, WorkerStatePart):

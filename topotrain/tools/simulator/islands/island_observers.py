@@ -66,6 +66,7 @@ class GroupReplicas:
         """A process has made its n-th step. Raises InvariantViolated."""
         key = process.me.group, process.incarnation, step
         first, seen = self._seen.pop(key, ([], 0))
+        values = [each.detach() for each in values]
         for index, (other, mine) in enumerate(zip(first, values, strict=False)):
             where = (other != mine).nonzero()
             if len(where):
@@ -75,4 +76,4 @@ class GroupReplicas:
                     f"worker of its group as {float(other[at]):g}"
                 )
         if seen + 1 < self._workers:
-            self._seen[key] = (first or [each.detach().clone() for each in values], seen + 1)
+            self._seen[key] = (first or [each.clone() for each in values], seen + 1)

@@ -168,13 +168,15 @@ class IslandScript(TrialScript):
         # Not the time of this machine, which would make two runs of a seed differ.
         client.channel.measure_waits(SimClock(trial.sim))
         worker.start()
+        # In this order, as in a job: when a worker goes on, all of its group know where they begin.
+        rest = self._rest(client)
         if isinstance(inner, GroupOptimizer):
             sender = PeerSender(CrashableSender(trial, process))
             trial.peers.join(process, client, inner.channel(client, sender))
         name = f"{process.me} of incarnation {process.incarnation}"
         observer = IslandObserver(name, worker, trial.batches * trial.epochs * self._workers)
         self._accounting, states = worker, PassStates(client.extension(WorkerStateClient), worker)
-        for epoch in self._rest(client):
+        for epoch in rest:
             begins = True
             for stream, seq, number in self._batches(epoch, False):
                 # A real worker stores its state at the begin of an epoch, and where a snapshot needs it.
@@ -224,11 +226,10 @@ class IslandScript(TrialScript):
             raise Killed
 
     def _rest(self, client: Client) -> range:
-        """The epochs from the one on that the state of an earlier process has."""
-        left = None
-        if self._process.incarnation:
-            left, _ = client.extension(WorkerStateClient).load(self._process.me.index)
-        return self._epochs if left is None else range(int(left.view(torch.int64)), self._trial.epochs)
+        """The epochs from the one on that the state of an earlier process of the group has."""
+        states = client.extension(WorkerStateClient).load_group() if self._process.incarnation else []
+        known = [int(left.view(torch.int64)) for left in states if left is not None]
+        return range(max(known), self._trial.epochs) if known else self._epochs
 
     def _train(self, worker: Worker, cells: range, place: tuple[int, int]) -> None:
         """Make the step of one batch. The gradient of this worker is -1 in its own one of these cells."""
