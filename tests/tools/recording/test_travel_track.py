@@ -43,6 +43,13 @@ def test_a_delta_has_new_messages_only() -> None:
     assert [travel[4] for travel in made.since(cursor)["travels"]] == [2]
 
 
+def test_a_worker_whose_first_message_is_under_way_computes() -> None:
+    made = history()
+    made.add(TimedEvent(1.0, Started("worker 0/0", 7)))
+    made.add(TimedEvent(2.0, push(1)))
+    assert made.view()["states"]["worker 0/0"] == [[1.0, "starting"], [2.0, "computes"]]
+
+
 def test_of_many_messages_the_last_ones_stay() -> None:
     made = history()
     for step in range(1, MOST_TRAVELS + 11):

@@ -267,6 +267,9 @@ class JobHistory:
                 self._enter(process, "finished")
             case Waits():
                 self._enter(process, "waits")
+            # Its first step has not ended: in a slowed job that takes long.
+            case Traveled() if process.is_worker and process.states.now in ("starting", "restarts"):
+                self._enter(process, "computes")
             case Logged():
                 for name, value in process.worker.on_logged(event.values).items():
                     self._point(str(process.address), f"log:{name}", value, event.step)
