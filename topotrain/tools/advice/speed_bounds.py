@@ -1,0 +1,105 @@
+"""Upper bounds of the speed of a layout, by arithmetic: the computing, and the bytes that links must carry.
+
+A bound leaves out all that only a rehearsal knows: waiting, the work of servers, messages. So a layout is never faster
+than its bound, and one whose bound is below the speed of another layout needs no rehearsal.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from topotrain.config.job import Compression
+from topotrain.tools.advice.candidate import Candidate
+from topotrain.tools.probe.probe_file import Probe
+
+_BITS = {Compression.kFp16: 16, Compression.kBf16: 16, Compression.kInt8: 8, Compression.kE3M0: 4}
+_MBIT_BYTES = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedBound:
+    """The most samples per second, and what limits them, in words."""
+
+    samples_per_s: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class BoundEstimate:
+    """The arithmetic of one candidate. slowdown: of a step, by the number of workers on a host."""
+
+    candidate: Candidate
+    probe: Probe
+
+    @cached_property
+    def bytes_per_exchange(self) -> float:
+        """The fewest bytes of all gradients, or of all values, on their way."""
+        trained = sum(parameter.nbytes for parameter in self.probe.model if parameter.trainable)
+        cluster = self.candidate.job.cluster
+        if cluster.compression is Compression.kTopK:
+            # Each element that is sent has an index.
+            return trained * min(1.0, cluster.compression_ratio)
+        return trained * _BITS.get(cluster.compression, 32) / 32
+
+    @property
+    def steps_per_exchange(self) -> int:
+        """Local steps for each time that all parameters are exchanged."""
+        cluster = self.candidate.job.cluster
+        return cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Of a link in each direction; None: not limited."""
+        link = self.candidate.machines.link
+        return None if link is None or link.bandwidth is None else link.bandwidth * _MBIT_BYTES
+
+    def bound(self) -> SpeedBound:
+        """Return the upper bound."""
+        groups = [self._group(group) for group in range(self.candidate.topology.worker_groups)]
+        total = sum(bound.samples_per_s for bound in groups)
+        slowest = min(groups, key=lambda bound: bound.samples_per_s)
+        return min((SpeedBound(total, slowest.limit), *self._servers()), key=lambda bound: bound.samples_per_s)
+
+    def _samples(self) -> int:
+        """Samples of a group's step."""
+        members = self.candidate.topology.workers_per_group
+        return self.probe.batch.size * (members if self.candidate.job.per_worker_batch else 1)
+
+    def _group(self, group: int) -> SpeedBound:
+        """Return the bound of one worker group, with servers that cost nothing."""
+        topology, slow = self.candidate.topology, self.candidate.machines.stragglers
+        members, samples = topology.workers_per_group, self._samples()
+        slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
+        compute_s = self.probe.batch.compute_s(samples // members) * slowest
+        rate = self.link_bytes_per_s
+        if rate is None or topology.synced:
+            return SpeedBound(samples / compute_s, "computing")
+        link_s = max(self._away(group).values()) * self.bytes_per_exchange / self.steps_per_exchange / rate
+        if link_s > compute_s:
+            return SpeedBound(samples / link_s, "the links of its workers")
+        return SpeedBound(samples / compute_s, "computing")
+
+    def _away(self, group: int) -> dict[int, float]:
+        """Return, for each host with workers of a group, the share of the parameters that other hosts have."""
+        topology = self.candidate.topology
+        servers = [topology.host_of(server) for server in topology.servers(topology.server_group_of(group))]
+        hosts = {topology.host_of(worker) for worker in topology.workers(group)}
+        return {host: sum(place != host for place in servers) / len(servers) for host in hosts}
+
+    def _servers(self) -> Iterator[SpeedBound]:
+        """Yield the bound of the busiest host with servers."""
+        topology, rate = self.candidate.topology, self.link_bytes_per_s
+        if rate is None or topology.synced or topology.implicit or topology.collective:
+            return
+        # Bytes that each host's servers receive while each group makes one step.
+        loads: dict[int, float] = {}
+        for group in range(topology.worker_groups):
+            hosts = {topology.host_of(worker) for worker in topology.workers(group)}
+            for server in topology.servers(topology.server_group_of(group)):
+                place = topology.host_of(server)
+                loads[place] = loads.get(place, 0.0) + len(hosts - {place}) / topology.shards
+        busiest = max(loads, key=lambda host: loads[host])
+        seconds = loads[busiest] * self.bytes_per_exchange / self.steps_per_exchange / rate
+        if seconds:
+            samples = self._samples() * topology.worker_groups
+            yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
