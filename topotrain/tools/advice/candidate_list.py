@@ -9,6 +9,7 @@ from topotrain.extensions.replication import replica_placement
 from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
+from topotrain.tools.advice.speed_bounds import slowdown
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.tools.prediction.machines import Machines
@@ -114,16 +115,11 @@ class CandidateSource:
         if self.hosts == 1:
             # One worker has a proposal of its own.
             return tuple(number for number in every if number > 1)
-        speed = {number: number / self.slowdown(number) for number in every}
+        speed = {number: number / slowdown(self.probe, number) for number in every}
         best = max(every, key=lambda number: speed[number])
         if best == 1 or speed[best] > CLEAR * speed[1]:
             return (best,)
         return (1, best)
-
-    def slowdown(self, number: int) -> float:
-        """Return how many times longer a step takes with so many processes on a host; of fewer where unknown."""
-        known = [count for count in self.probe.sharing if count <= number]
-        return self.probe.sharing[max(known)] if known and number > 1 else 1.0
 
     def _check_memory(self, found: Candidate) -> None:
         most = self.machines.memory_bytes

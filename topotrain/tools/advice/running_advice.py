@@ -16,12 +16,13 @@ from topotrain.config.topology import layout
 from topotrain.extensions.elastic.eligibility import leave_refusal
 from topotrain.launch.recovery.resize import resized
 from topotrain.tools.advice.advice import Advice, advise
+from topotrain.tools.advice.advice_reasons import reason
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut
 from topotrain.tools.advice.candidate_list import CandidateSource
 from topotrain.tools.advice.job_measurements import JobMeasurement, MeasuredWorker
 from topotrain.tools.advice.layout_search import Rehearsed, SearchListener
 from topotrain.tools.advice.predictor import Predictor
-from topotrain.tools.advice.speed_bounds import BoundEstimate
+from topotrain.tools.advice.speed_bounds import BoundEstimate, slowdown
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import Prediction
@@ -171,13 +172,14 @@ class RunningComparison:
         scale = median(worker.compute_s / self._probed_s(worker) for worker in workers)
         batch = self.probe.batch
         names = ("forward_s", "backward_s", "other_s", "fixed_s", "per_sample_s")
-        # Waiting for a core is in what the job has measured.
         slower = {name: getattr(batch, name) * scale for name in names}
-        return replace(self.probe, batch=replace(batch, **slower), sharing=dict.fromkeys(self.probe.sharing, 1.0))
+        return replace(self.probe, batch=replace(batch, **slower))
 
     def _probed_s(self, worker: MeasuredWorker) -> float:
+        """Return how long a worker would compute by the probe, beside the others of its host."""
         batch = self.probe.batch
-        return batch.compute_s(max(1, round(worker.samples))) + batch.other_s
+        beside = max(1, len(self.measurement.workers) // self.measurement.hosts)
+        return (batch.compute_s(max(1, round(worker.samples))) + batch.other_s) * slowdown(self.probe, beside)
 
     def _present(self) -> Cluster:
         """Return the block without groups that have left."""
@@ -265,8 +267,6 @@ class RunningComparison:
         candidate = CandidateSource(probe, replace(machines, stragglers={}), job, Wishes()).candidate(Family.OWN, job)
         found = self.predictor.predict(job, probe, machines)
         rehearsed = Rehearsed(replace(candidate, machines=machines), found, BoundEstimate(candidate, probe).bound())
-        from topotrain.tools.advice.advice_reasons import reason
-
         return scale.change(rehearsed, how, reason(rehearsed, ()))
 
 

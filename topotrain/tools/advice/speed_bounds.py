@@ -26,7 +26,7 @@ class SpeedBound:
 
 @dataclass(frozen=True)
 class BoundEstimate:
-    """The arithmetic of one candidate. slowdown: of a step, by the number of workers on a host."""
+    """The arithmetic of one candidate."""
 
     candidate: Candidate
     probe: Probe
@@ -70,6 +70,7 @@ class BoundEstimate:
         topology, slow = self.candidate.topology, self.candidate.machines.stragglers
         members, samples = topology.workers_per_group, self._samples()
         slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
+        slowest *= slowdown(self.probe, self._beside(group))
         compute_s = self.probe.batch.compute_s(samples // members) * slowest
         rate = self.link_bytes_per_s
         if rate is None or topology.synced:
@@ -78,6 +79,18 @@ class BoundEstimate:
         if link_s > compute_s:
             return SpeedBound(samples / link_s, "the links of its workers")
         return SpeedBound(samples / compute_s, "computing")
+
+    def _beside(self, group: int) -> int:
+        """Return how many workers compute on the host of a group's first worker."""
+        topology = self.candidate.topology
+        everywhere = [worker for unit in topology.units for worker in unit.workers]
+        if self.candidate.machines.emulated or len(set(topology.hosts)) <= 1:
+            return len(everywhere)
+        # Each unit has as many workers as any other one.
+        return topology.cluster.nworkers_per_procs * sum(
+            host == topology.host_of(topology.workers(group)[0]) and bool(topology.units[rank].workers)
+            for rank, host in enumerate(topology.hosts)
+        )
 
     def _away(self, group: int) -> dict[int, float]:
         """Return, for each host with workers of a group, the share of the parameters that other hosts have."""
@@ -103,3 +116,9 @@ class BoundEstimate:
         if seconds:
             samples = self._samples() * topology.worker_groups
             yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
+
+
+def slowdown(probe: Probe, number: int) -> float:
+    """Return how many times longer a step takes with so many processes on a host; that of fewer where unknown."""
+    known = [count for count in probe.sharing if count <= number]
+    return probe.sharing[max(known)] if known and number > 1 else 1.0
