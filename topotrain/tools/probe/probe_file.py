@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ProbedMachine:
+class Machine:
     """The machine of a probe: name of its processor, cores that the process may use, memory, operating system."""
 
     cpu: str
@@ -166,7 +166,7 @@ class Probe:
 
     version: int
     made_at: float
-    machine: ProbedMachine
+    machine: Machine
     versions: dict[str, str]
     program: str
     model: tuple[ProbedParameter, ...]
