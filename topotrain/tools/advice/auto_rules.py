@@ -11,10 +11,10 @@ LAYOUT_FIELDS = (
     *("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group"),
     *("nworkers_per_procs", "nservers_per_procs", "server_worker_separate"),
     *("sync_freq", "shares", "max_staleness", "n_push", "n_fetch", "agreement", "moving_rate"),
-    *("engine", "algorithm", "compression", "compression_ratio", "backup"),
+    *("engine", "algorithm", "compression", "compression_ratio", "backup", "replicas"),
     *("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum", "slack", "merge", "pace"),
 )
-"""Of a cluster block. The other fields say where a job runs and what it survives, and stay as they are."""
+"""Of a cluster block. The other fields say where and by which means a job runs, and stay as they are."""
 
 _DEFAULTS = {field.name: field.default for field in fields(Cluster)}
 _CHOSEN = "must be left out with auto: true, which chooses it"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from topotrain.config.job import Apply, ConfigError, Grads, Job, Pull
 from topotrain.extensions.replication import replica_placement
@@ -11,13 +10,12 @@ from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
 from topotrain.tools.advice.speed_bounds import slowdown
 from topotrain.tools.advice.wishes import Wishes
-from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.probe.probe_file import Probe
 
 CLEAR = 1.25
 """A number of workers per host is the only one considered where it computes so many times as fast as any other."""
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +25,6 @@ class CandidateList:
     candidates: tuple[Candidate, ...]
     refused: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
-
-
-class TooLarge(Exception):
-    """A layout that does not fit into the memory of its hosts; the text says by how much."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,6 @@ class CandidateSource:
         """The number of hosts; one where none was given."""
         return max(1, self.machines.hosts)
 
-    @cached_property
-    def schema(self) -> PlannedSchema:
-        """The model, for plans."""
-        optimizer = self.probe.optimizer
-        return PlannedSchema(self.probe.schema(), optimizer.state_factor, optimizer.momentum, (optimizer.name,))
-
     def collect(self) -> CandidateList:
         """Return all candidates. Raises ConfigError for a straggler that no layout has."""
         self._check_stragglers()
@@ -75,11 +63,15 @@ class CandidateSource:
                 if self.wishes.sync and not found.is_exact:
                     changing += 1
                     continue
-                self._check_memory(found)
-            except TooLarge as error:
-                refused.append(LeftOut(found.label, str(error)))
             except ConfigError as error:
                 left_out.append(LeftOut(_words(job), str(error)))
+                continue
+            try:
+                # Before the rehearsals, so that a layout that does not fit is not only mentioned if it would be fast.
+                if self.machines.memory_bytes is not None:
+                    planned_memory(found.job, self.probe, found.machines, found.topology)
+            except ConfigError as error:
+                refused.append(LeftOut(found.label, str(error)))
             else:
                 candidates.setdefault(found.job, found)
         if changing:
@@ -120,19 +112,6 @@ class CandidateSource:
         if best == 1 or speed[best] > CLEAR * speed[1]:
             return (best,)
         return (1, best)
-
-    def _check_memory(self, found: Candidate) -> None:
-        most = self.machines.memory_bytes
-        if most is None:
-            return
-        needed: dict[int, int] = {}
-        for each in plan(found.job, self.schema).memory:
-            host = found.topology.host_of(each.resident)
-            needed[host] = needed.get(host, 0) + each.total
-        fullest = max(needed, key=lambda host: needed[host])
-        if needed[fullest] > most:
-            text = f"host {fullest} needs {needed[fullest] / GB:.3g} GB of training state, and has {most / GB:.3g} GB"
-            raise TooLarge(text)
 
     def _check_stragglers(self) -> None:
         most = self.hosts if self.hosts > 1 else (self.machines.cores or self.probe.machine.cores)

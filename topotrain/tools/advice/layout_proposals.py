@@ -82,7 +82,7 @@ def _over_hosts(hosts: int, workers: int) -> Iterator[Proposal]:
     yield from _downpour(hosts, workers)
     groups = {"nworker_groups": hosts, "nworkers_per_group": workers, "nworkers_per_procs": workers}
     yield from _server_groups({**groups, "nserver_groups": hosts})
-    yield from _islands(groups, hosts)
+    yield from _islands({"nworker_groups": hosts * workers, "nworkers_per_procs": workers}, hosts)
     yield from _compressed(hosts, workers)
 
 
