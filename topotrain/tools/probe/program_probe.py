@@ -70,11 +70,13 @@ class ProbeRequest:
         program: a script, or "-m MODULE".
         args: of the script.
         seconds: that the probe may take, about.
+        forkserver: the socket of a running forkserver; "": the probe starts its own.
     """
 
     program: str
     args: tuple[str, ...] = ()
     seconds: float = 30.0
+    forkserver: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds >= LEAST_S):
@@ -94,9 +96,11 @@ def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         progress.stage("torch is loaded")
         began = time.monotonic()
-        server = stack.enter_context(closing(forkserver.start(folder / "forkserver.log")))
-        client = stack.enter_context(closing(forkserver.ForkserverClient(server.path)))
-        return _Stages(request, progress, folder, server.path, client, began).measure()
+        path = request.forkserver
+        if not path:
+            path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
+        client = stack.enter_context(closing(forkserver.ForkserverClient(path)))
+        return _Stages(request, progress, folder, path, client, began).measure()
 
 
 class _Stages:
