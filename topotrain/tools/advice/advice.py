@@ -115,9 +115,7 @@ def advise(
     search.run(found.candidates)
     if not search.rehearsed:
         raise _nothing(found.candidates, found.refused, search.left_out)
-    return Advice(
-        machines, wanted, tuple(search.rehearsed), found.refused, (*search.left_out, *found.left_out)
-    )
+    return Advice(machines, wanted, tuple(search.rehearsed), found.refused, (*search.left_out, *found.left_out))
 
 
 def host_memory(one: Rehearsed) -> int:
@@ -144,9 +142,7 @@ def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:
     return min(even, key=lambda each: (not each.is_exact, each.prediction.processes, -each.samples_per_s))
 
 
-def _nothing(
-    candidates: Sequence[Candidate], refused: Sequence[LeftOut], left_out: Sequence[LeftOut]
-) -> ConfigError:
+def _nothing(candidates: Sequence[Candidate], refused: Sequence[LeftOut], left_out: Sequence[LeftOut]) -> ConfigError:
     """Return the error of an advice without any layout."""
     if not candidates and refused:
         least = refused[0]

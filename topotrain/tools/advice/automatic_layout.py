@@ -28,10 +28,10 @@ class AutomaticLayout:
     def explain(self) -> str:
         """Return two lines: which layout and why, and the block to write by hand."""
         winner = self.advice.winner
-        bare = without_layout(self.job).cluster
-        given = set(dumps_cluster(bare).splitlines())
-        fields = [line for line in dumps_cluster(self.job.cluster).splitlines() if line not in given]
-        block = " ".join(["cluster {", *fields, "}"]) if fields else "cluster { }"
+        kept = dumps_cluster(without_layout(self.job).cluster).splitlines()
+        # Each field of a synchronous layout is a line below "cluster {".
+        lines = [line for line in dumps_cluster(self.job.cluster).splitlines()[1:-1] if line not in kept]
+        block = " ".join(["cluster {", *(line.strip() for line in lines), "}"])
         rest = [each for each in self.advice.rehearsed if each is not winner]
         following = f"; next: {rest[0].candidate.label}, {speed(rest[0])}" if rest else ""
         return (

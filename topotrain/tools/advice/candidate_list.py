@@ -114,7 +114,9 @@ class CandidateSource:
         return (1, best)
 
     def _check_stragglers(self) -> None:
-        most = self.hosts if self.hosts > 1 else (self.machines.cores or self.probe.machine.cores)
+        cluster = self.job.cluster
+        mine = cluster.nworker_groups * cluster.nworkers_per_group
+        most = self.hosts if self.hosts > 1 else max(self.machines.cores or self.probe.machine.cores, mine)
         what = "host" if self.hosts > 1 else "worker"
         for number in self.machines.stragglers:
             if number >= most:

@@ -77,7 +77,9 @@ def measured(workspace: Path, option: str) -> JobMeasurement:
 
     with closing(RecordedWorkspace(workspace, option)) as recorded:
         if not recorded.runs:
-            raise ConfigError(option, str(workspace), "its job does not run: without --running its layouts are compared")
+            raise ConfigError(
+                option, str(workspace), "its job does not run: without --running its layouts are compared"
+            )
         summary, view = recorded.summary(), recorded.history.view()
     return from_history(summary, view, option, str(workspace))
 
@@ -107,7 +109,7 @@ def from_history(summary: Mapping[str, Any], view: Mapping[str, Any], option: st
 
 def _cluster(view: Mapping[str, Any], option: str, place: str) -> Cluster:
     try:
-        return loads(f"cluster {{ {view['job']['block']} }}", place).cluster
+        return loads(view["job"]["block"], place).cluster
     except ConfigError as error:
         raise ConfigError(option, place, f"the block of its recording cannot be used: {error}") from None
 

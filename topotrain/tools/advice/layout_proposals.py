@@ -161,7 +161,5 @@ def _islands(groups: Mapping[str, Any], servers: int) -> Iterator[Proposal]:
         yield Proposal(Family.ISLANDS, {**base, "sync_freq": ROUNDS[0], "quorum": groups["nworker_groups"] // 2})
 
 
-_OUTER = Updater(
-    type=UpdaterType.kNesterov, momentum=0.9, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=0.7)
-)
+_OUTER = Updater(type=UpdaterType.kNesterov, momentum=0.9, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=0.7))
 """That of DiLoCo (Douillard et al., 2023)."""

@@ -98,7 +98,9 @@ class RunningAdvice:
     def explain(self) -> str:
         """Return the advice as lines."""
         lines = [f"now: {self.present}: {self.measured:,.0f} samples/s measured, {self.predicted:,.0f} predicted"]
-        slow = (f"worker number {number} computes {times:.1f} times as long" for number, times in self.stragglers.items())
+        slow = (
+            f"worker number {number} computes {times:.1f} times as long" for number, times in self.stragglers.items()
+        )
         lines += slow
         for title, found in (("with join and leave:", self.reachable), ("with another block:", self.others[:3])):
             if found:

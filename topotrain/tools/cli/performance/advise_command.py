@@ -66,7 +66,8 @@ def register(app: typer.Typer) -> None:
             str, typer.Option("--cores", metavar="N", help="Of each host; without it as the probed machine has.")
         ] = "",
         memory: Annotated[
-            str, typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused.")
+            str,
+            typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused."),
         ] = "",
         mtbf: Annotated[
             str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")
@@ -145,7 +146,9 @@ def _check_options(
         if probe is None:
             raise BadInput("--running: needs --probe FILE, of the job's program: `topotrain probe PROGRAM --out FILE`")
         if machines.hosts or machines.stragglers or tried or out is not None:
-            raise BadInput("--running: hosts and stragglers are those of the job; leave --hosts, --straggler, --try, --out")
+            raise BadInput(
+                "--running: hosts and stragglers are those of the job; leave --hosts, --straggler, --try, --out"
+            )
         if not is_installed():
             raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
         return
