@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from made_probe import made_probe
+
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.machines import Machines
@@ -17,41 +19,19 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
-from topotrain.tools.probe.probe_file import (
-    Machine,
-    Probe,
-    ProbedBatch,
-    ProbedKernels,
-    ProbedOptimizer,
-    ProbedParameter,
-    ProbedTransport,
-)
+from topotrain.tools.probe.probe_file import Probe, ProbedBatch
 
 MBIT_BYTES = 1e6 / 8
 
 
-def made_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **fields: Any) -> Probe:
+def timed_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **more: Any) -> Probe:
     """A probe of four equal parameters; a sample takes a millisecond, and two processes do not disturb each other."""
-    model = tuple(ProbedParameter(f"p{n}", (elements // 4,), "float32", True, n / 4) for n in range(4))
-    road = ProbedTransport(1e-5, 1e-10, 1e-5, 1e-10, 1e-4)
+    compute = 1e-3 * batch
     usual: dict[str, Any] = {
-        "version": 1,
-        "made_at": 0.0,
-        "machine": Machine("cpu", cores, 16_000_000_000, "Linux"),
-        "versions": {"topotrain": "0.1.0", "torch": "2", "python": "3"},
-        "program": "train.py",
-        "model": model,
-        "batch": ProbedBatch(batch, 0.2e-3 * batch, 0.8e-3 * batch, 1e-4, 1e-4, 0.0, 1e-3, 20, 50 * batch),
-        "spread": 0.05,
-        "optimizer": ProbedOptimizer("SGD", 1.0, 1e-6, 1e-9, 0.9),
-        "kernels": ProbedKernels(1e-6, 1e-10, 1e-10),
-        "transports": {"shm": road, "tcp": road},
-        "worker_step_s": 1e-4,
-        "server_message_s": 1e-5,
+        "batch": ProbedBatch(batch, 0.2 * compute, 0.8 * compute, 1e-4, 1e-4, 0.0, 1e-3, 20, 50 * batch),
         "sharing": {count: 1.0 for count in range(2, cores + 1)},
-        "start_s": 2.0,
     }
-    return Probe(**{**usual, **fields})
+    return made_probe((elements // 4,) * 4, cores=cores, **{**usual, **more})
 
 
 @dataclass

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field, replace
 
 import pytest
-from arithmetic_predictor import ArithmeticPredictor, made_probe
+from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Grads, Job, Link
@@ -27,11 +27,11 @@ EIGHT = Machines(hosts=8, link=Link(bandwidth=100.0, delay=1.0))
 
 
 def source(machines: Machines = EIGHT, job: Job | None = None, sync: bool = False, **probe: int) -> CandidateSource:
-    return CandidateSource(made_probe(**probe), machines, job or Job(), Wishes(sync), job is not None)
+    return CandidateSource(timed_probe(**probe), machines, job or Job(), Wishes(sync), job is not None)
 
 
 def advised(machines: Machines = EIGHT, **more: object) -> Advice:
-    return advise(made_probe(), machines, predictor=ArithmeticPredictor(), **more)  # type: ignore[arg-type]
+    return advise(timed_probe(), machines, predictor=ArithmeticPredictor(), **more)  # type: ignore[arg-type]
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ def test_an_advice_without_any_layout_says_why() -> None:
 
 
 def test_the_number_of_workers_on_a_host_follows_the_measured_times() -> None:
-    fast = replace(made_probe(cores=4), sharing={2: 1.0, 4: 1.1})
-    slow = replace(made_probe(cores=4), sharing={2: 2.0, 4: 4.0})
-    between = replace(made_probe(cores=4), sharing={2: 1.7, 4: 4.0})
+    fast = replace(timed_probe(cores=4), sharing={2: 1.0, 4: 1.1})
+    slow = replace(timed_probe(cores=4), sharing={2: 2.0, 4: 4.0})
+    between = replace(timed_probe(cores=4), sharing={2: 1.7, 4: 4.0})
     found = [CandidateSource(probe, EIGHT, Job(), Wishes()).workers_per_host() for probe in (fast, slow, between)]
     assert found == [(4,), (1,), (1, 2)]
 
@@ -163,7 +163,7 @@ def test_a_straggler_that_no_host_has_is_refused() -> None:
 def test_no_rehearsed_layout_is_faster_than_its_bound(mbit: float, stragglers: dict[int, float]) -> None:
     """With the product's own servers in virtual time, on a small model."""
     machines = Machines(hosts=3, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
-    probe = replace(made_probe(elements=20_000, batch=12), sharing={2: 1.9})
+    probe = replace(timed_probe(elements=20_000, batch=12), sharing={2: 1.9})
     found = CandidateSource(probe, machines, Job(), Wishes()).collect().candidates
     predictor, compared = RehearsalPredictor(), 0
     for each in found:
@@ -195,7 +195,7 @@ class Watch:
 
 
 def search(wishes: Wishes, machines: Machines = EIGHT) -> tuple[LayoutSearch, Watch]:
-    watch, probe = Watch(), made_probe()
+    watch, probe = Watch(), timed_probe()
     found = CandidateSource(probe, machines, Job(), wishes).collect()
     made = LayoutSearch(ArithmeticPredictor(), probe, wishes, watch, watch)
     made.run(found.candidates)
@@ -206,7 +206,7 @@ def search(wishes: Wishes, machines: Machines = EIGHT) -> tuple[LayoutSearch, Wa
 def test_the_search_finds_the_fastest_although_it_leaves_out_much() -> None:
     pruned, _ = search(Wishes(most=1000, within_s=1e9))
     assert any("by arithmetic at most" in each.why for each in pruned.left_out)
-    probe, predictor = made_probe(), ArithmeticPredictor()
+    probe, predictor = timed_probe(), ArithmeticPredictor()
     every = [
         (predictor.predict(each.job, probe, each.machines).samples_per_s, each)
         for each in CandidateSource(probe, EIGHT, Job(), Wishes()).collect().candidates
@@ -242,7 +242,7 @@ class Refusing(ArithmeticPredictor):
 
 
 def test_what_cannot_be_predicted_is_told() -> None:
-    found = advise(made_probe(), EIGHT, wishes=Wishes(most=1000), predictor=Refusing())
+    found = advise(timed_probe(), EIGHT, wishes=Wishes(most=1000), predictor=Refusing())
     assert all(each.candidate.job.cluster.max_staleness is None for each in found.rehearsed)
     assert any("max_staleness" in each.what for each in found.left_out)
 
@@ -253,7 +253,7 @@ def test_a_mistake_in_a_predictor_is_not_hidden() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        advise(made_probe(), EIGHT, predictor=Broken())
+        advise(timed_probe(), EIGHT, predictor=Broken())
 
 
 # ---- the advice ------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_of_equally_fast_layouts_the_one_that_changes_nothing_is_taken() -> None
 def test_a_reason_names_the_busy_resource_and_what_more_servers_do_to_it() -> None:
     gigabit = replace(EIGHT, link=Link(bandwidth=1000.0))
     candidates = source(gigabit, sync=True).collect().candidates
-    rehearsal = LayoutSearch(ArithmeticPredictor(), made_probe(), Wishes(True))
+    rehearsal = LayoutSearch(ArithmeticPredictor(), timed_probe(), Wishes(True))
     for each in candidates:
         if each.family is Family.SANDBLASTER and each.job.cluster.server_worker_separate:
             rehearsal.run([each])
@@ -314,7 +314,7 @@ def test_the_text_has_a_row_and_a_reason_for_each_layout_and_the_verdict() -> No
 
 
 def test_an_unknown_error_is_called_so() -> None:
-    found = advise(made_probe(), EIGHT, predictor=ArithmeticPredictor(error=None))
+    found = advise(timed_probe(), EIGHT, predictor=ArithmeticPredictor(error=None))
     assert "± unknown" in explain(found)
     assert found.as_data()["winner"]["error"] is None
 

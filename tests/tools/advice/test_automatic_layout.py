@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from arithmetic_predictor import ArithmeticPredictor, made_probe
+from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
@@ -70,7 +70,7 @@ def test_a_cluster_without_a_layout_cannot_be_laid_out() -> None:
 
 def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand() -> None:
     job = replace(AUTO, cluster=replace(AUTO.cluster, transport="kTcp", slice_bytes=65536))  # type: ignore[arg-type]
-    found = choose(job, made_probe(cores=2), ArithmeticPredictor())
+    found = choose(job, timed_probe(cores=2), ArithmeticPredictor())
     by_hand = Cluster(
         nworkers_per_group=2,
         nworkers_per_procs=2,
@@ -90,7 +90,7 @@ def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand() -> 
 
 
 def test_the_block_that_is_shown_gives_the_same_job() -> None:
-    found = choose(AUTO, made_probe(cores=4), ArithmeticPredictor())
+    found = choose(AUTO, timed_probe(cores=4), ArithmeticPredictor())
     first, second = found.explain().splitlines()
     assert first.startswith(f"auto: {found.advice.winner.candidate.label}: ")
     assert "samples/s ± 8 %" in first and "; next: " in first
@@ -101,7 +101,7 @@ def test_the_block_that_is_shown_gives_the_same_job() -> None:
 
 def test_only_layouts_that_compute_the_same_are_looked_at() -> None:
     predictor = ArithmeticPredictor()
-    choose(AUTO, made_probe(cores=8), predictor)
+    choose(AUTO, timed_probe(cores=8), predictor)
     assert predictor.asked
     assert {job.cluster.nworker_groups for job in predictor.asked} == {1}
     assert all(job.cluster.outer is None and job.cluster.compression.value == "kNone" for job in predictor.asked)
@@ -109,7 +109,7 @@ def test_only_layouts_that_compute_the_same_are_looked_at() -> None:
 
 def test_an_emulated_link_is_taken_into_account() -> None:
     job = replace(AUTO, cluster=job_file.loads("cluster { auto: true link { bandwidth: 1 } }").cluster)
-    found = choose(job, made_probe(cores=2), ArithmeticPredictor())
+    found = choose(job, timed_probe(cores=2), ArithmeticPredictor())
     # One unit needs no link.
     assert len(layout(found.job.cluster).units) == 1
     assert found.job.cluster.link == job.cluster.link

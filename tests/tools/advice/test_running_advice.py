@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from arithmetic_predictor import ArithmeticPredictor, made_probe
+from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
@@ -46,7 +46,7 @@ def measured(made: JobHistory) -> JobMeasurement:
 
 
 def compared(measurement: JobMeasurement, job: Job | None = None, **probe: Any) -> RunningAdvice:
-    comparison = RunningComparison(measurement, made_probe(**probe), Machines(), job or Job(), ArithmeticPredictor())
+    comparison = RunningComparison(measurement, timed_probe(**probe), Machines(), job or Job(), ArithmeticPredictor())
     return comparison.compare(Wishes())
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_has_just_begun_says_when_to_ask_again() -> None:
 
 def test_the_probe_is_brought_to_what_the_job_says() -> None:
     found = measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.2), waits=0.0))
-    probe = RunningComparison(found, made_probe(), Machines(), Job(), ArithmeticPredictor()).calibrated()
+    probe = RunningComparison(found, timed_probe(), Machines(), Job(), ArithmeticPredictor()).calibrated()
     # By the probe 64 ms of computing and 0.1 ms beside it; by the job 200 ms.
     assert probe.batch.per_sample_s == pytest.approx(1e-3 * 200 / 64.1, rel=0.02)
     assert probe.batch.compute_s(SAMPLES) + probe.batch.other_s == pytest.approx(0.2, rel=0.02)

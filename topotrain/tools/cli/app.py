@@ -44,7 +44,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
-from topotrain.tools.cli.performance import advise_command, probe_command
+from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.lecture import check_lecture
@@ -239,7 +239,7 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 def _takes_program(command: str) -> bool:
     # After the program of `chaos`, `probe` or `advise` its own options go on, so the script's need a "--" there. The
     # others have no program.
-    return command not in ("jobs", "store", "chaos", "probe", "advise", "simulate", "watch", "report")
+    return command not in ("jobs", "store", "chaos", "predict", "probe", "advise", "simulate", "watch", "report")
 
 
 def _version(wanted: bool) -> None:
@@ -626,3 +626,4 @@ simulate.register(app)
 setup_commands.register(app)
 watch.register(app)
 probe_command.register(app)
+predict_command.register(app)

@@ -27,10 +27,13 @@ class OperationCosts:
     Args:
         kernels: plain operations.
         optimizer: a fused kernel of an optimizer.
+        coded: messages are encoded. Otherwise the calls of the few operations for a message are in the probe's time
+            of a message.
     """
 
-    def __init__(self, kernels: ProbedKernels, optimizer: ProbedOptimizer) -> None:
+    def __init__(self, kernels: ProbedKernels, optimizer: ProbedOptimizer, coded: bool = False) -> None:
         self._kernels, self._optimizer = kernels, optimizer
+        self._call_s = kernels.operation_s if coded else 0.0
 
     def seconds(self, name: str, view: bool, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
         """Return the seconds of an operation.
@@ -47,8 +50,8 @@ class OperationCosts:
         if name in _COPIES:
             # A copy reads as much as it writes, and the probe has seconds for each byte that is copied.
             written = made or tensors[: max(1, len(tensors) // 2)]
-            return kernels.operation_s + kernels.copy_byte_s * sum(each.nbytes for each in written)
-        return kernels.operation_s + kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
+            return self._call_s + kernels.copy_byte_s * sum(each.nbytes for each in written)
+        return self._call_s + kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
 
     def optimizer_s(self, values: Sequence[torch.Tensor]) -> float:
         """Return the seconds of one call of the optimizer's kernel for these values."""
@@ -56,10 +59,13 @@ class OperationCosts:
 
 
 class WorkMeter:
-    """Seconds of a core that one thread of a process has worked, and has not spent yet."""
+    """Seconds of a core that one thread of a process has worked, and has not spent yet.
 
-    def __init__(self, costs: OperationCosts) -> None:
-        self._costs = costs
+    optimizes: its optimizer counts. That of a script is in the probe's time of a step.
+    """
+
+    def __init__(self, costs: OperationCosts, optimizes: bool = True) -> None:
+        self._costs, self._optimizes = costs, optimizes
         self._counting = False
         self.pending = 0.0
 
@@ -88,7 +94,7 @@ class WorkMeter:
 
     def note_optimizer(self, values: Sequence[torch.Tensor]) -> None:
         """Count a call of an optimizer's kernel, if operations count now."""
-        if self._counting:
+        if self._counting and self._optimizes:
             self.pending += self._costs.optimizer_s(values)
 
 

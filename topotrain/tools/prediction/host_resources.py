@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from topotrain.comm.emulation.link import AHEAD_S, EmulatedRoute, Meter, piece_bytes
 from topotrain.config.job import Link
@@ -28,7 +29,7 @@ def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
     if not sharing:
         return plain
     known = sorted({1: 1.0, **sharing}.items())
-    for (low, before), (high, after) in zip(known, known[1:]):
+    for (low, before), (high, after) in pairwise(known):
         if low <= processes <= high:
             return before + (after - before) * (processes - low) / (high - low)
     most, factor = known[-1]

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from topotrain.config.topology import Address
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
 from topotrain.tools.prediction.counted_operations import CountedOperations, OperationCosts, WorkMeter
@@ -62,7 +61,7 @@ class ProcessWork:
         self, name: str, sim: Simulation, cores: HostCores, costs: OperationCosts, on_script: bool = False
     ) -> None:
         self.name, self.cores = name, cores
-        self.meter, self.script_meter = WorkMeter(costs), WorkMeter(costs)
+        self.meter, self.script_meter = WorkMeter(costs), WorkMeter(costs, optimizes=False)
         self.handling = False
         """Whether a message is being handled at this moment of the virtual time."""
         self.busy = False
@@ -195,8 +194,3 @@ class VirtualClock(Clock):
     def thread(self) -> str:
         """As `Clock.thread`."""
         return "messages" if self._work.handling else "MainThread"
-
-
-def process_name(address: Address) -> str:
-    """Return the name of an endpoint in a prediction, such as "server 0/1"."""
-    return str(address)

@@ -5,9 +5,10 @@ product's code. Only the transport, the cores, the clock and the script's comput
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from topotrain.config.job import Job, TransportChoice
+from topotrain.config.job import Compression, Job, TransportChoice
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
@@ -79,7 +80,7 @@ class Rehearsal(SimCluster, StepObserver):
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
         self.cores: dict[int, HostCores] = {}
-        self._costs = OperationCosts(probe.kernels, probe.optimizer)
+        self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
         self._shares = job.cluster.transport is not TransportChoice.kTcp
         super().__init__(job, seed, None, probe.schema())
         factors = self._factors()
@@ -108,11 +109,7 @@ class Rehearsal(SimCluster, StepObserver):
         self.links = HostLinks(self.sim, topology, self.machines.link)
         self.routes = Routes(topology, self.probe, self.links, self.cores_of)
         self.messages = MessageRecords(topology.worker_groups == 1)
-        cluster = self.job.cluster
-        # What a plain worker does is in the probe's time of a step. What these add is not.
-        counts = cluster.outer is not None or cluster.n_push > 1 or cluster.n_fetch > 1
-        self.worker_counts = counts or cluster.compression.value != "kNone"
-        transport = RehearsedTransport(self.sim, self.probe, self.routes, self.messages, self.worker_counts)
+        transport = RehearsedTransport(self.sim, self.probe, self.routes, self.messages)
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
                 transport.employ(me, self._employ(me))
@@ -213,9 +210,7 @@ class Rehearsal(SimCluster, StepObserver):
     def run(self) -> "Rehearsal":
         """Run until all workers have made their steps."""
         for script in self.scripts:
-            self.sim.actor(str(script.me), lambda script=script: script.run(self.worker_counts, self))  # type: ignore[misc]
-        try:
+            self.sim.actor(str(script.me), lambda script=script: script.run(self))  # type: ignore[misc]
+        with suppress(_Enough):
             self.sim.run(_LIMIT_S)
-        except _Enough:
-            pass
         return self

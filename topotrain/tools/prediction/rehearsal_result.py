@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
@@ -70,7 +71,7 @@ class RehearsalResult:
         for script in self._rehearsal.scripts:
             for record in script.records[self._first :]:
                 cuts, last = self._cuts(script.me, record)
-                rows.append(tuple(end - begin for begin, end in zip(cuts, cuts[1:])))
+                rows.append(tuple(end - begin for begin, end in pairwise(cuts)))
                 if last is not None:
                     waited[last] += cuts[3] - cuts[2]
         compute, push, wait, apply, pull = (fmean(column) for column in zip(*rows, strict=True))

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from topotrain.comm.transport import Endpoint
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.job import Link, TransportChoice
@@ -125,16 +127,16 @@ class Routes:
 class CountedEndpoint(Endpoint):
     """An endpoint of which the operations count. work: of its process."""
 
-    def __init__(self, endpoint: Endpoint, work: ProcessWork, counts: bool) -> None:
-        self._endpoint, self._work, self._counts = endpoint, work, counts
+    def __init__(self, endpoint: Endpoint, work: ProcessWork) -> None:
+        self._endpoint, self._work = endpoint, work
 
-    def place(self, sender: Address, message: Message, viewable: bool) -> "object":  # type: ignore[override]
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """As `Endpoint.place`."""
         return self._endpoint.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
         """As `Endpoint.handle`."""
-        with self._work.meter.counting(self._counts):
+        with self._work.meter.counting():
             self._endpoint.handle(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -150,15 +152,11 @@ class RehearsedTransport(SimulatedTransport):
         probe: has the costs.
         routes: between the endpoints.
         records: of what is sent.
-        worker_counts: whether operations of workers count beside what the probe has of a step.
     """
 
-    def __init__(
-        self, sim: Simulation, probe: Probe, routes: Routes, records: MessageRecords, worker_counts: bool
-    ) -> None:
+    def __init__(self, sim: Simulation, probe: Probe, routes: Routes, records: MessageRecords) -> None:
         super().__init__(sim, PERFECT)
         self._sim, self._probe, self._routes, self._records = sim, probe, routes, records
-        self._worker_counts = worker_counts
         self._work: dict[Address, ProcessWork] = {}
 
     def employ(self, me: Address, work: ProcessWork) -> None:
@@ -167,8 +165,7 @@ class RehearsedTransport(SimulatedTransport):
 
     def attach(self, me: Address, resident: Endpoint) -> str:
         """As `SimulatedTransport.attach`."""
-        counts = me.role is Role.SERVER or self._worker_counts
-        return super().attach(me, CountedEndpoint(resident, self._work[me], counts))
+        return super().attach(me, CountedEndpoint(resident, self._work[me]))
 
     def _viewable(self, me: Address, to: Address) -> bool:
         return self._routes.between(me, to).viewable

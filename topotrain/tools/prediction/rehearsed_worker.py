@@ -172,8 +172,8 @@ class RehearsedWorker:
         lo, hi = cut(size, workers, self._job.cluster.shares)[self.me.index]
         return hi - lo
 
-    def run(self, counts: bool, step_over: "StepObserver") -> None:
-        """Make steps. counts: operations of the worker count. step_over: is told of each step."""
+    def run(self, observer: "StepObserver") -> None:
+        """Make steps. observer: is told of each."""
         with CountedOperations(self._work.script_meter):
             worker = self._open()
             order = self._order(worker.parts)
@@ -183,9 +183,9 @@ class RehearsedWorker:
             number = 0
             while True:
                 worker.drawn(stream, number, float(max(1, self.samples)), self.samples)
-                self.records.append(self._step(worker, order, counts))
+                self.records.append(self._step(worker, order))
                 number += 1
-                step_over.step_over(self)
+                observer.step_over(self)
 
     def _open(self) -> Worker:
         cluster = self._job.cluster
@@ -208,7 +208,7 @@ class RehearsedWorker:
         # Backward goes the other way.
         return [(tensor, share) for share, tensor in sorted(trained, key=lambda each: -each[0])]
 
-    def _step(self, worker: Worker, order: Sequence[tuple[nn.Parameter, float]], counts: bool) -> StepRecord:
+    def _step(self, worker: Worker, order: Sequence[tuple[nn.Parameter, float]]) -> StepRecord:
         work, batch, spans = self._work, self._probe.batch, self._client.channel.spans
         begun, number = work.now(), worker.committed
         scale = batch.compute_s(self.samples) / batch.compute_s(batch.size) * self._drawn()
@@ -223,11 +223,12 @@ class RehearsedWorker:
         for parameter, share in order:
             chain = _Ready.apply(chain, parameter, step, share)  # type: ignore[no-untyped-call]
         spans.since("forward")
-        with work.script_meter.counting(counts):
+        with work.script_meter.counting():
             torch.autograd.backward(chain)
             spans.since("backward")
             work.script_meter.add(self._probe.worker_step_s)
-            if worker.runs_optimizers:
+            # Other kernels than fused ones count by themselves.
+            if worker.runs_optimizers and worker.optimizers[0].defaults.get("fused"):
                 work.script_meter.add(batch.optimizer_s)
             work.spend()
             outcome = worker.step()
