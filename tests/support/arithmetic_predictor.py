@@ -1,6 +1,6 @@
 """A probe that is made up, and a predictor whose figures are plain arithmetic, for tests of advice."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from made_probe import made_probe
@@ -27,11 +27,9 @@ MBIT_BYTES = 1e6 / 8
 def timed_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **more: Any) -> Probe:
     """A probe of four equal parameters; a sample takes a millisecond, and two processes do not disturb each other."""
     compute = 1e-3 * batch
-    usual: dict[str, Any] = {
-        "batch": ProbedBatch(batch, 0.2 * compute, 0.8 * compute, 1e-4, 1e-4, 0.0, 1e-3, 20, 50 * batch),
-        "sharing": {count: 1.0 for count in range(2, cores + 1)},
-    }
-    return made_probe((elements // 4,) * 4, cores=cores, **{**usual, **more})
+    times = ProbedBatch(batch, 0.2 * compute, 0.8 * compute, 1e-4, 1e-4, 0.0, 1e-3, 20, 50 * batch)
+    sharing = dict.fromkeys(range(2, cores + 1), 1.0)
+    return replace(made_probe((elements // 4,) * 4, cores=cores), batch=times, sharing=sharing, **more)
 
 
 @dataclass

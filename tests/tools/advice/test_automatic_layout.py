@@ -52,7 +52,7 @@ def test_a_field_that_it_decides_is_refused_by_name(name: str) -> None:
 
 def test_an_outer_optimizer_is_refused() -> None:
     outer = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
-    with pytest.raises(ConfigError, match="cluster.outer.*left out with auto: true"):
+    with pytest.raises(ConfigError, match=r"cluster\.outer.*left out with auto: true"):
         job_file.loads(f"cluster {{ auto: true {outer} }}")
     assert {*OTHERS, "outer"} == set(LAYOUT_FIELDS)
 
@@ -64,7 +64,9 @@ def test_fields_of_the_job_that_need_a_layout_are_refused(more: str) -> None:
 
 
 def test_a_cluster_without_a_layout_cannot_be_laid_out() -> None:
-    with pytest.raises(ConfigError, match="cluster.auto = true: has no layout before it is measured: `topotrain run`"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.auto = true: has no layout before it is measured: `topotrain run`"
+    ):
         layout(AUTO.cluster)
 
 

@@ -1,4 +1,7 @@
-"""Why a layout is as fast as it is, in one sentence that a user can check with `topotrain predict` and `run --profile`."""
+"""Why a layout is as fast as it is, in one sentence.
+
+A user can check it with `topotrain predict` and `topotrain run --profile`.
+"""
 
 from collections.abc import Sequence
 

@@ -58,9 +58,9 @@ def error_in_words(one: Rehearsed) -> str:
 def _units(advice: Advice) -> str:
     where = "to other hosts" if advice.machines.hosts > 1 else "between processes"
     text = (
-        f"memory: training state on the fullest host, without activations and torch itself. traffic: sent {where} by all "
-        "processes for each step of a worker. staleness: mean and most, in updates. changes: what makes the updates "
-        "others than those of one process"
+        "memory: training state on the fullest host, without activations and torch itself. "
+        f"traffic: sent {where} by all processes for each step of a worker. staleness: mean and most, in updates. "
+        "changes: what makes the updates others than those of one process"
     )
     return "\n".join(_wrapped(text, ""))
 

@@ -24,6 +24,6 @@ class RehearsalPredictor:
 
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
         """As `Predictor.predict`."""
-        from topotrain.tools.prediction.predict_job import predict
+        from topotrain.tools.prediction.predict import predict
 
         return predict(job, probe, machines, self._seed)

@@ -67,7 +67,7 @@ class RehearsalResult:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[StepParts, tuple[Wait, ...]]:
-        rows, waited = list[tuple[float, ...]](), dict[Address, float](defaultdict(float))
+        rows, waited = list[tuple[float, ...]](), defaultdict[Address, float](float)
         for script in self._rehearsal.scripts:
             for record in script.records[self._first :]:
                 cuts, last = self._cuts(script.me, record)
