@@ -7,7 +7,7 @@ import pytest
 from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config import job_file
-from topotrain.config.job import Cluster, ConfigError, Grads, Job, Link
+from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, Link
 from topotrain.config.topology import layout
 from topotrain.tools.advice.advice import Advice, advise
 from topotrain.tools.advice.advice_text import explain, job_text
@@ -158,24 +158,21 @@ def test_a_straggler_that_no_host_has_is_refused() -> None:
 # ---- bounds and search -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mbit", [10.0, 100.0, 10_000.0])
-@pytest.mark.parametrize("stragglers", [{}, {1: 4.0}])
+@pytest.mark.parametrize(("mbit", "stragglers"), [(20.0, {}), (10_000.0, {1: 4.0})])
 def test_no_rehearsed_layout_is_faster_than_its_bound(mbit: float, stragglers: dict[int, float]) -> None:
     """With the product's own servers in virtual time, on a small model."""
     machines = Machines(hosts=3, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
-    probe = replace(timed_probe(elements=20_000, batch=12), sharing={2: 1.9})
+    probe = replace(timed_probe(elements=20_000, batch=12), sharing={2: 2.0})
     found = CandidateSource(probe, machines, Job(), Wishes()).collect().candidates
-    predictor, compared = RehearsalPredictor(), 0
+    predictor, compared = RehearsalPredictor(), set()
     for each in found:
-        try:
-            prediction = predictor.predict(each.job, probe, each.machines)
-        except ConfigError:
+        if each.job.cluster.compression is not Compression.kNone:
             continue
-        compared += 1
-        # A spread of 5 % makes some rehearsals a little faster than the mean.
-        assert prediction.samples_per_s <= BoundEstimate(each, probe).bound().samples_per_s * 1.03, each.label
+        prediction = predictor.predict(each.job, probe, each.machines)
+        compared.add(each.family)
+        assert prediction.samples_per_s <= BoundEstimate(each, probe).bound().samples_per_s * 1.001, each.label
         assert prediction.same_as_one_process is each.is_exact
-    assert compared > 15
+    assert compared == set(Family) - {Family.OWN, Family.HYBRID, Family.COMPRESSED}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from topotrain.config.job import Compression
+from topotrain.config.job import Compression, Grads, Pull
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.probe.probe_file import Probe
 
@@ -75,10 +75,27 @@ class BoundEstimate:
         rate = self.link_bytes_per_s
         if rate is None or topology.synced:
             return SpeedBound(samples / compute_s, "computing")
-        link_s = max(self._away(group).values()) * self.bytes_per_exchange / self.steps_per_exchange / rate
+        link_s = max(self._away(group).values()) * self._received / self.steps_per_exchange / rate
+        if self._waits:
+            # What comes back of a step comes after its forward, and before the next one.
+            link_s += compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
         if link_s > compute_s:
             return SpeedBound(samples / link_s, "the links of its workers")
         return SpeedBound(samples / compute_s, "computing")
+
+    @property
+    def _received(self) -> float:
+        """The fewest bytes that come back to the workers of a host, for each exchange of all parameters."""
+        job, members = self.candidate.job, self.candidate.topology.workers_per_group
+        # The script sees the mean of its group before the values.
+        means = job.grads is Grads.kVisible and members > 1 and job.cluster.outer is None
+        return self.bytes_per_exchange * (2 if means else 1)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether each step waits for the values of the one before."""
+        job = self.candidate.job
+        return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
 
     def _beside(self, group: int) -> int:
         """Return how many workers compute on the host of a group's first worker."""
@@ -104,7 +121,7 @@ class BoundEstimate:
         topology, rate = self.candidate.topology, self.link_bytes_per_s
         if rate is None or topology.synced or topology.implicit or topology.collective:
             return
-        # Bytes that each host's servers receive while each group makes one step.
+        # Copies of all parameters that the servers of each host send while each group makes one step.
         loads: dict[int, float] = {}
         for group in range(topology.worker_groups):
             hosts = {topology.host_of(worker) for worker in topology.workers(group)}
@@ -112,7 +129,7 @@ class BoundEstimate:
                 place = topology.host_of(server)
                 loads[place] = loads.get(place, 0.0) + len(hosts - {place}) / topology.shards
         busiest = max(loads, key=lambda host: loads[host])
-        seconds = loads[busiest] * self.bytes_per_exchange / self.steps_per_exchange / rate
+        seconds = loads[busiest] * self._received / self.steps_per_exchange / rate
         if seconds:
             samples = self._samples() * topology.worker_groups
             yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
