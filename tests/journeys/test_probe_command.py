@@ -74,7 +74,7 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
         ("sys.exit(3)", "pass", "exit code 3"),
         ("tt.epochs = lambda count: range(1)", "pass", "made no step with the optimizer"),
         ("tt.epochs = lambda count: range(1)", "optimizer.step(); break", "made 1 step"),
-        ("raise ValueError('no data')", "pass", "ValueError: no data (line 11)"),
+        ("raise ValueError('no data')", "pass", "ValueError: no data (line 12)"),
     ],
 )
 def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str, before: str, step: str, words: str) -> None:

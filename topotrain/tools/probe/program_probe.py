@@ -145,7 +145,7 @@ class _Stages:
             kernels=ProbedKernels(**kernels["kernels"]),
             transports=transports,
             worker_step_s=job.worker_step_s(shm),
-            server_message_s=job.server_message_s(shm, optimizer),
+            server_message_s=job.server_message_s(optimizer),
             sharing=sharing,
             start_s=self._loaded_s + job.start_s + script_s,
         )
