@@ -106,7 +106,7 @@ class Demands:
 
         # The time of the fastest group at which the busiest resource has no pause.
         low, high = 0.0, max(need, *alone)
-        if used(low or min(alone)) <= 1:
+        if used(0.0) <= 1:
             return list(alone)
         for _ in range(100):
             middle = (low + high) / 2

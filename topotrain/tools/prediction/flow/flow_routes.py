@@ -1,16 +1,16 @@
 """Who sends to whom: sets of equal processes, and what each member of one sends to each member of another.
 
-A set of ten thousand workers is one object. `expanded` names all pairs, for layouts that are small.
+A set of ten thousand workers is one object. `expanded` names all pairs, which is for small layouts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from topotrain.config.topology import Address, Role
-from topotrain.tools.prediction.flow.flow_frames import NOTHING, Parcel
+from topotrain.tools.prediction.flow.flow_frames import Parcel
 
 Ranks = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ Data leases, and the begin and the end of a job, belong to no step.
 import math
 from collections.abc import Iterator, Sequence
 
-from topotrain.config.job import Agreement, Apply, ConfigError, Grads, Job
+from topotrain.config.job import Agreement, Apply, ConfigError, Grads, Job, Pull
 from topotrain.config.topology import Topology
 from topotrain.core import protocol as m
 from topotrain.extensions.group_averaging.averaging_messages import PairTaken
@@ -57,15 +57,17 @@ def _group_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterato
     # By shard, because all server groups have equal ones.
     held = [shapes.of_shard(shard) for shard in range(topology.shards)]
     sent = [_sent(job, topology, each) for each in held]
-    received = [_received(job, topology, each) for each in held]
+    apart = [_received(job, topology, each) for each in held]
+    inside = [_announced(job, topology, each) for each in held]
     for sg in range(topology.server_groups):
         groups = topology.worker_groups_of(sg)
         summed = {group: used_units(job, topology, group) for group in groups}
-        plain = tuple(group for group in groups if not summed[group])
-        alike = workers(plain, range(topology.workers_per_group))
-        for shard in range(topology.shards) if plain else ():
-            yield Flow(alike, server(sg, shard), sent[shard])
-            yield Flow(server(sg, shard), alike, received[shard])
+        seeing = {group for group in groups if not summed[group] and topology.sees_memory(group)}
+        for received, these in ((inside, seeing), (apart, set(groups) - seeing - {g for g in groups if summed[g]})):
+            alike = workers(tuple(sorted(these)), range(topology.workers_per_group))
+            for shard in range(topology.shards) if these else ():
+                yield Flow(alike, server(sg, shard), sent[shard])
+                yield Flow(server(sg, shard), alike, received[shard])
         yield from vote_routes(topology, sg, len(groups) / job.cluster.n_push)
         for group, units in summed.items():
             if units:
@@ -90,6 +92,22 @@ def _received(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parc
     if visible(job, topology) and job.apply is not Apply.kOnArrival:
         found += total([frames.mean(shape) for shape in held]) + frames.backward_reduced(len(held))
     return found
+
+
+def _announced(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
+    """What a worker gets from the server of these buckets, if it sees its memory: no bodies."""
+    found = frames.APPLIED.times(1 / job.cluster.n_push)
+    if visible(job, topology) and job.apply is not Apply.kOnArrival:
+        pieces = sum(shape.pieces for shape in held)
+        trained = any(shape.trained for shape in held)
+        # The means are in the worker's memory already.
+        found += framed(m.BackwardReduced(0, 0, frames.bits(len(held)), frames.bits(pieces) if trained else b""))
+    whole = framed(m.Values(0, -1, 0))
+    if job.pull is Pull.kLazy:
+        # Workers wait for each bucket by itself.
+        found += total([framed(m.Values(0, 0, 0)) for shape in held if shape.trained]) + whole
+    pushes, fetches = job.cluster.n_push, job.cluster.n_fetch
+    return found + whole.times(1 / fetches - 1 / math.lcm(pushes, fetches))
 
 
 # --- between server groups -------------------------------------------------------------------------------------------
