@@ -15,7 +15,7 @@ from topotrain.extensions.host_sums.host_units import used_units
 from topotrain.tools.prediction.flow import flow_frames as frames
 from topotrain.tools.prediction.flow.flow_collectives import depth
 from topotrain.tools.prediction.flow.flow_costs import Computing, Costs
-from topotrain.tools.prediction.flow.flow_frames import BucketShape, BucketShapes, Parcel
+from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_votes import commit_to
 
 
@@ -246,7 +246,7 @@ class StepPipeline:
     def _show(self, now: float, number: int) -> None:
         self._values[number] = self._shown = max(self._shown, now)
 
-    # --- the decision --------------------------------------------------------------------------------------------------
+    # --- the decision ------------------------------------------------------------------------------------------------
 
     def _commits_s(self) -> float:
         """A worker sends its commit to each server."""
