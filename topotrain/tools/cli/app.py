@@ -44,6 +44,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
+from topotrain.tools.cli.performance import predict_command, probe_command
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
@@ -235,8 +236,9 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 
 
 def _takes_program(command: str) -> bool:
-    # After the program of `chaos` its own options go on, so the script's need a "--" there. The others have no program.
-    return command not in ("jobs", "store", "chaos", "simulate", "watch", "report")
+    # After the program of `chaos` or `probe` its own options go on, so the script's need a "--" there. The others have
+    # no program.
+    return command not in ("jobs", "store", "chaos", "predict", "probe", "simulate", "watch", "report")
 
 
 def _version(wanted: bool) -> None:
@@ -617,3 +619,5 @@ elastic_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
 watch.register(app)
+probe_command.register(app)
+predict_command.register(app)

@@ -1,0 +1,88 @@
+"""What was sent in a rehearsal: bytes and messages of each step, and when contributions were there."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+
+_CONTRIBUTIONS = (m.Push, m.BackwardEnd, m.GradientOverride)
+"""Messages that a step of a group waits for. A commit comes at the end of a wait for a mean."""
+
+
+@dataclass(slots=True)
+class PairTraffic:
+    """What one endpoint has sent to another one, by the step to which it belongs (-1: to none)."""
+
+    nbytes: Counter[int] = field(default_factory=Counter)
+    messages: Counter[int] = field(default_factory=Counter)
+
+    def of_steps(self, steps: range) -> tuple[float, float]:
+        """Return bytes and messages for each of these steps, as a mean."""
+        count = max(1, len(steps))
+        return sum(self.nbytes[step] for step in steps) / count, sum(self.messages[step] for step in steps) / count
+
+
+class MessageRecords:
+    """The messages of a rehearsal.
+
+    one_group: there is one worker group, so that a step's number names one step of the job.
+    """
+
+    def __init__(self, one_group: bool) -> None:
+        self._one_group = one_group
+        self.pairs: dict[tuple[Address, Address], PairTraffic] = defaultdict(PairTraffic)
+        """What has a step's number, by sender and receiver."""
+        self.others: dict[tuple[Address, Address], list[tuple[float, int]]] = defaultdict(list)
+        """Time and bytes of messages without one."""
+        self._there: dict[tuple[int, int], dict[Address, float]] = defaultdict(dict)
+        self._pushed: dict[tuple[Address, int], float] = {}
+        self._answered: dict[tuple[Address, int], float] = {}
+
+    def sent(self, me: Address, to: Address, message: m.Message, nbytes: int, now: float) -> None:
+        """A message between two processes is sent."""
+        step = step_of(message)
+        between_servers = me.role is to.role is Role.SERVER
+        if step is None or (between_servers and not self._one_group):
+            self.others[me, to].append((now, nbytes))
+            return
+        pair = self.pairs[me, to]
+        pair.nbytes[step] += nbytes
+        pair.messages[step] += 1
+
+    def left(self, me: Address, to: Address, message: m.Message, now: float) -> None:
+        """A message has left its process."""
+        step = step_of(message)
+        if step is not None and me.role is Role.SERVER and to.role is Role.WORKER:
+            self._answered[to, step] = now
+
+    def arrived(self, me: Address, to: Address, message: m.Message, now: float) -> None:
+        """A message is at its receiver."""
+        step = step_of(message)
+        if step is not None and me.role is Role.WORKER and isinstance(message, _CONTRIBUTIONS):
+            self._there[me.group, step][me] = now
+            self._pushed[me, step] = now
+
+    def pushed(self, worker: Address, step: int) -> float | None:
+        """Return when the last contribution of a worker to a step was at its receiver."""
+        return self._pushed.get((worker, step))
+
+    def answered(self, worker: Address, step: int) -> float | None:
+        """Return when the last message about a step has left a server for a worker."""
+        return self._answered.get((worker, step))
+
+    def contributions(self, group: int, step: int) -> Mapping[Address, float]:
+        """Return by worker when its last contribution to a step of a group was there."""
+        return self._there.get((group, step), {})
+
+
+def step_of(message: m.Message) -> int | None:
+    """Return the number of the step of a worker group to which a message belongs; None: it has none."""
+    if isinstance(message, m.StepDecision) and message.change:
+        return None
+    step = getattr(message, "step", None)
+    if step is None:
+        # The values of a step have its number as their round.
+        step = getattr(message, "round", None) if isinstance(message, m.Values) else None
+    return step if isinstance(step, int) and step >= 0 else None

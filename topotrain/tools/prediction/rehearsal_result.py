@@ -1,0 +1,135 @@
+"""The prediction of a rehearsal that has run: times, parts of a step, waits, busy resources, and links."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import fmean, median
+
+from topotrain.config.topology import Address, Role
+from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.prediction import (
+    BusyResource,
+    LinkLoad,
+    Method,
+    Prediction,
+    Staleness,
+    StepParts,
+    Wait,
+)
+from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord
+
+_SHOWN_WAIT_S = 1e-6
+
+
+class RehearsalResult:
+    """What a rehearsal has shown. rehearsal: it has run."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self._first = rehearsal.measured.start
+        self._steps = [record for script in rehearsal.scripts for record in script.records[self._first :]]
+
+    def prediction(self) -> Prediction:
+        """Return the prediction. Raises ConfigError where a host has too little memory, or failures end the job."""
+        rehearsal = self._rehearsal
+        job, topology = rehearsal.job, rehearsal.topology
+        times = sorted(record.ended - record.begun for record in self._steps)
+        parts, waits = self._parts()
+        start_s = rehearsal.probe.start_s + max(script.records[0].begun for script in rehearsal.scripts)
+        return Prediction(
+            topology.framework,
+            processes_of(topology),
+            median(times),
+            quantile(times, 0.95),
+            sum(script.samples * self._rate(script) for script in rehearsal.scripts),
+            parts,
+            waits,
+            tuple(self._busiest()),
+            tuple(self._links()),
+            tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
+            self._staleness(),
+            start_s,
+            goodput(job, topology, rehearsal.machines, rehearsal.probe.start_s),
+            Method.REHEARSAL,
+            None,
+            same_as_one_process(job),
+            rehearsal.sim.seed,
+        )
+
+    def _rate(self, script: RehearsedWorker) -> float:
+        """Return the steps of a worker per second."""
+        measured = script.records[self._first :]
+        return len(measured) / (measured[-1].ended - measured[0].begun)
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> tuple[StepParts, tuple[Wait, ...]]:
+        rows, waited = list[tuple[float, ...]](), dict[Address, float](defaultdict(float))
+        for script in self._rehearsal.scripts:
+            for record in script.records[self._first :]:
+                cuts, last = self._cuts(script.me, record)
+                rows.append(tuple(end - begin for begin, end in pairwise(cuts)))
+                if last is not None:
+                    waited[last] += cuts[3] - cuts[2]
+        compute, push, wait, apply, pull = (fmean(column) for column in zip(*rows, strict=True))
+        found = [Wait(str(worker), seconds / len(rows)) for worker, seconds in waited.items()]
+        waits = sorted((each for each in found if each.seconds > _SHOWN_WAIT_S), key=lambda each: -each.seconds)
+        return StepParts(compute, push, apply, pull, wait), tuple(waits)
+
+    def _cuts(self, me: Address, record: StepRecord) -> tuple[tuple[float, ...], Address | None]:
+        """Return begin, computed, pushed, waited, applied and end of a step, and who was waited for."""
+        messages, step = self._rehearsal.messages, record.number
+        there = messages.contributions(me.group, step)
+        last = max(there, key=lambda worker: there[worker], default=None)
+        moments = (
+            messages.pushed(me, step) if record.exchanged else None,
+            None if last is None or last == me or not record.exchanged else there[last],
+            messages.answered(me, step) if record.exchanged else None,
+        )
+        cuts = [record.begun, record.computed]
+        for moment in moments:
+            # In their order: what was over before the backward takes no time of its own.
+            cuts.append(min(max(cuts[-1], moment or 0.0), record.ended))
+        return (*cuts, record.ended), None if last == me else last
+
+    def _staleness(self) -> Staleness:
+        seen = sorted(float(value) for record in self._steps for value in record.staleness)
+        return Staleness(fmean(seen), quantile(seen, 0.95), seen[-1]) if seen else Staleness(0.0, 0.0, 0.0)
+
+    # --- resources ---------------------------------------------------------------------------------------------------
+
+    def _busiest(self) -> Sequence[BusyResource]:
+        before, after = self._rehearsal.warm, self._rehearsal.use()
+        assert before is not None
+        seconds = max(after.time - before.time, 1e-12)
+        shares = {name: (busy - before.busy.get(name, 0.0)) / seconds for name, busy in after.busy.items()}
+        return [
+            BusyResource(name, min(1.0, share)) for name, share in sorted(shares.items(), key=lambda each: -each[1])
+        ]
+
+    def _links(self) -> Iterator[LinkLoad]:
+        rehearsal, messages = self._rehearsal, self._rehearsal.messages
+        begun = rehearsal.warm.time if rehearsal.warm is not None else 0.0
+        mean = fmean(len(script.records) - self._first for script in rehearsal.scripts)
+        steps = {script.me: self._steps_of(script) for script in rehearsal.scripts}
+        for me, to in sorted(messages.pairs.keys() | messages.others.keys()):
+            # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
+            worker = next((end for end in (me, to) if end.role is Role.WORKER), rehearsal.workers[0])
+            nbytes, count = messages.pairs[me, to].of_steps(steps[worker]) if (me, to) in messages.pairs else (0.0, 0.0)
+            rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
+            nbytes, count = nbytes + sum(rest) / mean, count + len(rest) / mean
+            if count:
+                yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
+
+    def _steps_of(self, script: RehearsedWorker) -> range:
+        """Return the numbers of the group's steps in which a worker's measured steps were."""
+        measured = script.records[self._first :]
+        return range(measured[0].number, measured[-1].number + 1)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of sorted values does not exceed."""
+    return values[min(len(values) - 1, max(0, round(share * len(values)) - 1))]
