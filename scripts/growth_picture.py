@@ -13,7 +13,7 @@ from pathlib import Path
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.monitor.loss_plot import COLORS, DASHES, MARKERS, MISSING, available
-from topotrain.tools.prediction.growth_curves import FRAMEWORKS, HOSTS, LINKS, GrowthPoint, growth, reference_probe
+from topotrain.tools.prediction.flow.growth_curves import FRAMEWORKS, HOSTS, LINKS, GrowthPoint, growth, reference_probe
 from topotrain.tools.probe.probe_file import load_probe
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "growth.svg"

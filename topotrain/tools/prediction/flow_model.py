@@ -14,10 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from topotrain.config.job import Compression, Job
+from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import slice_map_for
-from topotrain.tools.plan.layout_plan import PlannedSchema, plan
+from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.flow.flow_costs import Costs
 from topotrain.tools.prediction.flow.flow_demands import Demands
 from topotrain.tools.prediction.flow.flow_frames import NOTHING, BucketShapes, Parcel
@@ -27,18 +27,18 @@ from topotrain.tools.prediction.flow.flow_pipeline import StepPipeline, StepTime
 from topotrain.tools.prediction.flow.flow_routes import Flow, Route
 from topotrain.tools.prediction.flow.flow_traffic import refuse_unknown, step_routes
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
     Method,
     Prediction,
-    ProcessMemory,
     Staleness,
     StepParts,
     Wait,
 )
+from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
 from topotrain.tools.probe.probe_file import Probe
-from topotrain.tools.simulator.goodput import ChipFailures
 
 MOST_PAIRS = 64
 """Processes up to which each pair that exchanges messages is named."""
@@ -81,9 +81,9 @@ class FlowModel:
     """
 
     def __init__(self, job: Job, probe: Probe, machines: Machines) -> None:
-        refuse_unknown(job)
         self.job, self.probe, self.machines = job, probe, machines.with_job(job)
         self.topology = self.machines.topology(job)
+        refuse_unknown(job, self.topology)
         self.places = Places(self.topology)
 
     @cached_property
@@ -186,7 +186,8 @@ class FlowModel:
         if cluster.outer is None:
             pushing = times.end / cluster.n_push
             return pushing + (times.slowest + self.probe.worker_step_s) * (1 - 1 / cluster.n_push)
-        local = times.slowest + self._inside_s
+        # Servers have no part in the other steps.
+        local = times.slowest
         exchange = max(0.0, times.end - times.slowest)
         if cluster.quorum:
             exchange = self._push_s(times)
@@ -198,32 +199,19 @@ class FlowModel:
         """Seconds of a worker for an exchange for which it does not wait."""
         return max(0.0, times.committed - times.slowest)
 
-    @cached_property
-    def _inside_s(self) -> float:
-        """Seconds in which the workers of a group with an outer optimizer add up the gradients of a step."""
-        if self.topology.workers_per_group == 1:
-            return 0.0
-        inner = [r for r in self.routes if isinstance(r, Flow) and r.senders.role is r.receivers.role]
-        mine = [r for r in inner if r.senders.role.name == "WORKER" and r.senders.groups[0] == 0]
-        loads = Loads(self.places).take(mine)
-        far = Parcel(loads.sent_far.messages[0], loads.sent_far.nbytes[0])
-        near = Parcel(loads.sent_near.messages[0], loads.sent_near.nbytes[0])
-        work = self.costs.send_s(far, False) + self.costs.send_s(near, True)
-        return self.costs.seconds(far.nbytes) + 2 * (self.costs.delay_s if far.messages else 0.0) + 2 * work
-
     # --- the result --------------------------------------------------------------------------------------------------
 
     @cached_property
     def samples_per_s(self) -> float:
         """Samples per second of the whole job."""
-        return sum(len(kind.groups) * self.costs.group_samples / kind.step_s for kind in self.steps)
+        return sum(len(kind.groups) * sum(self.costs.samples) / kind.step_s for kind in self.steps)
 
     def prediction(self) -> Prediction:
         """Return all that is predicted."""
         step = _median([(kind.step_s, len(kind.groups)) for kind in self.steps])
         return Prediction(
             framework=self.topology.framework,
-            processes=len(set(self.places.process)),
+            processes=processes_of(self.topology),
             step_s=step,
             step_p95_s=_quantile([(kind.late_s, len(kind.groups)) for kind in self.steps], 0.95),
             samples_per_s=self.samples_per_s,
@@ -231,13 +219,13 @@ class FlowModel:
             waits=tuple(self._waits()),
             busiest=tuple(self._busiest(step)),
             links=tuple(self.links()),
-            memory=self._memory(),
+            memory=tuple(planned_memory(self.job, self.probe, self.machines, self.topology)),
             staleness=self._staleness(),
             start_s=self.probe.start_s,
-            goodput=self._goodput(),
+            goodput=goodput(self.job, self.topology, self.machines, self.probe.start_s),
             method=Method.FLOW,
             error=None,
-            same_as_one_process=self._same(),
+            same_as_one_process=same_as_one_process(self.job),
         )
 
     def _parts(self) -> StepParts:
@@ -301,15 +289,6 @@ class FlowModel:
                     found[sender, receiver] = found.get((sender, receiver), NOTHING) + parcel
         return found
 
-    def _memory(self) -> tuple[ProcessMemory, ...]:
-        planned = PlannedSchema(
-            self.probe.schema(),
-            self.probe.optimizer.state_factor,
-            self.probe.optimizer.momentum,
-            (self.probe.optimizer.name,),
-        )
-        return tuple(ProcessMemory(str(each.resident), each.total) for each in plan(self.job, planned).memory)
-
     def _staleness(self) -> Staleness:
         topology, cluster = self.topology, self.job.cluster
         sharing = len(topology.worker_groups_of(0))
@@ -326,23 +305,6 @@ class FlowModel:
             found = [(min(late, float(most)), weight) for late, weight in found]
         mean = sum(late * weight for late, weight in found) / sum(weight for _, weight in found)
         return Staleness(mean, math.ceil(_quantile(found, 0.95)), math.ceil(max(late for late, _ in found)))
-
-    def _goodput(self) -> float | None:
-        """The share of the time that is left of failures of hosts."""
-        if self.machines.mtbf_s is None:
-            return None
-        failures = ChipFailures(self.places.hosts, self.machines.mtbf_s, self.probe.start_s, base=0.0)
-        return failures.formula(self._islands)
-
-    @property
-    def _islands(self) -> int:
-        """How many parts of the job stand still by themselves after a failure."""
-        return 1 if self._in_step else self.topology.worker_groups
-
-    def _same(self) -> bool:
-        cluster = self.job.cluster
-        lossless = cluster.compression is Compression.kNone and cluster.n_push == 1
-        return self.topology.worker_groups == 1 and lossless and cluster.outer is None and not cluster.backup
 
 
 def _name_of(route: Route) -> str:

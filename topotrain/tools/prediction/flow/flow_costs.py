@@ -1,6 +1,7 @@
 """What messages and kernels cost, by a probe."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -8,8 +9,10 @@ from statistics import NormalDist
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Topology
 from topotrain.tools.prediction.flow.flow_frames import Parcel
+from topotrain.tools.prediction.host_resources import slowdown
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
+from topotrain.training.data.sampling import cut
 
 _BITS = 8
 
@@ -47,7 +50,7 @@ class Costs:
         return self.probe.transports["tcp"].latency_s + (0.0 if link is None else link.delay / 1000)
 
     def seconds(self, nbytes: float) -> float:
-        """How long so many bytes take a link."""
+        """Return how long so many bytes take a link."""
         return nbytes / self.rate
 
     # --- cores -----------------------------------------------------------------------------------------------------
@@ -60,11 +63,8 @@ class Costs:
     @cached_property
     def crowding(self) -> float:
         """How many times slower a worker computes because of the others on its host."""
-        workers, known = self.workers_on_host, self.probe.sharing
-        if workers in known:
-            return known[workers]
-        fitting = [factor for count, factor in known.items() if count <= min(workers, self.cores)]
-        return max(fitting, default=1.0) * max(1.0, workers / self.cores)
+        known = self.probe.sharing if self.cores == self.probe.machine.cores else {}
+        return slowdown(self.workers_on_host, self.cores, known)
 
     def send_s(self, parcel: Parcel, near: bool) -> float:
         """Seconds of a core of the sender."""
@@ -94,30 +94,24 @@ class Costs:
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def samples(self, index: int) -> float:
-        """Samples in a step of a worker with this number in its group."""
-        cluster, size = self.job.cluster, self.probe.batch.size
-        if self.job.per_worker_batch:
-            return size
-        if cluster.shares:
-            return size * cluster.shares[index] / sum(cluster.shares)
-        return size / cluster.nworkers_per_group
-
-    @property
-    def group_samples(self) -> float:
-        """Samples in a step of a worker group."""
-        return sum(self.samples(index) for index in range(self.topology.workers_per_group))
+    @cached_property
+    def samples(self) -> Sequence[int]:
+        """Samples in a step of each worker of a group."""
+        size, workers = self.probe.batch.size, self.topology.workers_per_group
+        if self.job.per_worker_batch or workers == 1:
+            return [size] * workers
+        return [hi - lo for lo, hi in cut(size, workers, self.job.cluster.shares)]
 
     def computing(self, worker: Address) -> "Computing":
         """The computing of a worker in a step."""
-        batch = self.probe.batch
+        batch, samples = self.probe.batch, self.samples[worker.index]
         number = worker.group * self.topology.workers_per_group + worker.index
         slower = self.machines.stragglers.get(number, 1.0) * self.crowding
-        both = batch.compute_s(round(self.samples(worker.index)) or 1)
-        forward = batch.forward_s / ((batch.forward_s + batch.backward_s) or 1.0)
+        scale = slower * batch.compute_s(samples) / batch.compute_s(batch.size)
         # With an outer optimizer the script's own makes its steps here.
-        own = batch.other_s + (batch.optimizer_s if self.job.cluster.outer is not None else 0.0)
-        return Computing((own + both * forward) * slower, both * (1 - forward) * slower)
+        own = batch.optimizer_s if self.job.cluster.outer is not None else 0.0
+        script = (batch.other_s * samples / batch.size + own) * self.crowding
+        return Computing(script + batch.forward_s * scale, batch.backward_s * scale)
 
     def slowest_of(self, workers: int) -> float:
         """The median, over the mean, of the time of the slowest of so many equal workers."""

@@ -11,13 +11,6 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.extensions.outer_optimizer.grace.grace_window import has_windows
 from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime
-from topotrain.extensions.outer_optimizer.groups.group_messages import (
-    PeerBackwardEnd,
-    PeerGradient,
-    PeerMean,
-    PeerPause,
-)
-from topotrain.extensions.outer_optimizer.groups.group_reduction import shares_of
 from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound, StepTime
 from topotrain.extensions.outer_optimizer.rounds import fragments_of
 from topotrain.tools.prediction.flow import flow_frames as frames
@@ -38,37 +31,19 @@ def in_fragments(job: Job, schema: Sequence[Parameter]) -> tuple[Parameter, ...]
 
 def island_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterator[Route]:
     """All that is sent in a mean step."""
-    cluster, size = job.cluster, topology.workers_per_group
-    pushes, groups = 1 / cluster.local_steps, range(topology.worker_groups)
-    pusher = _pushers(shapes, cluster.fragments, size)
+    cluster, pushes = job.cluster, 1 / job.cluster.local_steps
+    everyone = workers(range(topology.worker_groups), (0,))
     for shard in range(topology.shards):
-        buckets = shapes.map.buckets_of(shard)
         held = shapes.of_shard(shard)
-        # In the steps between two exchanges of a fragment each other one is exchanged once.
+        # In `sync_freq` steps each fragment is exchanged once.
+        sent = total([frames.push(shape) for shape in held]).times(1 / cluster.sync_freq)
         values = total([frames.values(shape) for shape in held]).times(1 / cluster.sync_freq)
-        for index in range(size):
-            mine = [shapes.all[bucket.id] for bucket in buckets if pusher[bucket.id] == index]
-            sent = total([frames.push(shape) for shape in mine]).times(1 / cluster.sync_freq)
-            sent += commit_to(held).times(pushes)
-            yield Flow(workers(groups, (index,)), server(0, shard), sent)
-        yield Flow(server(0, shard), workers(groups, range(size)), values + frames.APPLIED.times(pushes))
-    yield from vote_routes(topology, 0, len(groups) * pushes)
+        yield Flow(everyone, server(0, shard), sent + commit_to(held).times(pushes))
+        yield Flow(server(0, shard), everyone, values + frames.APPLIED.times(pushes))
+    yield from vote_routes(topology, 0, topology.worker_groups * pushes)
     told, answered = _about_rounds(job)
-    yield Flow(workers(groups, range(size)), server(0, 0), told.times(pushes))
-    yield Flow(server(0, 0), workers(groups, range(size)), answered.times(pushes))
-    for group in groups if size > 1 else ():
-        yield from _inside(shapes, group, size, pushes)
-
-
-def _pushers(shapes: BucketShapes, fragments: int, size: int) -> Sequence[int]:
-    """Return the worker of a group that pushes each bucket."""
-    found = [0] * len(shapes.all)
-    for fragment in range(fragments):
-        numbers = [number for number, shape in enumerate(shapes.all) if shape.fragment == fragment]
-        shares = shares_of([shapes.all[number].nbytes for number in numbers], size)
-        for number, index in zip(numbers, shares, strict=True):
-            found[number] = index
-    return found
+    yield Flow(everyone, server(0, 0), told.times(pushes))
+    yield Flow(server(0, 0), everyone, answered.times(pushes))
 
 
 def _about_rounds(job: Job) -> tuple[Parcel, Parcel]:
@@ -80,18 +55,3 @@ def _about_rounds(job: Job) -> tuple[Parcel, Parcel]:
     if has_windows(job.cluster):
         told += framed(ExchangeTime(0, 1.0))
     return told, answered
-
-
-def _inside(shapes: BucketShapes, group: int, size: int, pushes: float) -> Iterator[Route]:
-    """Gradients that the workers of a group add up among themselves, in each step."""
-    whole = shapes.all
-    adder = shares_of([shape.nbytes for shape in whole], size)
-    everyone = workers((group,), range(size))
-    for index in range(size):
-        mine = [shape for shape, by in zip(whole, adder, strict=True) if by == index and shape.trained]
-        parts = total([framed(PeerGradient(0, 0, 1.0, frames.bits(each.pieces)), each.nbytes) for each in mine])
-        means = total([framed(PeerMean(0, 0, frames.bits(each.pieces)), each.nbytes) for each in mine])
-        yield Flow(everyone, workers((group,), (index,)), parts)
-        yield Flow(workers((group,), (index,)), everyone, means)
-    end = framed(PeerBackwardEnd(0, 0, 1.0, frames.bits(len(whole)), 0, False, OWN_TURN, 1))
-    yield Flow(everyone, everyone, end + framed(PeerPause(0, 0, False)).times(pushes))

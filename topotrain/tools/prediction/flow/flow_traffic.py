@@ -22,18 +22,15 @@ from topotrain.tools.prediction.flow.flow_host_sums import host_sum_routes
 from topotrain.tools.prediction.flow.flow_islands import island_routes
 from topotrain.tools.prediction.flow.flow_routes import Flow, Route, server, servers, workers
 from topotrain.tools.prediction.flow.flow_votes import commit_to, vote_routes
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check
 
 
-def refuse_unknown(job: Job) -> None:
-    """Raise ConfigError for a job whose messages this model does not know."""
-    cluster = job.cluster
-    why = "is predicted for up to 64 processes only"
-    if cluster.backup:
-        raise ConfigError("cluster.backup", cluster.backup, why)
-    if cluster.replicas > 1:
-        raise ConfigError("cluster.replicas", cluster.replicas, why)
-    if job.splits:
-        raise ConfigError("partition", None, why)
+def refuse_unknown(job: Job, topology: Topology) -> None:
+    """Raise ConfigError for a job of which this model does not know the messages."""
+    check(job, topology)
+    if job.cluster.backup:
+        accepted = f"must be 0 in a job of more than {MOST_PROCESSES} workers and servers, or it cannot be predicted"
+        raise ConfigError("cluster.backup", job.cluster.backup, accepted)
 
 
 def step_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Sequence[Route]:
