@@ -100,6 +100,9 @@ class Costs:
         size, workers = self.probe.batch.size, self.topology.workers_per_group
         if self.job.per_worker_batch or workers == 1:
             return [size] * workers
+        if not self.job.cluster.shares and workers > size:
+            # As `cut` does, which tries all numbers of workers one after another.
+            return [1] * size + [0] * (workers - size)
         return [hi - lo for lo, hi in cut(size, workers, self.job.cluster.shares)]
 
     def computing(self, worker: Address) -> "Computing":
