@@ -107,7 +107,7 @@ def check_sums(model: FlowModel, pairs: Pairs) -> None:
     assert np.allclose(model.loads.received_far.nbytes, received_far)
 
 
-# --- the named layouts -------------------------------------------------------------------------------------------------
+# --- the named layouts -----------------------------------------------------------------------------------------------
 
 LINKED = {"link": FAST}
 NAMED: Mapping[str, dict[str, Any]] = {
@@ -206,7 +206,7 @@ def test_hosts_with_several_units() -> None:
     compare(job, Machines(hosts=2))
 
 
-# --- any layout --------------------------------------------------------------------------------------------------------
+# --- any layout ------------------------------------------------------------------------------------------------------
 
 
 def divisors(number: int) -> Sequence[int]:
@@ -251,7 +251,7 @@ def test_any_layout(job: Job) -> None:
     compare(job, Machines())
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_a_job_with_backup_workers_is_refused() -> None:
