@@ -3,6 +3,7 @@
 The other side is the exact rehearsal: each process for itself, with the real server, client and worker.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,22 +49,22 @@ Pairs = Mapping[tuple[Address, Address], tuple[float, float]]
 def rehearsed(job: Job, machines: Machines) -> tuple[Rehearsal, Pairs]:
     """Run a job exactly. Returns bytes and messages between each two processes in a mean step."""
     rehearsal = Rehearsal(job, probe_of(), machines).run()
-    first = rehearsal.scripts[0]
+    cluster = job.cluster
     # From the end of a step to that of a later one, whole rounds apart.
-    period = max(1, job.cluster.sync_freq, job.cluster.n_push, job.cluster.n_fetch)
+    period = math.lcm(cluster.sync_freq, cluster.n_push, cluster.n_fetch)
     begin = rehearsal.measured.start
-    end = begin + (len(first.records) - 1 - begin) // period * period
-    moments = first.records[begin - 1].ended, first.records[end - 1].ended
+    end = begin + (min(len(script.records) for script in rehearsal.scripts) - 1 - begin) // period * period
+    records = {script.me: script.records for script in rehearsal.scripts}
     found = {}
     for pair in rehearsal.messages.pairs.keys() | rehearsal.messages.others.keys():
-        worker = next((each for each in pair if each.role is Role.WORKER), first.me)
-        # The numbers of the commits of these steps.
+        of_worker = records[next((each for each in pair if each.role is Role.WORKER), rehearsal.workers[0])]
+        # The numbers of the commits of these steps, and the time of what has none.
+        steps = range(of_worker[begin].number, of_worker[end].number)
+        since, until = of_worker[begin - 1].ended, of_worker[end - 1].ended
         numbered = rehearsal.messages.pairs.get(pair)
-        records = next(script.records for script in rehearsal.scripts if script.me == worker)
-        steps = range(records[begin].number, records[end].number)
         nbytes = sum(numbered.nbytes[step] for step in steps) if numbered else 0
         count = sum(numbered.messages[step] for step in steps) if numbered else 0
-        rest = [size for time, size in rehearsal.messages.others.get(pair, ()) if moments[0] <= time < moments[1]]
+        rest = [size for time, size in rehearsal.messages.others.get(pair, ()) if since <= time < until]
         found[pair] = (nbytes + sum(rest)) / (end - begin), (count + len(rest)) / (end - begin)
     return rehearsal, {pair: amounts for pair, amounts in found.items() if amounts[1]}
 

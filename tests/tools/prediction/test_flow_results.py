@@ -23,7 +23,9 @@ OUTER = Updater(type=UpdaterType.kNesterov, momentum=0.9, learning_rate=LRGen(ty
 def step_s(cluster: Mapping[str, Any], grads: Grads = Grads.kHidden, apply: Apply = Apply.kAtStep) -> float:
     """The step of a model of which only the exchange takes time."""
     probe = without_growth(probe_of(model_of(MEGABYTES), 0.0005, 0.0005))
-    job = Job(cluster=Cluster(**cluster), grads=grads, apply=apply, per_worker_batch=True)
+    # Small slices: the last one of a server has to go to all workers when all others are through.
+    block = Cluster(slice_bytes=1 << 15, **cluster)
+    job = Job(cluster=block, grads=grads, apply=apply, per_worker_batch=True)
     return FlowModel(job, probe, Machines(link=GIGABIT)).steps[0].step_s
 
 
@@ -109,7 +111,8 @@ def test_chance_makes_the_slowest_of_many_slower() -> None:
     def slowest(workers: int) -> float:
         probe = without_growth(probe_of(model_of(0.1, 4), 0.1, 0.2, spread=0.1))
         cluster = Cluster(nworkers_per_group=workers, nservers_per_group=1, server_worker_separate=True)
-        return FlowModel(Job(cluster=cluster, per_worker_batch=True), probe, Machines()).steps[0].step_s
+        machines = Machines(link=Link(bandwidth=100_000.0))
+        return FlowModel(Job(cluster=cluster, per_worker_batch=True), probe, machines).steps[0].step_s
 
     # The median of the largest of 100 standard normal numbers is 2.46.
     assert slowest(100) / slowest(1) == pytest.approx(1.246, rel=WITHIN)

@@ -97,6 +97,8 @@ class BucketShapes:
 
     def __init__(self, slice_map: SliceMap, cluster: Cluster) -> None:
         self.map = slice_map
+        # A worker with an optimizer of its own pushes what has changed, and not what has a gradient.
+        self._pushes_all = cluster.outer is not None
         kind, replies = cluster.compression, cluster.compression
         if kind is Compression.kE3M0:
             # As `message_filter`: means and values are read by all workers, and take two bytes.
@@ -119,7 +121,7 @@ class BucketShapes:
         self, bucket: Bucket, push: Callable[[int], int], mean: Callable[[int], int], values: Callable[[int], int]
     ) -> BucketShape:
         slice_map, count, space = self.map, bucket.hi - bucket.lo, self.map.spaces[bucket.space]
-        trained = any(
+        trained = self._pushes_all or any(
             slice_map.parameters[slice_map.segments[piece.segment].parameter].trainable for piece in bucket.pieces
         )
         size = count * space.itemsize

@@ -23,10 +23,9 @@ def in_fragments(job: Job, schema: Sequence[Parameter]) -> tuple[Parameter, ...]
     """Return the parameters with the number of their fragment, as the servers' optimizers have them."""
     if job.cluster.outer is None or job.cluster.fragments == 1:
         return tuple(schema)
-    trained = [index for index, parameter in enumerate(schema) if parameter.trainable]
-    found = fragments_of([schema[index].nbytes for index in trained], job.cluster.fragments)
-    number = dict(zip(trained, found, strict=True))
-    return tuple(replace(p, optimizer=number[i]) if i in number else p for i, p in enumerate(schema))
+    # The script's optimizer has all parameters, as in a rehearsal.
+    found = fragments_of([parameter.nbytes for parameter in schema], job.cluster.fragments)
+    return tuple(replace(each, optimizer=number) for each, number in zip(schema, found, strict=True))
 
 
 def island_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterator[Route]:

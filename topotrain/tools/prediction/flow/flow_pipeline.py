@@ -174,9 +174,9 @@ class StepPipeline:
         away = costs.seconds(nbytes * far)
         sender.out = left = max(sender.out, now) + away
         whole = away * senders
-        begin = max(receiver.into, now)
-        receiver.into = begin + whole / receiver.count
-        return left, max(left, begin + whole) + (costs.delay_s if far else 0.0)
+        receiver.into = max(receiver.into, now) + whole / receiver.count
+        # Connections share a link alike, so a bucket does not wait until those before it are through.
+        return left, max(left, receiver.into, now + whole) + (costs.delay_s if far else 0.0)
 
     def _arrive(self, now: float, number: int) -> None:
         """All parts of a bucket are at the server."""
@@ -219,10 +219,9 @@ class StepPipeline:
         for each in self._senders:
             far = (each.count - 1) / each.count if each is home else 1.0
             whole = costs.seconds(parcel.nbytes * each.copies * each.count * far)
-            begin = max(home.out, now)
-            home.out = begin + whole / home.count
+            home.out = max(home.out, now) + whole / home.count
             each.into = max(each.into, now) + costs.seconds(parcel.nbytes * each.copies * far)
-            here = max(here, begin + whole, each.into)
+            here = max(here, home.out, each.into, now + whole)
         here += costs.delay_s + costs.receive_s(parcel, self._near)
         self._at(here, then, number)
 
