@@ -1,7 +1,7 @@
 """What was sent in a rehearsal: bytes and messages of each step, and when contributions were there."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from topotrain.config.topology import Address, Role
@@ -18,10 +18,10 @@ class PairTraffic:
     nbytes: Counter[int] = field(default_factory=Counter)
     messages: Counter[int] = field(default_factory=Counter)
 
-    def of_steps(self, steps: range) -> tuple[float, float]:
-        """Return bytes and messages for each of these steps, as a mean."""
-        count = max(1, len(steps))
-        return sum(self.nbytes[step] for step in steps) / count, sum(self.messages[step] for step in steps) / count
+    def of_steps(self, steps: Iterable[int]) -> tuple[int, int]:
+        """Return bytes and messages of these steps."""
+        numbers = tuple(steps)
+        return sum(self.nbytes[step] for step in numbers), sum(self.messages[step] for step in numbers)
 
 
 class MessageRecords:

@@ -67,7 +67,8 @@ class RehearsalResult:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[StepParts, tuple[Wait, ...]]:
-        rows, waited = list[tuple[float, ...]](), dict[Address, float](defaultdict(float))
+        rows = list[tuple[float, ...]]()
+        waited: dict[Address, float] = defaultdict(float)
         for script in self._rehearsal.scripts:
             for record in script.records[self._first :]:
                 cuts, last = self._cuts(script.me, record)
@@ -114,20 +115,18 @@ class RehearsalResult:
         rehearsal, messages = self._rehearsal, self._rehearsal.messages
         begun = rehearsal.warm.time if rehearsal.warm is not None else 0.0
         mean = fmean(len(script.records) - self._first for script in rehearsal.scripts)
-        steps = {script.me: self._steps_of(script) for script in rehearsal.scripts}
+        scripts = {script.me: script for script in rehearsal.scripts}
         for me, to in sorted(messages.pairs.keys() | messages.others.keys()):
             # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
             worker = next((end for end in (me, to) if end.role is Role.WORKER), rehearsal.workers[0])
-            nbytes, count = messages.pairs[me, to].of_steps(steps[worker]) if (me, to) in messages.pairs else (0.0, 0.0)
+            measured = scripts[worker].records[self._first :]
+            # A worker that makes steps alone exchanges in some of them only.
+            exchanged = sorted({record.number for record in measured if record.exchanged})
+            nbytes, count = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs else (0, 0)
             rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
-            nbytes, count = nbytes + sum(rest) / mean, count + len(rest) / mean
+            nbytes, count = nbytes / len(measured) + sum(rest) / mean, count / len(measured) + len(rest) / mean
             if count:
                 yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
-
-    def _steps_of(self, script: RehearsedWorker) -> range:
-        """Return the numbers of the group's steps in which a worker's measured steps were."""
-        measured = script.records[self._first :]
-        return range(measured[0].number, measured[-1].number + 1)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
