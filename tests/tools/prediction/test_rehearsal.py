@@ -12,6 +12,7 @@ from topotrain.config.job import (
     Agreement,
     Algorithm,
     ChangeMethod,
+    Cluster,
     Compression,
     ConfigError,
     Grads,
@@ -33,6 +34,7 @@ COMPUTE_S = 0.09
 MODEL_BYTES = 4_000_000
 FAST, SLOW = Link(bandwidth=100_000.0), Link(bandwidth=100.0)
 OUTER = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
+APART = Cluster(nworkers_per_group=2, server_worker_separate=True)
 LAYOUTS = {
     "sandblaster": {"nworkers_per_group": 3, "nservers_per_group": 2, "server_worker_separate": True},
     "allreduce": {"nworkers_per_group": 3, "nservers_per_group": 3},
@@ -93,10 +95,10 @@ def test_every_layout_of_the_product_can_be_rehearsed(name, link):
 @pytest.mark.parametrize(
     "job",
     [
-        Job(cluster=made_job(nworkers_per_group=2, server_worker_separate=True).cluster, grads=Grads.kHidden),
-        Job(cluster=made_job(nworkers_per_group=2, server_worker_separate=True).cluster, pull=Pull.kLazy),
+        Job(cluster=APART, grads=Grads.kHidden),
+        Job(cluster=APART, pull=Pull.kLazy),
         Job(
-            cluster=made_job(nworkers_per_group=3, server_worker_separate=True, backup=1).cluster,
+            cluster=replace(APART, nworkers_per_group=3, backup=1),
             grads=Grads.kHidden,
             per_worker_batch=True,
         ),
@@ -143,7 +145,7 @@ def test_a_ring_sends_what_the_theory_says(workers):
 def test_a_push_and_a_pull_over_the_link_of_one_server():
     # Four workers send the model and get it back, over the one link of the server: in and out at the same time only
     # in part, since no value is new before all gradients are there.
-    job = made_job(nworkers_per_group=4, server_worker_separate=True)
+    job = Job(cluster=replace(APART, nworkers_per_group=4), grads=Grads.kHidden)
     found = predict(job, made_probe(batch=4), Machines(link=SLOW))
     one_way = 4 * MODEL_BYTES * 8 / 100e6
     assert one_way < found.step_s < 2 * one_way + COMPUTE_S
@@ -151,23 +153,38 @@ def test_a_push_and_a_pull_over_the_link_of_one_server():
     assert bytes_between_hosts(found) == pytest.approx(8 * MODEL_BYTES, rel=0.01)
 
 
-def test_one_server_saturates():
+def test_the_links_of_one_server_saturate():
     def samples(groups: int, servers: int) -> float:
         job = made_job(nworker_groups=groups, nservers_per_group=servers, server_worker_separate=True)
         return predict(job, made_probe(), Machines(link=Link(bandwidth=1000.0))).samples_per_s
 
-    # The link of the server takes 4 MB in 32 ms, so it can serve no more workers than that.
+    # The link of the server takes 4 MB in 32 ms, so it can serve no more workers than that. Equal workers share it
+    # alike, so that their pushes end together, and then all pull: each direction is idle for a part of the time.
     bound = 32 / (MODEL_BYTES * 8 / 1e9)
-    assert samples(8, 1) == pytest.approx(bound, rel=0.05)
-    assert samples(12, 1) == pytest.approx(bound, rel=0.05)
-    assert samples(8, 4) > 1.8 * bound
+    assert bound / 2 < samples(8, 1) < bound
+    assert samples(12, 1) == pytest.approx(samples(8, 1), rel=0.1)
+    assert samples(8, 4) > 1.8 * samples(8, 1)
+
+
+def test_one_server_makes_so_many_updates_and_no_more():
+    # An update takes a tenth of a second, and is made for one group at a time.
+    slow = made_probe(optimizer=ProbedOptimizer("SGD", 0.0, 0.0, 1e-7, 0.0))
+
+    def samples(groups: int, servers: int) -> float:
+        job = made_job(nworker_groups=groups, nservers_per_group=servers, server_worker_separate=True)
+        return predict(job, slow, Machines(link=FAST)).samples_per_s
+
+    assert samples(1, 1) == pytest.approx(32 / (COMPUTE_S + 0.1), rel=0.05)
+    for groups in (4, 8):
+        assert samples(groups, 1) == pytest.approx(32 / 0.1, rel=0.05)
+        assert samples(groups, 2) == pytest.approx(min(2 * 32 / 0.1, groups * 32 / (COMPUTE_S + 0.05)), rel=0.05)
 
 
 def test_a_slow_link_is_the_busiest_resource_by_name():
     job = made_job(nworker_groups=4, server_worker_separate=True)
     found = predict(job, made_probe(), Machines(link=SLOW))
     assert {resource.name for resource in found.busiest[:2]} == {"server 0/0's link in", "server 0/0's link out"}
-    assert found.busiest[0].share == pytest.approx(1.0, abs=0.05)
+    assert found.busiest[0].share > 0.7
 
 
 # --- stragglers ----------------------------------------------------------------------------------------------------
@@ -195,8 +212,7 @@ def test_a_bound_on_staleness_holds_the_others_back():
 
 
 def test_a_backup_worker_hides_a_straggler():
-    cluster = made_job(nworkers_per_group=4, server_worker_separate=True, backup=1).cluster
-    job = Job(cluster=cluster, grads=Grads.kHidden, per_worker_batch=True)
+    job = Job(cluster=replace(APART, nworkers_per_group=4, backup=1), grads=Grads.kHidden, per_worker_batch=True)
     found = predict(job, made_probe(), Machines(link=FAST, stragglers={2: 4.0}))
     assert found.step_s == pytest.approx(COMPUTE_S, rel=0.1)
 

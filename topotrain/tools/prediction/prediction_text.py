@@ -40,10 +40,10 @@ def _table(found: Prediction) -> Iterator[str]:
     whole = parts.total or 1.0
     for name, text in (
         ("compute", "script, forward and backward"),
-        ("push", "until the last gradient is there"),
-        ("wait", "for the gradients of other workers"),
-        ("apply", "until the servers have new values"),
-        ("pull", "until the new values are here"),
+        ("push", "until the last gradient, and the commit, are on their servers"),
+        ("wait", "for those of other workers"),
+        ("apply", "servers add up, agree and update"),
+        ("pull", "until the mean, and the new values, are here"),
     ):
         seconds = getattr(parts, name)
         rows.append((f"  {name}", f"{milliseconds(seconds):>10}  {seconds / whole:4.0%}  {text}"))
@@ -64,7 +64,7 @@ def _told(found: Prediction) -> Iterator[str]:
     yield _staleness(found)
     most = max(found.memory, key=lambda each: each.nbytes, default=None)
     if most is not None:
-        yield f"memory: at most {size(most.nbytes)} of training state in a process ({most.process}), without activations"
+        yield f"memory: {size(most.nbytes)} of training state, without activations, in the largest process ({most.process})"
     yield f"start: {found.start_s:,.3g} s until the first step"
     if found.goodput is not None:
         yield (
