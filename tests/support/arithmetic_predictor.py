@@ -82,5 +82,8 @@ class ArithmeticPredictor:
         far = topology.worker_groups if topology.server_groups == 1 else 1
         hosts = len({topology.host_of(w) for g in range(topology.worker_groups) for w in topology.workers(g)})
         often = job.cluster.sync_freq if job.cluster.outer is not None else 1
-        share = size * max(hosts, far) / topology.shards / often
-        return 2 * share / (machines.link.bandwidth * MBIT_BYTES), topology.shards
+        places = len({topology.host_of(server) for server in topology.servers(0)})
+        share = size * max(hosts, far) / places / often
+        # Gradients, values, and with several workers in a group their means.
+        copies = 3 if topology.workers_per_group > 1 else 2
+        return copies * share / (machines.link.bandwidth * MBIT_BYTES), topology.shards

@@ -18,11 +18,13 @@ LESS = 0.8
 def reason(one: Rehearsed, others: Sequence[Rehearsed]) -> str:
     """Return the sentence about a layout. others: what it may be compared with."""
     found = one.prediction
+    parts, total = found.parts, found.parts.total or found.step_s or 1.0
     if found.busiest and found.busiest[0].share >= BUSY:
         resource = found.busiest[0]
-        text = f"{resource.name} is busy {resource.share:.0%} of the step"
-        return text + _with_less(one, others)
-    parts, total = found.parts, found.parts.total or found.step_s or 1.0
+        if resource.name.endswith("cores"):
+            busy = f"{resource.name} are busy {resource.share:.0%} of the step"
+            return f"{busy}; workers compute {parts.compute / total:.0%} of it"
+        return f"{resource.name} is busy {resource.share:.0%} of the step" + _with_less(one, others)
     if found.waits and found.waits[0].seconds / total >= WAITS:
         wait, computes = found.waits[0], f"computing takes {parts.compute / total:.0%}"
         return f"workers wait {wait.seconds / total:.0%} of the step for {wait.process}; {computes}"

@@ -7,16 +7,20 @@ from typing import Any
 from topotrain.config.combinations import Combination
 from topotrain.config.job import Cluster, Job, Placement
 
-LAYOUT_FIELDS = (
+_ALONE = (
     *("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group"),
     *("nworkers_per_procs", "nservers_per_procs", "server_worker_separate"),
-    *("sync_freq", "shares", "max_staleness", "n_push", "n_fetch", "agreement", "moving_rate"),
-    *("engine", "algorithm", "compression", "compression_ratio", "backup", "replicas"),
-    *("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum", "slack", "merge", "pace"),
+    *("sync_freq", "shares", "max_staleness", "n_push", "n_fetch", "agreement"),
+    *("engine", "algorithm", "compression", "compression_ratio", "replicas", "outer"),
+)
+LAYOUT_FIELDS = (
+    *_ALONE,
+    # Without one of the others these are refused in any case.
+    *("moving_rate", "backup", "weigh", "fragments", "overlap", "keep", "blend", "quorum", "slack", "merge", "pace"),
 )
 """Of a cluster block. The other fields say where and by which means a job runs, and stay as they are."""
 
-_DEFAULTS = {field.name: field.default for field in fields(Cluster)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Cluster)}
 _CHOSEN = "must be left out with auto: true, which chooses it"
 
 
@@ -31,7 +35,7 @@ def _needs_layout(field: str, refused: Callable[[Any], object], accepted: str) -
 
 
 COMBINATIONS = (
-    *map(_chosen, LAYOUT_FIELDS),
+    *map(_chosen, _ALONE),
     _needs_layout("partition", lambda j: j.partition, "must not be given"),
     _needs_layout("placement", lambda j: j.placement is not Placement.kManual, "must be kManual"),
     _needs_layout("start_groups", lambda j: j.start_groups, "must be 0"),

@@ -20,10 +20,11 @@ class RehearsalPredictor:
     """Predicts by a rehearsal with the product's own servers and clients. seed: of the random draws."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+        # Now and not in the first prediction, whose time is limited: it imports torch.
+        from topotrain.tools.prediction.predict import predict
+
+        self._predict, self._seed = predict, seed
 
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
         """As `Predictor.predict`."""
-        from topotrain.tools.prediction.predict import predict
-
-        return predict(job, probe, machines, self._seed)
+        return self._predict(job, probe, machines, self._seed)

@@ -78,7 +78,9 @@ class BoundEstimate:
         link_s = max(self._away(group).values()) * self._received / self.steps_per_exchange / rate
         if self._waits:
             # What comes back of a step comes after its forward, and before the next one.
-            link_s += compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
+            link_s += (
+                compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
+            )
         if link_s > compute_s:
             return SpeedBound(samples / link_s, "the links of its workers")
         return SpeedBound(samples / compute_s, "computing")
