@@ -1,4 +1,4 @@
-"""A program whose steps cost next to nothing: what remains is the product's part of a step.
+"""A program whose steps cost next to nothing, besides the product's part.
 
     python -m topotrain.tools.probe.small_program RESULT PARAMETERS SECONDS
 
@@ -66,9 +66,9 @@ def _backward(model: SmallModel) -> None:
 
 
 def _measured(step: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Return the first quarter of a step's times: seconds by the clock, and of this thread's core.
+    """Return seconds of a step, by the clock and of this thread's core.
 
-    Other processes only ever add to what is so short.
+    It is the first quartile: other processes only ever add to what is so short.
     """
     for _ in range(_WARM):
         step()
