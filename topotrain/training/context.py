@@ -359,7 +359,7 @@ class PlanRun(BaseException):
 
 
 class PrepareObserver(ABC):
-    """Sees the calls of `tt.prepare` in an ordinary process, which then trains as without it."""
+    """Sees the calls of `tt.prepare` in an ordinary process."""
 
     @abstractmethod
     def prepared(self, call: PreparedObjects) -> None:

@@ -1,1 +1,1 @@
-"""Measuring one program on one machine, for `topotrain probe`: what a prediction of a layout needs to know."""
+"""Measuring one program on one machine, for `topotrain probe`."""

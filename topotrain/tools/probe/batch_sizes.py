@@ -1,4 +1,4 @@
-"""Give a script batches of two sizes from its own loader, and time how long each takes.
+"""Give a script batches of two sizes from its own loader.
 
 The loader is changed in place, so that the script keeps the object that it has made. A smaller batch has the first
 samples of the full one, as a worker of a group has a share of the group's batch.

@@ -1,4 +1,4 @@
-"""Time what servers compute: the update of the script's optimizer, sums, copies, and small operations.
+"""Time what servers compute: updates, sums, copies, and small operations.
 
 All of it runs on one thread, as in a server, and with the product's own code.
 """

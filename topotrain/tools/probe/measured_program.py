@@ -1,7 +1,7 @@
-"""A process that runs the user's script as plain Python, and measures some of its steps when it is told to.
+"""A process that runs the user's script, and measures steps when it is told to.
 
-The forkserver calls `run`. Orders and answers are lines of JSON on the control channel. Behind its first step, and
-behind each order, the script waits inside `optimizer.step()` for the next one.
+The script runs as plain Python. The forkserver calls `run`. Orders and answers are lines of JSON on the control
+channel. Behind its first step, and behind each order, the script waits inside `optimizer.step()` for the next one.
 
     {"steps": N, "seconds": S, "threads": T, "sizes": B}   make at most N steps, or as many as S seconds take
     {"kernels": true}                                      time the update of the script's optimizer, and sums
@@ -85,7 +85,7 @@ class OrderedSteps(StepListener):
         self._obey(recorder)
 
     def answer(self, recorder: StepRecorder, ended: bool) -> None:
-        """Answer the last order with what was measured; ended: the script has come to its end."""
+        """Answer the last order. ended: the script has come to its end."""
         if self.answered:
             return
         self.answered = True

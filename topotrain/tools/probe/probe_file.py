@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a probe: name of its processor, cores that the process may use, memory, operating system."""
+    """The machine of a probe.
+
+    cpu: name of the processor. cores: those that a process may use. system: the operating system.
+    """
 
     cpu: str
     cores: int
@@ -65,14 +68,14 @@ class ProbedBatch:
 
     Attributes:
         size: samples in a batch of the program's loader.
-        forward_s: from the model's call to the begin of the backward; with the loss.
+        forward_s: from the model's call to the begin of the backward, with the loss.
         backward_s: the backward.
-        other_s: the rest of a step: the loader, and what the script does.
+        other_s: of the loader, and of what the script does besides.
         optimizer_s: the optimizer's step in the script's own process, which a job does not have on its workers.
         fixed_s: of forward and backward, for any size of batch.
-        per_sample_s: of forward and backward, for each sample. 0 where only one size could be measured.
+        per_sample_s: of forward and backward, for each sample. 0: only one size could be measured.
         steps: that were measured.
-        samples_per_epoch: in the loader; 0 where this is not known.
+        samples_per_epoch: in the loader. 0: this is not known.
     """
 
     size: int
@@ -182,7 +185,7 @@ class Probe:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the model: of names, shapes, types, and of which parameters are trained."""
+        """The digest of the model: of names, shapes, types, and which are trained."""
         return model_digest(self.model)
 
     def to_json(self) -> str:
@@ -224,7 +227,10 @@ def load_probe(path: Path | str) -> Probe:
 
 
 def read_probe(text: str, place: str) -> Probe:
-    """Return the probe of a text that `to_json` made. Raises ConfigError; place: for its message."""
+    """Return the probe of a text that `to_json` made. place: for messages.
+
+    Raises ConfigError.
+    """
     accepted = "is no probe: must be the JSON that `topotrain probe` writes"
     try:
         data = json.loads(text)

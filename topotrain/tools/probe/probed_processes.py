@@ -1,4 +1,4 @@
-"""The processes of a probe: forks of a forkserver that obey orders, and end with it.
+"""The processes of a probe: forks of a forkserver that obey orders.
 
 The forkserver kills them when the connection of this process closes, however this process ends.
 """

@@ -1,4 +1,4 @@
-"""Measure one program on this machine: the stages of a probe, and its budget of time.
+"""Measure one program on this machine: stages of a probe, and their time.
 
 Nothing else computes while something is measured. Only processes that start do so side by side.
 """
@@ -6,7 +6,6 @@ Nothing else computes while something is measured. Only processes that start do 
 import math
 import os
 import platform
-import re
 import secrets
 import shutil
 import signal
@@ -22,6 +21,8 @@ from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
+from topotrain.parallel.estimate.memory_check import memory_limits
+from topotrain.tools.diagnostics.environment_report import processor_name
 from topotrain.tools.probe.probe_file import (
     VERSION,
     Machine,
@@ -44,7 +45,7 @@ _PATIENCE = 4.0
 """A script may need so many times the budget for its first steps."""
 _MOST_COPIES = 4
 _MEMORY_SHARE = 0.5
-"""Of the available memory, for the copies of a program."""
+"""Of the memory that a job may have, for the copies of a program."""
 
 
 class ProbeProgress(Protocol):
@@ -160,7 +161,7 @@ class _Stages:
         return ProbedProgram(self._client, request.program, list(request.args), self._threads(processes), log)
 
     def _threads(self, processes: int) -> int:
-        """Return the threads of each of so many workers on this machine; 0: as the environment says."""
+        """Return the threads of each of so many workers here; 0: as the environment says."""
         job = Job(cluster=Cluster(nworkers_per_group=processes, server_worker_separate=True))
         return worker_threads(job, layout(job.cluster), 0, os.environ, self._cores)
 
@@ -174,7 +175,7 @@ class _Stages:
         program.order(steps=most, seconds=seconds, threads=self._threads(processes), sizes=sizes)
 
     def _alone(self, program: ProbedProgram) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """Return the steps of the program alone, the times of kernels, and the seconds of the script's start."""
+        """Return steps of the program alone, times of kernels, and the script's start."""
         self._progress.stage("the program alone")
         first = program.measured(self._until(0.0))
         if first["ended"]:
@@ -229,7 +230,8 @@ class _Stages:
         return found
 
     def _fits(self, alone: dict[str, Any], count: int) -> bool:
-        return int(alone["memory"]) * count <= _MEMORY_SHARE * _available_bytes()
+        free = memory_limits().machine
+        return free is None or int(alone["memory"]) * count <= _MEMORY_SHARE * free
 
     # --- the product ---------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ def _model(alone: dict[str, Any]) -> tuple[ProbedParameter, ...]:
 
 
 def _batch(alone: dict[str, Any]) -> ProbedBatch:
-    """Return the times of a step, with a line through two sizes of batch where there are two."""
+    """Return the times of a step, with a line through two sizes of batch."""
     full, small = alone["full"], alone["small"]
     whole = full["forward"] + full["backward"]
     fixed, per_sample = 0.0, 0.0
@@ -299,21 +301,8 @@ def _batch(alone: dict[str, Any]) -> ProbedBatch:
 
 
 def _machine(cores: int) -> Machine:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    cpu = found[1].strip() if found else platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(cpu, cores, memory, f"{platform.system()} {platform.release().partition('-')[0]}")
-
-
-def _available_bytes() -> int:
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return 1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return Machine(processor_name(), cores, memory, f"{platform.system()} {platform.release().partition('-')[0]}")
 
 
 def _python() -> str:

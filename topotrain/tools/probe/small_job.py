@@ -1,4 +1,4 @@
-"""A job of one worker and one server with next to nothing to compute: what the product itself costs.
+"""A job of one worker and one server with next to nothing to compute.
 
 The worker's share is measured by the processor time of the script's thread, with the job and without it. The server's
 share is what `run --profile` records of it.
@@ -54,7 +54,7 @@ class SmallJob:
     sent: int
 
     def worker_step_s(self, transport: ProbedTransport) -> float:
-        """Return the seconds of a core that the product adds to a worker's step, without its messages."""
+        """Return the core seconds that a worker's step has more, without its messages."""
         return max(0.0, self.core_s - self.plain_core_s - self.sent * transport.send_message_s)
 
     def server_message_s(self, optimizer: ProbedOptimizer) -> float:
@@ -105,7 +105,7 @@ class IgnoredEvents:
 
 @dataclass(frozen=True)
 class _Handled:
-    """The messages of workers that a server handles in a step, and the seconds that they take together."""
+    """The messages of workers that a server handles in a step, and their seconds."""
 
     messages: int
     seconds: float

@@ -1,4 +1,4 @@
-"""A program whose steps cost next to nothing: what remains is the product's part of a step.
+"""A program whose steps cost next to nothing, besides the product's part.
 
     python -m topotrain.tools.probe.small_program RESULT PARAMETERS SECONDS
 
@@ -17,8 +17,8 @@ from statistics import quantiles
 import torch
 from torch import nn
 
-import topotrain as tt
 from topotrain.config.private_files import write_text
+from topotrain.training.api import prepare
 
 _ELEMENTS = 64
 _WARM = 60
@@ -47,7 +47,7 @@ def main(result: str, parameters: str, seconds: str) -> None:
     plain = _measured(lambda: _backward(alone), float(seconds) / 4)
     # A rate of 0: however many steps there are, the values stay as they are.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer = tt.prepare(model, optimizer)
+    model, optimizer = prepare(model, optimizer)
 
     def step() -> None:
         _backward(model)
@@ -66,9 +66,9 @@ def _backward(model: SmallModel) -> None:
 
 
 def _measured(step: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Return the first quarter of a step's times: seconds by the clock, and of this thread's core.
+    """Return seconds of a step, by the clock and of this thread's core.
 
-    Other processes only ever add to what is so short.
+    It is the first quartile: other processes only ever add to what is so short.
     """
     for _ in range(_WARM):
         step()

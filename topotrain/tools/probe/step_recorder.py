@@ -1,4 +1,4 @@
-"""Record the steps of a script in an ordinary process: forward, backward, optimizer, and when gradients are ready.
+"""Record the parts of a script's steps, and when gradients are ready.
 
 A step ends with that of the first optimizer. What is measured of a step lies between two such ends.
 """
@@ -56,7 +56,7 @@ class SizeTimes:
 
 
 def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
-    """Return the medians of the steps with so many samples; None: there is no such step."""
+    """Return the medians of the steps with so many samples; None: there are none."""
     found = [step for step in steps if step.samples == samples]
     if not found:
         return None
@@ -77,7 +77,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 class StepListener:
-    """Is told of the ends of steps. It may take as long as it likes, which counts for no step."""
+    """Is told of the ends of steps. What it does then counts for no step."""
 
     def step_over(self, recorder: "StepRecorder") -> None:
         """A step is over."""
@@ -142,7 +142,7 @@ class StepRecorder(PrepareObserver):
             watch_batches(call.loader, self._watch)
 
     def ready(self) -> list[float]:
-        """Return for each parameter the share of the backward after which its gradient is there."""
+        """Return the share of the backward after which each gradient is there."""
         return [min(1.0, median(shares)) if shares else 1.0 for shares in self._ready]
 
     def clear(self) -> None:

@@ -47,7 +47,7 @@ def _buffer(transport: Transport) -> torch.Tensor:
 
 
 class Answering:
-    """Receives bodies, and answers each small message with the processor time of its process."""
+    """Receives bodies, and answers small messages with its processor time."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._into = transport, _buffer(transport)
@@ -114,7 +114,7 @@ class Asking:
         return ProbedTransport(message_s, send_byte, message_s, receive_byte, wall / 2 - 2 * message_s)
 
     def _small(self) -> tuple[float, float, float]:
-        """Return seconds of a message and its answer: by the clock, and of both processes' cores."""
+        """Return seconds of a message with its answer: by the clock, and of both cores."""
         theirs, mine, began = self._ask(), time.process_time_ns(), time.perf_counter()
         for _ in range(_SMALL):
             last = self._ask()
@@ -146,7 +146,7 @@ def answer(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> 
 
 
 def ask(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Run the asking process: it measures all transports, and answers with the figures."""
+    """Run the asking process, which measures all transports."""
     made = transports(spec["token"], spec["folder"])
     found = {name: asdict(Asking(each, spec["urls"][name]).measure()) for name, each in made.items()}
     channel.sendall(json.dumps(found).encode() + b"\n")

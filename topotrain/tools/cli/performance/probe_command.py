@@ -1,4 +1,4 @@
-"""The command `topotrain probe`: measure one program on this machine, for predictions."""
+"""The command `topotrain probe`: measure one program on this machine."""
 
 import sys
 import time
