@@ -64,7 +64,7 @@ def _told(found: Prediction) -> Iterator[str]:
     yield _staleness(found)
     most = max(found.memory, key=lambda each: each.nbytes, default=None)
     if most is not None:
-        yield f"memory: {size(most.nbytes)} of training state, without activations, in the largest process ({most.process})"
+        yield f"memory: {size(most.nbytes)} of training state in {most.process}, the most of all; without activations"
     yield f"start: {found.start_s:,.3g} s until the first step"
     if found.goodput is not None:
         yield (
