@@ -36,10 +36,15 @@ def test_the_text_names_what_bounds_the_job(ask: Ask) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("Downpour (asynchronous), 4 workers and servers\n")
     assert any(f"'s link {way}: busy for " in out for way in ("in", "out"))
-    assert "it bounds the step" in out
     assert "updates: not those of one process; a gradient is" in out
     assert "rehearsed with the job's own servers and workers in virtual time (seed 0)" in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_full_cores_are_said_to_bound_the_job(ask: Ask) -> None:
+    code, out, _ = ask("job.conf", "--cores", "1")
+    assert code == 0
+    assert "host 0's cores: busy for 100% of the time: it bounds the job\n" in out
 
 
 def test_json_has_all_fields(ask: Ask) -> None:
