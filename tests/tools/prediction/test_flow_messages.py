@@ -37,7 +37,7 @@ from topotrain.tools.prediction.flow.flow_loads import Load
 from topotrain.tools.prediction.flow_model import FlowModel
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import processes_of
-from topotrain.tools.prediction.rehearsal.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsal import Rehearsal
 
 MOST = 16
 FAST = Link(bandwidth=10_000.0, delay=0.01)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.config.job import Link
-from topotrain.tools.prediction.rehearsal.host_resources import HostCores, LinkQueue, LinkTime, slowdown
+from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime, slowdown
 from topotrain.tools.simulator.sim_network import Simulation
 
 

@@ -10,8 +10,8 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
-from topotrain.tools.prediction.rehearsal.rehearsal import Rehearsal
-from topotrain.tools.prediction.rehearsal.rehearsal_result import RehearsalResult
+from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.probe.probe_file import Probe
 
 

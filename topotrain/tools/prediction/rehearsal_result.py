@@ -17,9 +17,9 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
-from topotrain.tools.prediction.rehearsal.message_records import Moment
-from topotrain.tools.prediction.rehearsal.rehearsal import Rehearsal
-from topotrain.tools.prediction.rehearsal.rehearsed_worker import RehearsedWorker, StepRecord
+from topotrain.tools.prediction.rehearsed.message_records import Moment
+from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
 
 _SHOWN_WAIT_S = 1e-6
 

@@ -19,12 +19,12 @@ from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.rehearsal.counted_operations import OperationCosts
-from topotrain.tools.prediction.rehearsal.host_resources import HostCores
-from topotrain.tools.prediction.rehearsal.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsal.process_work import ProcessWork, ScriptWaiter, VirtualClock
-from topotrain.tools.prediction.rehearsal.rehearsed_network import HostLinks, RehearsedTransport, Routes
-from topotrain.tools.prediction.rehearsal.rehearsed_worker import RehearsedWorker, StepObserver
+from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
+from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, RehearsedTransport, Routes
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport

@@ -1,1 +1,0 @@
-"""A job in virtual time, each process for itself, with the costs of a probe."""
