@@ -54,8 +54,7 @@ OUTER = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base
 class Layout:
     """A way to train with two workers.
 
-    apart: its workers are groups of one, so that they need not make the same number of steps.
-    period: steps after which it does the same again.
+    period: steps after which it does the same again, and after which groups wait for one another. 0: they never wait.
     """
 
     workers: int
@@ -65,10 +64,6 @@ class Layout:
     separate: bool = True
     inside: str = ""
     period: int = 1
-
-    @property
-    def apart(self) -> bool:
-        return self.groups > 1
 
     def conf(self, network: "Network") -> str:
         inside = " ".join(filter(None, (self.inside, network.inside)))
@@ -87,8 +82,8 @@ class Network:
 LAYOUTS: Mapping[str, Layout] = {
     "Sandblaster": Layout(WORKERS),
     "AllReduce": Layout(WORKERS, WORKERS, separate=False),
-    "Downpour": Layout(1, groups=WORKERS),
-    "Hogwild": Layout(1, groups=WORKERS, server_groups=WORKERS, separate=False),
+    "Downpour": Layout(1, groups=WORKERS, period=0),
+    "Hogwild": Layout(1, groups=WORKERS, server_groups=WORKERS, separate=False, period=0),
     "islands": Layout(1, groups=WORKERS, inside=f"sync_freq: {SYNC_FREQ} {OUTER}", period=SYNC_FREQ),
 }
 NETWORKS: Mapping[str, Network] = {
@@ -201,20 +196,20 @@ def measure_case(case: Case, predicted_s: float) -> Figure:
     layout = LAYOUTS[case.layout]
     with Sides() as sides:
         side = start(sides, case)
-        turn(side, layout, FEWEST * layout.period, predicted_s)
+        period = max(1, layout.period)
+        turn(side, layout, FEWEST * period, predicted_s)
         count = min(MOST, max(FEWEST, round(TURN_S / max(predicted_s, 1e-4))))
-        count = layout.period * math.ceil(count / layout.period)
-        found = [turn(side, layout, count, predicted_s) for _ in range(TURNS)]
+        found = [turn(side, layout, period * math.ceil(count / period), predicted_s) for _ in range(TURNS)]
     return Figure(median(found), min(found), max(found))
 
 
 def turn(side: Side, layout: Layout, count: int, predicted_s: float) -> float:
     """Seconds of a step of one worker, in a turn of about so many steps."""
-    if not layout.apart:
+    if layout.period:
         answers = side.ask(steps=count)
         return max(answer["seconds"] / answer["made"] for answer in answers)
     # Groups at their own pace: each makes as many steps as it can.
-    answers = side.ask(lasting=max(TURN_S, 2 * layout.period * predicted_s, count * predicted_s))
+    answers = side.ask(lasting=max(TURN_S, count * predicted_s))
     return WORKERS / sum(answer["made"] / answer["seconds"] for answer in answers)
 
 

@@ -17,8 +17,8 @@ from statistics import quantiles
 import torch
 from torch import nn
 
-import topotrain as tt
 from topotrain.config.private_files import write_text
+from topotrain.training.api import prepare
 
 _ELEMENTS = 64
 _WARM = 60
@@ -47,7 +47,7 @@ def main(result: str, parameters: str, seconds: str) -> None:
     plain = _measured(lambda: _backward(alone), float(seconds) / 4)
     # A rate of 0: however many steps there are, the values stay as they are.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer = tt.prepare(model, optimizer)
+    model, optimizer = prepare(model, optimizer)
 
     def step() -> None:
         _backward(model)
