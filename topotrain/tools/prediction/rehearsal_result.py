@@ -6,7 +6,6 @@ from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
 from topotrain.tools.prediction.failures import goodput
-from topotrain.tools.prediction.message_records import Moment
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
@@ -18,8 +17,9 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsal import Rehearsal
-from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
 
 _SHOWN_WAIT_S = 1e-6
 

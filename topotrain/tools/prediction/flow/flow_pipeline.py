@@ -19,6 +19,10 @@ from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_votes import commit_to
 
 
+Step = Callable[[float, int], None]
+"""What happens to a bucket (its number) at a time."""
+
+
 @dataclass
 class HostClass:
     """Hosts that do the same in a step of a worker group.
@@ -40,7 +44,6 @@ class HostClass:
     out: float = 0.0
     into: float = 0.0
     core: float = 0.0
-    ready: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class StepPipeline:
         self._senders = [each for each in self._classes if each.workers]
         self._tree = costs.topology.server_collective and costs.job.cluster.algorithm is not Algorithm.kNaive
         self._hops = depth(costs.job.cluster.algorithm, costs.topology.shards) if self._tree else 0
-        self._events: list[tuple[float, int, Callable[[float, int], None], int]] = []
+        self._events: list[tuple[float, int, Step, int]] = []
         self._number = 0
         self._missing = {number: len(self._senders) for number in self._buckets}
         self._arrived = dict.fromkeys(self._buckets, 0.0)
@@ -133,7 +136,7 @@ class StepPipeline:
             over = max(over, each.computing.total + busy)
         return over
 
-    def _at(self, time: float, do: Callable[[float, int], None], number: int) -> None:
+    def _at(self, time: float, do: Step, number: int) -> None:
         self._number += 1
         heappush(self._events, (time, self._number, do, number))
 
@@ -188,7 +191,7 @@ class StepPipeline:
         each = costs.handle_s(frames.push(shape), self._near)
         # The first parts are handled while the last ones are under way.
         self._work(center, now, parts * each)
-        self._sum(max(now + each, center.core), number)
+        self._at(max(now + each, center.core), self._sum, number)
 
     def _work(self, where: HostClass, now: float, seconds: float) -> float:
         """A server of a class works; return when all that was to do there is done."""
@@ -201,31 +204,40 @@ class StepPipeline:
         done = now if self._tree else self._work(center, now, self._costs.sum_s(shape.nbytes, self._size))
         self._summed[number] = done
         if self._on_arrival:
-            done = self._work(center, done, self._costs.update_s(shape.elements))
-            self._spread(done, number, frames.values(shape), self._show)
+            self._at(done, self._update, number)
         elif self._visible:
-            self._spread(done, number, frames.mean(shape), self._see)
+            self._at(done, lambda now, bucket: self._spread(now, bucket, frames.mean(shape), self._see), number)
 
-    def _spread(self, now: float, number: int, parcel: Parcel, then: Callable[[float, int], None]) -> None:
+    def _update(self, now: float, number: int) -> None:
+        """A bucket is updated while the backward still works."""
+        done = self._work(self._center(number), now, self._costs.update_s(self._shapes.all[number].elements))
+        self._at(done, self._send_values, number)
+
+    def _spread(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
         """A server sends a bucket to all workers."""
-        costs = self._costs
         if self._tree:
             self._along_tree(now, number, parcel.payload, then)
             return
-        home = self._classes[self._home[self._shapes.map.buckets[number].shard]]
         copies = sum(each.copies * each.count for each in self._senders)
-        now = self._work(home, now, copies * costs.send_s(parcel, self._near))
-        here = now
+        sent = self._work(self._home_of(number), now, copies * self._costs.send_s(parcel, self._near))
+        self._at(sent, lambda now, bucket: self._leave(now, bucket, parcel, then), number)
+
+    def _leave(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
+        """A bucket leaves the link of its server."""
+        costs, home, here = self._costs, self._home_of(number), now
         for each in self._senders:
             far = (each.count - 1) / each.count if each is home else 1.0
             whole = costs.seconds(parcel.nbytes * each.copies * each.count * far)
             home.out = max(home.out, now) + whole / home.count
             each.into = max(each.into, now) + costs.seconds(parcel.nbytes * each.copies * far)
             here = max(here, home.out, each.into, now + whole)
-        here += costs.delay_s + costs.receive_s(parcel, self._near)
-        self._at(here, then, number)
+        self._at(here + costs.delay_s + costs.receive_s(parcel, self._near), then, number)
 
-    def _along_tree(self, now: float, number: int, nbytes: float, then: Callable[[float, int], None]) -> None:
+    def _home_of(self, number: int) -> HostClass:
+        """The hosts of which one has the server of a bucket."""
+        return self._classes[self._home[self._shapes.map.buckets[number].shard]]
+
+    def _along_tree(self, now: float, number: int, nbytes: float, then: Step) -> None:
         """A bucket goes from server to server."""
         costs, ranks = self._costs, self._topology.shards
         hop = Parcel(1.0, nbytes, nbytes)
@@ -270,7 +282,7 @@ class StepPipeline:
             return now
         last = now
         for number in self._all:
-            shape, home = self._shapes.all[number], self._classes[self._home[self._shapes.map.buckets[number].shard]]
+            shape, home = self._shapes.all[number], self._home_of(number)
             home.core = max(home.core, now) + self._costs.update_s(shape.elements) / max(1, home.servers * home.count)
             last = max(last, home.core)
             self._at(home.core, self._send_values, number)
@@ -302,7 +314,7 @@ def host_classes(costs: Costs, group: int) -> tuple[list[HostClass], Sequence[in
     servers: dict[int, int] = {}
     for home in homes:
         servers[home] = servers.get(home, 0) + 1
-    summed = bool(used_units(costs.job, topology, group))
+    summed = topology.cluster.nworkers_per_procs > 1 and bool(used_units(costs.job, topology, group))
     naive = topology.server_collective and costs.job.cluster.algorithm is Algorithm.kNaive
     classes: dict[tuple[object, ...], int] = {}
     found: list[HostClass] = []

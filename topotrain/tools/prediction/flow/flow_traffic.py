@@ -58,7 +58,9 @@ def _group_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterato
     inside = [_announced(job, topology, each) for each in held]
     for sg in range(topology.server_groups):
         groups = topology.worker_groups_of(sg)
-        summed = {group: used_units(job, topology, group) for group in groups}
+        # Most units have one worker, and to look at each of them and each server would take long.
+        several = topology.cluster.nworkers_per_procs > 1
+        summed = {group: used_units(job, topology, group) if several else () for group in groups}
         seeing = {group for group in groups if not summed[group] and topology.sees_memory(group)}
         for received, these in ((inside, seeing), (apart, set(groups) - seeing - {g for g in groups if summed[g]})):
             alike = workers(tuple(sorted(these)), range(topology.workers_per_group))
@@ -101,8 +103,10 @@ def _announced(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Par
         found += framed(m.BackwardReduced(0, 0, frames.bits(len(held)), frames.bits(pieces) if trained else b""))
     whole = framed(m.Values(0, -1, 0))
     if job.pull is Pull.kLazy:
-        # Workers wait for each bucket by itself.
-        found += total([framed(m.Values(0, 0, 0)) for shape in held if shape.trained]) + whole
+        found += whole
+        if job.cluster.max_staleness is None:
+            # Each bucket is announced by itself, unless its group may have to wait after the step.
+            found += framed(m.Values(0, 0, 0)).times(sum(shape.trained for shape in held))
     pushes, fetches = job.cluster.n_push, job.cluster.n_fetch
     return found + whole.times(1 / fetches - 1 / math.lcm(pushes, fetches))
 
