@@ -317,7 +317,7 @@ def run(
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         if report is not None:
             check_writable("--report", report)
-        job = chosen(job, snapshot, quiet)
+        job = chosen(job, snapshot, quiet, forkserver)
         topology = layout(job.cluster)
         if lecture is not None:
             check_lecture(lecture, topology)

@@ -12,6 +12,7 @@ import typer
 from topotrain.config.job import Job
 from topotrain.tools.cli.job_arguments import (
     BadInput,
+    Forkserver,
     check_program,
     check_writable,
     load_job,
@@ -97,6 +98,7 @@ def register(app: typer.Typer) -> None:
             typer.Option("--running", metavar="WORKSPACE", help="Of a job that runs: would another layout be faster?"),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
+        forkserver: Forkserver = "",
     ) -> None:
         """Say which layout trains a program fastest on some hosts, and why.
 
@@ -114,7 +116,7 @@ def register(app: typer.Typer) -> None:
             wishes = Wishes(sync, within_s=seconds("--within", within))
             given = _job(job, name, words)
             _check_options(given, probe, machines, out, tried, running)
-            found = _probe(given, probe)
+            found = _probe(given, probe, forkserver)
             if running is not None:
                 _advise_running(running, found, machines, given, wishes, as_json)
                 return
@@ -166,14 +168,14 @@ def _check_options(
         check_writable("--out", out)
 
 
-def _probe(job: Job, file: Path | None) -> "Probe":
+def _probe(job: Job, file: Path | None, forkserver: str) -> "Probe":
     if file is not None:
         from topotrain.tools.probe.probe_file import load_probe
 
         return load_probe(file)
     from topotrain.tools.cli.performance.measured_probe import probe_of
 
-    return probe_of(job.program, job.args)
+    return probe_of(job.program, job.args, forkserver=forkserver)
 
 
 def _advise(

@@ -9,10 +9,11 @@ from topotrain.tools.cli.performance.shown_search import shown_search
 PROBE_S = 10.0
 
 
-def chosen(job: Job, snapshot: str, quiet: bool = False) -> Job:
+def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -> Job:
     """Return the job with a layout; the same job if it has one.
 
     A job that resumes keeps the layout of its snapshot. snapshot: its folder; "": none. quiet: nothing is shown.
+    forkserver: one that runs; "": none.
 
     Raises:
         ConfigError: the program cannot be measured, or no layout fits.
@@ -24,7 +25,7 @@ def chosen(job: Job, snapshot: str, quiet: bool = False) -> Job:
     from topotrain.tools.advice.automatic_layout import choose
     from topotrain.tools.cli.performance.measured_probe import probe_of
 
-    probe = probe_of(job.program, job.args, PROBE_S, quiet)
+    probe = probe_of(job.program, job.args, PROBE_S, quiet, forkserver)
     with shown_search(quiet) as listener:
         found = choose(job, probe, listener=listener)
     _say(found.explain(), quiet)

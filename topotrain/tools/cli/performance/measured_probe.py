@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 PROBE_S = 20.0
 
 
-def probe_of(program: str, args: Sequence[str], seconds: float = PROBE_S, quiet: bool = False) -> "Probe":
+def probe_of(
+    program: str, args: Sequence[str], seconds: float = PROBE_S, quiet: bool = False, forkserver: str = ""
+) -> "Probe":
     """Measure a program on this machine, and show how far that is. Raises ConfigError."""
     from topotrain.tools.probe.program_probe import ProbeRequest, measure
 
     with stages(quiet) as progress:
-        return measure(ProbeRequest(program, tuple(args), seconds), progress)
+        return measure(ProbeRequest(program, tuple(args), seconds, forkserver), progress)
