@@ -60,7 +60,7 @@ HEAVY = frozenset({"torch", "numpy"})
 LIGHT = """
     config/* core/events.py core/profiling/spans.py extensions/backup_workers/backup_rules.py
     extensions/collectives/collective_rules.py extensions/compression/compression_rules.py parallel/split_rules.py
-    extensions/group_averaging/averaging_rules.py
+    extensions/group_averaging/averaging_rules.py tools/advice/auto_rules.py
     core/optim/state_table.py extensions/elastic/eligibility.py
     extensions/replication/replica_placement.py core/model/safetensors_layout.py
     extensions/checkpointing/table_file_layout.py

@@ -59,6 +59,7 @@ _contribute(
     "topotrain.extensions.outer_optimizer.outer_rules",
     "topotrain.extensions.group_averaging.averaging_rules",
     "topotrain.parallel.split_rules",
+    "topotrain.tools.advice.auto_rules",
 )
 # Fields of a job that must have their defaults where a package is deleted.
 _need("topotrain.extensions.backup_workers", "cluster.backup")
@@ -80,6 +81,7 @@ _need("topotrain.extensions.replication", "cluster.replicas")
 _need("topotrain.extensions.elastic", "start_groups")
 _need("topotrain.parallel", "partition", "microbatches", "schedule")
 _need("topotrain.parallel.auto_placement", "placement")
+_need("topotrain.tools.advice", "cluster.auto")
 
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {

@@ -52,7 +52,7 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
     "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/security"],
     "Speed": [
-        *("docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
+        *("docs/advice", "docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
         *("benchmarks/RESULTS", "benchmarks/RESULTS-GPU"),
     ],
     "Other interfaces": [

@@ -119,6 +119,17 @@ RADIAL = {"cluster": Cluster(merge="kRadial", **outer())}  # type: ignore[arg-ty
 DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
+AUTO = {"cluster": Cluster(auto=True)}
+CHOSEN: list[dict[str, Any]] = [
+    *({name: 2} for name in ("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group")),
+    *({"nworkers_per_procs": 2}, {"nservers_per_procs": 2}, {"server_worker_separate": True}, {"sync_freq": 2}),
+    *({"shares": (1.0,)}, {"max_staleness": 0}, {"n_push": 2}, {"n_fetch": 2}, {"agreement": "kRingAverage"}),
+    *({"engine": "kGloo"}, {"algorithm": "kRing"}, {"compression": "kInt8"}, {"compression_ratio": 0.5}),
+    *({"replicas": 2}, outer()),
+]
+"""Fields that `auto` decides, each alone."""
+AUTOMATIC = [(Cluster, {**given, "auto": True}, given) for given in CHOSEN]
+
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 SCHEDULES = [
     (
@@ -292,6 +303,10 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"placement": "kAuto", "cluster": Cluster(n_fetch=2)}, {"placement": "kAuto"}),
     (Job, SPLIT | {"cluster": Cluster(engine="kGloo", **PAIR)}, SPLIT | {"cluster": Cluster(engine="kOwn", **PAIR)}),  # type: ignore[arg-type]
     (Job, SPLIT | {"cluster": RING}, SPLIT | {"cluster": Cluster(**PAIR)}),
+    *AUTOMATIC,
+    (Job, SPLIT | AUTO, SPLIT),
+    (Job, {"placement": "kAuto"} | AUTO, {"placement": "kAuto"}),
+    (Job, {"start_groups": 1} | AUTO, {"start_groups": 1}),
 ]
 
 

@@ -495,6 +495,7 @@ class Cluster(Checked):
     merge: Merge = Merge.kMean
     pace: Pace = Pace.kAuto
     moving_rate: Share = 0.0
+    auto: bool = False
 
     @property
     def local_steps(self) -> int:
@@ -616,7 +617,7 @@ _NO_RESULT = frozenset(
 _NEWER = frozenset(
     ["partition", "placement", "microbatches", "schedule", "nonfinite", "correction", "updater.delay", "cluster.merge"]
     + [f"cluster.{name}" for name in ("backup", "outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")]
-    + ["cluster.slack", "cluster.pace", "cluster.moving_rate"]
+    + ["cluster.slack", "cluster.pace", "cluster.moving_rate", "cluster.auto"]
 )
 
 

@@ -16,6 +16,12 @@ MOST = 1 << 16
 """Workers, and servers, that one job may have: a mistyped count must be an error, not a long wait."""
 
 
+_NOT_CHOSEN = (
+    "has no layout before it is measured: `topotrain run` chooses one on this machine, and "
+    "`topotrain advise PROGRAM --hosts N --link 1gbit,1ms --sync --out best.conf` writes one for several"
+)
+
+
 class Role(IntEnum):
     """The kind of process endpoint at an address."""
 
@@ -318,7 +324,9 @@ def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) 
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigError for a count of `cluster` that does not fit the others."""
+    """Raise ConfigError for a count of `cluster` that does not fit the others, or where none is chosen yet."""
+    if cluster.auto:
+        raise ConfigError("cluster.auto", cluster.auto, _NOT_CHOSEN)
     groups, homes = cluster.nworker_groups, cluster.nserver_groups
     _fill_units("worker", groups, cluster.nworkers_per_group, cluster.nworkers_per_procs)
     # Without declared servers each worker group has an implicit one, which always fits.

@@ -156,6 +156,7 @@ def _prepare_plainly(call: PreparedObjects) -> Any:
     rows = [module for model in call.models for module in model.modules() if isinstance(module, RowModule)]
     for module in rows if call.optimizers else ():
         module.follow(call.optimizers[0])
+    process.observed(call)
     return call.returned(call.loader)
 
 

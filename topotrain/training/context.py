@@ -358,6 +358,14 @@ class PlanRun(BaseException):
         self.request = request
 
 
+class PrepareObserver(ABC):
+    """Sees the calls of `tt.prepare` in an ordinary process."""
+
+    @abstractmethod
+    def prepared(self, call: PreparedObjects) -> None:
+        """The script has prepared these objects."""
+
+
 class _OutsideStep(threading.local):
     """Whether a thread's work is in no step."""
 
@@ -376,6 +384,7 @@ _planning = False
 _calls: list[PreparedObjects] = []  # of a script that is only planned
 _prepared = False  # an ordinary process has called `tt.prepare`
 _plain: Passes | None = None  # over the loader that it has given
+_observer: PrepareObserver | None = None  # of an ordinary process
 _loop: LoopProgress | None = None  # of the training loop that began last
 _outside_step = _OutsideStep()
 
@@ -402,6 +411,18 @@ def note_prepared(passes: Passes | None) -> None:
     """An ordinary process calls `tt.prepare`, perhaps with a loader."""
     global _prepared, _plain
     _prepared, _plain = True, _plain if passes is None else passes
+
+
+def observe_prepare(observer: PrepareObserver) -> None:
+    """Let `observer` see the calls of `tt.prepare` in this ordinary process."""
+    global _observer
+    _observer = observer
+
+
+def observed(call: PreparedObjects) -> None:
+    """The call is complete in an ordinary process."""
+    if _observer is not None:
+        _observer.prepared(call)
 
 
 def forget() -> None:

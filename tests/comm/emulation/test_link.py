@@ -33,6 +33,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Values
+from topotrain.tools import amounts
 from topotrain.tools.cli import job_arguments
 
 RATE = 1000.0  # bytes per second, where a number is looked at
@@ -418,7 +419,7 @@ def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_in_short(text: str, link: Link) -> None:
-    assert job_arguments.parse_link(text) == link
+    assert amounts.link("--emulate", text) == link
 
 
 @pytest.mark.parametrize(
@@ -438,7 +439,7 @@ def test_a_link_in_short(text: str, link: Link) -> None:
 )
 def test_what_is_no_link(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        job_arguments.parse_link(text)
+        amounts.link("--emulate", text)
 
 
 def test_the_option_replaces_the_link_of_the_file() -> None:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Topology
@@ -36,12 +36,30 @@ REPAIR_S = 0.001
 _PIECE_S = 0.0015  # a piece takes the link for about this long: short for fairness, long enough for a sleep
 _LEAST_PIECE, _LARGEST_PIECE = PACKET, 1 << 18
 _UNPAID = 1 << 26  # bytes under way at most where no bandwidth bounds them
-_AHEAD_S = 0.005  # a sender wakes so long before the link is free, as an adapter's queue keeps it busy
+AHEAD_S = 0.005
+"""A sender wakes so many seconds before the link is free, as an adapter's queue keeps it busy."""
 _LINGER_S = 2.0  # for bytes that are under way at the end of a connection
 _TIME = struct.Struct("d")
 
 
-class LinkMeter:
+def piece_bytes(rate: float) -> int:
+    """Return the bytes that a connection sends at once over a link of so many bytes per second."""
+    return min(max(int(rate * _PIECE_S), _LEAST_PIECE), _LARGEST_PIECE)
+
+
+class Meter(Protocol):
+    """One direction of one host's link, which is taken piece by piece."""
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long `nbytes` take the link."""
+        ...
+
+    def book(self, ready: float, nbytes: int) -> float:
+        """Take the link for `nbytes`, from `ready` on at the earliest; return the end."""
+        ...
+
+
+class LinkMeter(Meter):
     """The time until which one direction of one host's link is taken.
 
     Processes that open the same file share it.
@@ -86,7 +104,7 @@ class EmulatedRoute:
     link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid. None: unlimited.
     """
 
-    def __init__(self, link: Link, up: LinkMeter | None, down: LinkMeter | None, dice: random.Random) -> None:
+    def __init__(self, link: Link, up: Meter | None, down: Meter | None, dice: random.Random) -> None:
         self._link, self._up, self._down, self._dice = link, up, down, dice
         self._through = self._there = 0.0
 
@@ -208,7 +226,7 @@ class ShapedSocket(socket.socket):
             self._under_way.put(there, piece)
             self._sent.notify()
         # An event and not `sleep`: closing the socket ends the wait.
-        self._over.wait(max(0.0, go_on - _AHEAD_S - time.monotonic()))
+        self._over.wait(max(0.0, go_on - AHEAD_S - time.monotonic()))
         return len(piece)
 
     def _carry(self) -> None:
@@ -296,11 +314,11 @@ class EmulatedNetwork:
             return sock
         piece, room = _LARGEST_PIECE, _UNPAID
         if self._rate is not None:
-            piece = min(max(int(self._rate * _PIECE_S), _LEAST_PIECE), _LARGEST_PIECE)
+            piece = piece_bytes(self._rate)
             # Bytes that the delay keeps under way, those that the sender may be ahead by, and a piece at each end.
             room = (
                 int(self._rate * (self._link.delay + self._link.jitter) / 1000)
-                + int(self._rate * 2 * _AHEAD_S)
+                + int(self._rate * 2 * AHEAD_S)
                 + 2 * piece
             )
         # A generator of its own: the one of `random` belongs to the script.

@@ -44,6 +44,8 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
+from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
+from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
@@ -236,8 +238,9 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 
 
 def _takes_program(command: str) -> bool:
-    # After the program of `chaos` its own options go on, so the script's need a "--" there. The others have no program.
-    return command not in ("jobs", "store", "chaos", "simulate", "watch", "report")
+    # After the program of `chaos`, `probe` or `advise` its own options go on, so the script's need a "--" there. The
+    # others have no program.
+    return command not in ("jobs", "store", "chaos", "predict", "probe", "advise", "simulate", "watch", "report")
 
 
 def _version(wanted: bool) -> None:
@@ -313,11 +316,12 @@ def run(
         job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
         job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
+        if report is not None:
+            check_writable("--report", report)
+        job = chosen(job, snapshot, quiet, forkserver)
         topology = layout(job.cluster)
         if lecture is not None:
             check_lecture(lecture, topology)
-        if report is not None:
-            check_writable("--report", report)
         stack.enter_context(watched(watch_port, watch_host, job.workspace))
         exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
@@ -440,9 +444,12 @@ def launch(
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
         from topotrain.launch.launchers.submission import LaunchOptions
+        from topotrain.tools.cli.resume import asked_for
 
         launchers.check_name(name)
         job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
+        if name == launchers.LOCAL and not dry_run:
+            job = chosen(job, asked_for(job))
         topology = layout(job.cluster)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
@@ -618,7 +625,10 @@ pserver.register(app)
 jobs.register(app)
 unit.register(app)
 chaos.register(app)
+advise_command.register(app)
 elastic_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
 watch.register(app)
+probe_command.register(app)
+predict_command.register(app)

@@ -1,13 +1,13 @@
 """The goodput part of `topotrain simulate`: failures of chips, in virtual time."""
 
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
+from topotrain.tools import amounts
 from topotrain.tools.monitor.live_terminal import redraws
 
 if TYPE_CHECKING:
@@ -16,34 +16,6 @@ if TYPE_CHECKING:
 PUBLISHED_WORD = "published"
 """In the place of a number of islands: all layouts with a published goodput."""
 MOST_ISLANDS = 50_000
-_TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0, "": 1.0}
-_TIME = re.compile(r"(\d+\.?\d*|\.\d+)(s|min|h|d|y|)")
-_COUNTS = {"k": 1e3, "M": 1e6, "": 1.0}
-_COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(k|M|)")
-
-
-def seconds(option: str, text: str) -> float:
-    """Return the seconds of "18", "5min", "12h", "30d" or "1y".
-
-    Raises ConfigError for anything else, and for 0.
-    """
-    found = _TIME.fullmatch(text.strip())
-    length = float(found[1]) * _TIMES[found[2]] if found else 0.0
-    if length <= 0:
-        raise ConfigError(option, text, "must be a time above 0, such as 18, 5min, 12h, 30d or 1y")
-    return length
-
-
-def count(option: str, text: str) -> int:
-    """Return the number of "4096", "512k" or "1.2M".
-
-    Raises ConfigError for anything else, and for 0.
-    """
-    found = _COUNT.fullmatch(text.strip())
-    number = round(float(found[1]) * _COUNTS[found[2]]) if found else 0
-    if number < 1:
-        raise ConfigError(option, text, "must be a number above 0, such as 4096, 512k or 1.2M")
-    return number
 
 
 def layouts(islands: str, chips: str, failures: "ChipFailures") -> "Sequence[tuple[ChipFailures, int]]":
@@ -64,7 +36,7 @@ def layouts(islands: str, chips: str, failures: "ChipFailures") -> "Sequence[tup
         raise ConfigError("--islands", islands, f"must be a number from 1 to {MOST_ISLANDS}, or {PUBLISHED_WORD}")
     if not chips:
         raise ConfigError("--chips", None, "is required by --islands: the chips of the whole job, such as 1.2M")
-    found = count("--chips", chips)
+    found = amounts.count("--chips", chips)
     if found < int(islands):
         raise ConfigError("--chips", chips, f"must be at least {islands}, one for each island")
     return [(replace(failures, chips=found), int(islands))]

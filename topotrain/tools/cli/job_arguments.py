@@ -1,7 +1,6 @@
 """Arguments that several commands share, and the checks of what they name."""
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from topotrain.config.job import ConfigError, Job, Link
+from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder, open_file, open_for_reading
 from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools import amounts
 from topotrain.tools.cli.completion import job_files
 from topotrain.tools.monitor.monitored_run import complain
 
@@ -92,35 +92,9 @@ def program_words(module: str, program: str | None, args: list[str] | None) -> t
     return (as_program(module), [*([program] if program else ()), *(args or ())]) if module else (program, args)
 
 
-_LINK_FIELDS = {
-    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
-    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
-    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
-    "loss": {"": 1.0, "%": 0.01},
-}
-_LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
-
-
-def parse_link(text: str) -> Link:
-    """Parse a link such as "100mbit,20ms" or "1gbit,jitter=5ms". Raises ConfigError."""
-    values: dict[str, float] = {}
-    for part in text.lower().replace(" ", "").split(","):
-        found = _LINK_PART.fullmatch(part)
-        name, amount, unit = found.groups() if found else ("", "", "")
-        # Bandwidths and delays have different units, so their names may be left out.
-        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
-        if unit not in _LINK_FIELDS.get(name, {}):
-            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
-            raise ConfigError("--emulate", text, f"{part!r} is not a part of a link: {accepted}")
-        if name in values:
-            raise ConfigError("--emulate", text, f"{name} is given twice")
-        values[name] = float(amount) * _LINK_FIELDS[name][unit]
-    return Link(**values)
-
-
 def with_link(job: Job, emulate: str) -> Job:
     """Return the job with the link of `--emulate`, if given. Raises ConfigError."""
-    return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
+    return replace(job, cluster=replace(job.cluster, link=amounts.link("--emulate", emulate))) if emulate else job
 
 
 def check_kind(path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.cli.goodput_report import goodput, layouts, seconds
+from topotrain.tools.amounts import seconds
+from topotrain.tools.cli.goodput_report import goodput, layouts
 from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.live_terminal import redraws
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import validate
 from topotrain.launch import JobWatch
 from topotrain.tools.cli.completion import job_files
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of_unit
@@ -100,6 +101,9 @@ def register(app: typer.Typer) -> None:
             from topotrain.launch.shared_forkserver import join
 
             job = None if conf is None else load_job(conf, sets, program, args)
+            if job is not None:
+                # Before the others wait for this unit.
+                validate(job.cluster)
             # The environment comes before the job file: a launcher sets it for this start.
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
             start = _start(args or (), rank, nprocs, rendezvous or named, host)

@@ -125,10 +125,14 @@ def _system() -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
+    return {"model": processor_name(), "count": os.cpu_count(), "usable": len(os.sched_getaffinity(0))}
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
     # Some architectures have no such line.
     found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    model = found[1].strip() if found else platform.processor() or UNKNOWN
-    return {"model": model, "count": os.cpu_count(), "usable": len(os.sched_getaffinity(0))}
+    return found[1].strip() if found else platform.processor() or UNKNOWN
 
 
 def _memory() -> dict[str, Any]:

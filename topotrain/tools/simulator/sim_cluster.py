@@ -18,7 +18,7 @@ from torch import nn
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
-from topotrain.config.topology import Address, Role, layout
+from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client, PeerLost, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
@@ -114,7 +114,7 @@ class SimCluster:
         rate: float = 1.0,
         resumed: SnapshotSource | None = None,
     ) -> None:
-        self.job, self.topology = job, layout(job.cluster)
+        self.job, self.topology = job, self._place(job)
         self.sim = Simulation(seed)
         self.transport = self._make_transport(network_faults)
         self.present = PresentWorkers(self.transport)
@@ -124,14 +124,19 @@ class SimCluster:
         self.sim_servers: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.sim_servers[me] = SimServer(
-                    make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.transport
-                )
+                self.sim_servers[me] = self._make_server(me, resumed)
                 self.sim_servers[me].server.timer.attach(SimTimer(self, me))
                 self.transport.attach(me, self.sim_servers[me])
         self._connect_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.clients = {me: self._make_client(me) for me in self.workers}
+
+    def _place(self, job: Job) -> Topology:
+        """Return the layout of the job."""
+        return layout(job.cluster)
+
+    def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
+        return SimServer(make_server(me, self.job, self.topology, PrivateMemory(), resumed=resumed), self.transport)
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
         """Return the description of the model, and its slices for so many server groups."""

@@ -312,11 +312,15 @@ class SimulatedTransport:
         self._received += HEADER_BYTES + (0 if body is None else body.nbytes)
         if body is not None:
             view = body.detach().view(torch.uint8)
-            target = resident.place(me, message, True)
+            target = resident.place(me, message, self._viewable(me, to))
             if target is not None:
                 copied(target, message, view)
             message = replace(message, body=view if target is None else target)
         resident.handle(me, message)
+
+    def _viewable(self, me: Address, to: Address) -> bool:
+        """Whether the receiver may read the body in the sender's memory."""
+        return True
 
     # --- injected faults -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Advice with real jobs: a job that chooses its layout, layouts that are tried, and advice for a job that runs."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from arithmetic_predictor import timed_probe
+from job_runner import PROGRAMS
+from launch_targets import wait_for
+from safetensors.torch import load_file
+from shells import Shell, Shells, ended
+
+pytestmark = pytest.mark.journey
+
+STEADY = str(PROGRAMS / "steady.py")
+
+
+def topotrain(shells: Shells, *words: str) -> Shell:
+    return shells.python("-m", "topotrain", *words)
+
+
+def probe_in(folder: Path) -> str:
+    (folder / "probe.json").write_text(timed_probe(elements=1000, batch=12).to_json())
+    return "probe.json"
+
+
+def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, served_at: str) -> None:
+    run = ("run", "--forkserver", served_at)
+    (shells.folder / "auto.conf").write_text('name: "job" cluster { auto: true workspace: "auto" }\n')
+    (said,) = ended([topotrain(shells, *run, "auto.conf", STEADY, "--epochs", "2")], [0])
+    found = re.search(r"auto: by hand this is (cluster \{.*\})", said)
+    assert found is not None, said
+    assert re.search(r"topotrain: auto: .+ samples/s ± .+; .+", said), said
+    block = found[1].replace("cluster {", 'cluster { workspace: "hand"')
+    (shells.folder / "hand.conf").write_text(f'name: "job" {block}\n')
+    ended([topotrain(shells, *run, "hand.conf", STEADY, "--epochs", "2")], [0])
+    chosen, by_hand = (load_file(shells.folder / name / "final.safetensors") for name in ("auto", "hand"))
+    assert chosen.keys() == by_hand.keys()
+    for name, value in chosen.items():
+        assert torch.equal(value, by_hand[name]), name
+    # What resumes keeps the layout, and measures nothing.
+    (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", STEADY, "--epochs", "2")], [0])
+    assert "auto:" not in said and "measuring" not in said
+
+
+def test_a_program_that_trains_nothing_is_refused(shells: Shells, served_at: str) -> None:
+    (shells.folder / "auto.conf").write_text("cluster { auto: true }\n")
+    (shells.folder / "idle.py").write_text("print('idle')\n")
+    (said,) = ended([topotrain(shells, "run", "--forkserver", served_at, "auto.conf", "idle.py")], [2])
+    assert "without calling topotrain.prepare" in said
+    assert "Traceback" not in said
+
+
+def test_the_best_layouts_are_tried(shells: Shells) -> None:
+    words = ("advise", STEADY, "--probe", probe_in(shells.folder), "--hosts", "2", "--link", "1gbit,1ms", "--sync")
+    more = ("--within", "1s", "--try", "1", "--json", "--", "--epochs", "100000")
+    (said,) = ended([topotrain(shells, *words, *more)], [0])
+    (tried,) = json.loads(said[said.index("{") :])["tried"]
+    assert tried["measured"] is not None, tried["note"]
+    assert tried["measured"] > 0 < tried["predicted"]
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that carry a mark in their environment."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            try:
+                if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
+    mark = f"TOPOTRAIN_TEST_MARK={shells.folder}"
+    shells.environ["TOPOTRAIN_TEST_MARK"] = str(shells.folder)
+    words = ("advise", STEADY, "--probe", probe_in(shells.folder), "--sync", "--within", "1s", "--try", "1")
+    asked = topotrain(shells, *words, "--", "--epochs", "100000")
+    wait_for(lambda: [pid for pid in marked(mark) if pid != asked.pid], "the trial has begun")
+    os.killpg(asked.pid, signal.SIGINT)
+    asked.communicate(timeout=60)
+    assert asked.returncode == 130
+    wait_for(lambda: not marked(mark), "all processes have ended")
+
+
+def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
+    cluster = 'nworker_groups: 2 server_worker_separate: true workspace: "job"'
+    (shells.folder / "job.conf").write_text(f"cluster {{ {cluster} }}\n")
+    probe = probe_in(shells.folder)
+    job = topotrain(
+        shells, "run", "--forkserver", served_at, "job.conf", STEADY, "--epochs", "100000", "--step-s", "0.01"
+    )
+    events = shells.folder / "job" / "events.jsonl"
+
+    def trains() -> bool:
+        text = events.read_text() if events.exists() else ""
+        times = [float(time) for time in re.findall(r'"event":"StepDone".*?"time":([\d.]+)', text)]
+        return bool(times) and max(times) > 8
+
+    wait_for(trains, "the job has trained for some seconds")
+    asked = topotrain(shells, "advise", "--running", "job", "--probe", probe, "--within", "2s")
+    (said,) = ended([asked], [0])
+    assert said.splitlines()[0].startswith("now: Downpour, 2 groups of 1 worker, 1 server apart: "), said
+    assert "topotrain leave WORKSPACE --group 1: " in said
+    assert "advised: " in said
+    os.kill(job.pid, signal.SIGINT)
+    job.communicate(timeout=60)
+    (said,) = ended([topotrain(shells, "advise", "--running", "job", "--probe", probe)], [2])
+    assert "its job does not run" in said

@@ -1,0 +1,94 @@
+"""The command `topotrain advise` with a probe that is made up: what it refuses, prints and writes. Nothing is started."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from arithmetic_predictor import timed_probe
+
+from topotrain.config import job_file
+from topotrain.config.topology import layout
+from topotrain.tools.cli import app
+
+Ask = Callable[..., tuple[int, str, str]]
+FAST = ("--probe", "probe.json", "--within", "1s", "--sync")
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command in a folder with probe.json and train.py: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "probe.json").write_text(timed_probe(elements=4000, batch=8).to_json())
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    (tmp_path / "job.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 nserver_groups: 1 }\n')
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            app.main(["advise", *argv])
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no program: give PROGRAM, -m MODULE, or --probe FILE"),
+        (["gone.py"], "program gone.py: cannot be read"),
+        (["--probe", "gone.json"], "gone.json: cannot be read as a probe"),
+        (["--probe", "train.py"], "train.py: is no probe"),
+        ([*FAST, "--hosts", "0"], "--hosts = '0': must be a whole number, 1 to"),
+        ([*FAST, "--hosts", "two"], "--hosts = 'two'"),
+        ([*FAST, "--hosts", "2", "--link", "fast"], "--link = 'fast'"),
+        ([*FAST, "--link", "1gbit"], "--link: needs --hosts of at least 2"),
+        ([*FAST, "--memory", "16"], "--memory = '16'"),
+        ([*FAST, "--memory", "1kB"], "--memory: no layout fits"),
+        ([*FAST, "--mtbf", "often"], "--mtbf = 'often'"),
+        ([*FAST, "--straggler", "1"], "--straggler = '1'"),
+        ([*FAST, "--hosts", "2", "--straggler", "5x2"], "--straggler = 5: must be the number of a host, 0 to 1"),
+        ([*FAST, "--within", "soon"], "--within = 'soon'"),
+        ([*FAST, "--out", "best.txt"], "--out best.txt: must end in .conf"),
+        ([*FAST, "--out", "gone/../train.py/best.conf"], "cannot be written"),
+        ([*FAST, "--try", "1"], "--try: needs a PROGRAM to run"),
+        ([*FAST, "--job", "gone.conf"], "gone.conf"),
+        (["--running", "gone"], "--running: needs --probe FILE"),
+        (["--running", "gone", "--probe", "probe.json"], "--running = 'gone': there is no such folder"),
+        (["--running", ".", "--probe", "probe.json"], "has no recording"),
+        (["--running", ".", "--probe", "probe.json", "--hosts", "2"], "leave --hosts, --straggler, --try, --out"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(ask: Ask, words: list[str], told: str) -> None:
+    code, out, err = ask(*words)
+    assert code == 2, out + err
+    assert told in " ".join(err.split())
+    assert "Traceback" not in err and "started" not in out + err
+    assert err.startswith("topotrain: error: ") and len(err.strip().splitlines()) <= 2
+
+
+def test_the_advised_layout_is_written_and_can_be_planned(ask: Ask) -> None:
+    code, out, err = ask(*FAST, "--hosts", "2", "--link", "1gbit,1ms", "--out", "best.conf", "train.py")
+    assert code == 0, err
+    assert "advised: " in out and "written: best.conf" in out and "not considered:" in out
+    job = job_file.load("best.conf")
+    assert job.program == "train.py"
+    assert len(layout(job.cluster).units) <= 2
+    with pytest.raises(SystemExit) as left:
+        app.main(["plan", "best.conf"])
+    assert not left.value.code
+
+
+def test_the_data_is_all_of_stdout(ask: Ask) -> None:
+    code, out, _ = ask(*FAST, "--hosts", "2", "--job", "job.conf", "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["hosts"] == 2
+    assert all(row["same_as_one_process"] for row in data["candidates"])
+    assert {"what", "why"} == set(data["not_considered"][0])
+
+
+def test_words_of_the_script_follow_a_double_dash(ask: Ask) -> None:
+    code, _, err = ask("train.py", *FAST, "--hosts", "2", "--out", "best.conf", "--", "--epochs", "3")
+    assert code == 0, err
+    assert job_file.load("best.conf").args == ("--epochs", "3")

@@ -1,0 +1,50 @@
+"""The layout of a job with `cluster { auto: true }`: the fastest synchronous one on this machine."""
+
+from dataclasses import dataclass, replace
+
+from topotrain.config.job import Job
+from topotrain.config.job_file import dumps_cluster
+from topotrain.tools.advice.advice import Advice, advise
+from topotrain.tools.advice.advice_text import speed
+from topotrain.tools.advice.auto_rules import without_layout
+from topotrain.tools.advice.layout_search import SearchListener
+from topotrain.tools.advice.predictor import Predictor
+from topotrain.tools.advice.wishes import Wishes
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.probe.probe_file import Probe
+
+WITHIN_S = 10.0
+"""Seconds for rehearsals: the job waits for them."""
+MOST = 12
+
+
+@dataclass(frozen=True, slots=True)
+class AutomaticLayout:
+    """What was chosen. job: as if its cluster block had been written by hand."""
+
+    job: Job
+    advice: Advice
+
+    def explain(self) -> str:
+        """Return two lines: which layout and why, and the block to write by hand."""
+        winner = self.advice.winner
+        kept = dumps_cluster(without_layout(self.job).cluster).splitlines()
+        # Each field of a synchronous layout is a line below "cluster {".
+        lines = [line for line in dumps_cluster(self.job.cluster).splitlines()[1:-1] if line not in kept]
+        block = " ".join(["cluster {", *(line.strip() for line in lines), "}"])
+        rest = [each for each in self.advice.rehearsed if each is not winner]
+        following = f"; next: {rest[0].candidate.label}, {speed(rest[0])}" if rest else ""
+        return (
+            f"auto: {winner.candidate.label}: {speed(winner)}; {self.advice.reason(winner)}{following}\n"
+            f"auto: by hand this is {block}"
+        )
+
+
+def choose(
+    job: Job, probe: Probe, predictor: Predictor | None = None, listener: SearchListener | None = None
+) -> AutomaticLayout:
+    """Choose the layout of a job on the machine of the probe. Raises ConfigError where none fits."""
+    memory = probe.machine.memory_bytes or None
+    machines = replace(Machines(hosts=0, cores=probe.machine.cores).with_job(job), memory_bytes=memory)
+    advice = advise(probe, machines, job, Wishes(True, MOST, WITHIN_S), predictor, listener)
+    return AutomaticLayout(advice.winner.candidate.job, advice)

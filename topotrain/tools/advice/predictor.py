@@ -1,0 +1,30 @@
+"""What predicts a layout: a rehearsal, or another implementation that is passed in."""
+
+from typing import Protocol
+
+from topotrain.config.job import Job
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.prediction import Prediction
+from topotrain.tools.probe.probe_file import Probe
+
+
+class Predictor(Protocol):
+    """Predicts what a layout does on machines."""
+
+    def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
+        """Return the prediction. Raises ConfigError for a job that cannot be predicted."""
+        ...
+
+
+class RehearsalPredictor:
+    """Predicts by a rehearsal with the product's own servers and clients. seed: of the random draws."""
+
+    def __init__(self, seed: int = 0) -> None:
+        # Now and not in the first prediction, whose time is limited: it imports torch.
+        from topotrain.tools.prediction.predict import predict
+
+        self._predict, self._seed = predict, seed
+
+    def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
+        """As `Predictor.predict`."""
+        return self._predict(job, probe, machines, self._seed)

@@ -1,0 +1,143 @@
+"""Upper bounds of the speed of a layout, by arithmetic: the computing, and the bytes that links must carry.
+
+A bound leaves out all that only a rehearsal knows: waiting, the work of servers, messages. So a layout is never faster
+than its bound, and one whose bound is below the speed of another layout needs no rehearsal.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from topotrain.config.job import Compression, Grads, Pull
+from topotrain.tools.advice.candidate import Candidate
+from topotrain.tools.probe.probe_file import Probe
+
+_BITS = {Compression.kFp16: 16, Compression.kBf16: 16, Compression.kInt8: 8, Compression.kE3M0: 4}
+_MBIT_BYTES = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedBound:
+    """The most samples per second, and what limits them, in words."""
+
+    samples_per_s: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class BoundEstimate:
+    """The arithmetic of one candidate."""
+
+    candidate: Candidate
+    probe: Probe
+
+    @cached_property
+    def bytes_per_exchange(self) -> float:
+        """The fewest bytes of all gradients, or of all values, on their way."""
+        trained = sum(parameter.nbytes for parameter in self.probe.model if parameter.trainable)
+        cluster = self.candidate.job.cluster
+        if cluster.compression is Compression.kTopK:
+            # Each element that is sent has an index.
+            return trained * min(1.0, cluster.compression_ratio)
+        return trained * _BITS.get(cluster.compression, 32) / 32
+
+    @property
+    def steps_per_exchange(self) -> int:
+        """Local steps for each time that all parameters are exchanged."""
+        cluster = self.candidate.job.cluster
+        return cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Of a link in each direction; None: not limited."""
+        link = self.candidate.machines.link
+        return None if link is None or link.bandwidth is None else link.bandwidth * _MBIT_BYTES
+
+    def bound(self) -> SpeedBound:
+        """Return the upper bound."""
+        groups = [self._group(group) for group in range(self.candidate.topology.worker_groups)]
+        total = sum(bound.samples_per_s for bound in groups)
+        slowest = min(groups, key=lambda bound: bound.samples_per_s)
+        return min((SpeedBound(total, slowest.limit), *self._servers()), key=lambda bound: bound.samples_per_s)
+
+    def _samples(self) -> int:
+        """Samples of a group's step."""
+        members = self.candidate.topology.workers_per_group
+        return self.probe.batch.size * (members if self.candidate.job.per_worker_batch else 1)
+
+    def _group(self, group: int) -> SpeedBound:
+        """Return the bound of one worker group, with servers that cost nothing."""
+        topology, slow = self.candidate.topology, self.candidate.machines.stragglers
+        members, samples = topology.workers_per_group, self._samples()
+        slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
+        slowest *= slowdown(self.probe, self._beside(group))
+        compute_s = self.probe.batch.compute_s(samples // members) * slowest
+        rate = self.link_bytes_per_s
+        if rate is None or topology.synced:
+            return SpeedBound(samples / compute_s, "computing")
+        link_s = max(self._away(group).values()) * self._received / self.steps_per_exchange / rate
+        if self._waits:
+            # What comes back of a step comes after its forward, and before the next one.
+            link_s += (
+                compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
+            )
+        if link_s > compute_s:
+            return SpeedBound(samples / link_s, "the links of its workers")
+        return SpeedBound(samples / compute_s, "computing")
+
+    @property
+    def _received(self) -> float:
+        """The fewest bytes that come back to the workers of a host, for each exchange of all parameters."""
+        job, members = self.candidate.job, self.candidate.topology.workers_per_group
+        # The script sees the mean of its group before the values.
+        means = job.grads is Grads.kVisible and members > 1 and job.cluster.outer is None
+        return self.bytes_per_exchange * (2 if means else 1)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether each step waits for the values of the one before."""
+        job = self.candidate.job
+        return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
+
+    def _beside(self, group: int) -> int:
+        """Return how many workers compute on the host of a group's first worker."""
+        topology = self.candidate.topology
+        everywhere = [worker for unit in topology.units for worker in unit.workers]
+        if self.candidate.machines.emulated or len(set(topology.hosts)) <= 1:
+            return len(everywhere)
+        # Each unit has as many workers as any other one.
+        return topology.cluster.nworkers_per_procs * sum(
+            host == topology.host_of(topology.workers(group)[0]) and bool(topology.units[rank].workers)
+            for rank, host in enumerate(topology.hosts)
+        )
+
+    def _away(self, group: int) -> dict[int, float]:
+        """Return, for each host with workers of a group, the share of the parameters that other hosts have."""
+        topology = self.candidate.topology
+        servers = [topology.host_of(server) for server in topology.servers(topology.server_group_of(group))]
+        hosts = {topology.host_of(worker) for worker in topology.workers(group)}
+        return {host: sum(place != host for place in servers) / len(servers) for host in hosts}
+
+    def _servers(self) -> Iterator[SpeedBound]:
+        """Yield the bound of the busiest host with servers."""
+        topology, rate = self.candidate.topology, self.link_bytes_per_s
+        if rate is None or topology.synced or topology.implicit or topology.collective:
+            return
+        # Copies of all parameters that the servers of each host send while each group makes one step.
+        loads: dict[int, float] = {}
+        for group in range(topology.worker_groups):
+            hosts = {topology.host_of(worker) for worker in topology.workers(group)}
+            for server in topology.servers(topology.server_group_of(group)):
+                place = topology.host_of(server)
+                loads[place] = loads.get(place, 0.0) + len(hosts - {place}) / topology.shards
+        busiest = max(loads, key=lambda host: loads[host])
+        seconds = loads[busiest] * self._received / self.steps_per_exchange / rate
+        if seconds:
+            samples = self._samples() * topology.worker_groups
+            yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
+
+
+def slowdown(probe: Probe, number: int) -> float:
+    """Return how many times longer a step takes with so many processes on a host; that of fewer where unknown."""
+    known = [count for count in probe.sharing if count <= number]
+    return probe.sharing[max(known)] if known and number > 1 else 1.0

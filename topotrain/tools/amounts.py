@@ -1,0 +1,70 @@
+"""Amounts in options of the command line: times, counts, sizes, and links."""
+
+import re
+
+from topotrain.config.job import ConfigError, Link
+
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0, "": 1.0}
+_TIME = re.compile(rf"{_NUMBER}(s|min|h|d|y|)")
+_COUNTS = {"k": 1e3, "M": 1e6, "": 1.0}
+_COUNT = re.compile(rf"{_NUMBER}(k|M|)")
+_SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(rf"{_NUMBER}([kmgt]i?b)")
+_LINK_FIELDS = {
+    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
+    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "loss": {"": 1.0, "%": 0.01},
+}
+_LINK_PART = re.compile(rf"(?:([a-z]+)=)?{_NUMBER}([a-z%]*)")
+
+
+def seconds(option: str, text: str) -> float:
+    """Return the seconds of "18", "5min", "12h", "30d" or "1y".
+
+    Raises ConfigError for anything else, and for 0.
+    """
+    found = _TIME.fullmatch(text.strip())
+    length = float(found[1]) * _TIMES[found[2]] if found else 0.0
+    if length <= 0:
+        raise ConfigError(option, text, "must be a time above 0, such as 18, 5min, 12h, 30d or 1y")
+    return length
+
+
+def count(option: str, text: str) -> int:
+    """Return the number of "4096", "512k" or "1.2M".
+
+    Raises ConfigError for anything else, and for 0.
+    """
+    found = _COUNT.fullmatch(text.strip())
+    number = round(float(found[1]) * _COUNTS[found[2]]) if found else 0
+    if number < 1:
+        raise ConfigError(option, text, "must be a number above 0, such as 4096, 512k or 1.2M")
+    return number
+
+
+def nbytes(option: str, text: str) -> int:
+    """Return the bytes of "16GB" or "512MiB". Raises ConfigError for anything else, and for 0."""
+    found = _SIZE.fullmatch(text.strip().lower())
+    size = int(float(found[1]) * _SIZES[found[2]]) if found else 0
+    if size < 1:
+        raise ConfigError(option, text, "must be a size above 0, such as 512MB, 16GB or 16GiB")
+    return size
+
+
+def link(option: str, text: str) -> Link:
+    """Parse a link such as "100mbit,20ms" or "1gbit,jitter=5ms". Raises ConfigError."""
+    values: dict[str, float] = {}
+    for part in text.lower().replace(" ", "").split(","):
+        found = _LINK_PART.fullmatch(part)
+        name, amount, unit = found.groups() if found else ("", "", "")
+        # Bandwidths and delays have different units, so their names may be left out.
+        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
+        if unit not in _LINK_FIELDS.get(name, {}):
+            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
+            raise ConfigError(option, text, f"{part!r} is not a part of a link: {accepted}")
+        if name in values:
+            raise ConfigError(option, text, f"{name} is given twice")
+        values[name] = float(amount) * _LINK_FIELDS[name][unit]
+    return Link(**values)

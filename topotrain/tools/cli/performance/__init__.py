@@ -1,0 +1,1 @@
+"""Commands that measure, predict and choose a layout."""

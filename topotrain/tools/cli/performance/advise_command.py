@@ -1,0 +1,248 @@
+"""The command `topotrain advise`: which layout is the fastest, and why."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topotrain.config.job import Job
+from topotrain.tools.cli.job_arguments import (
+    BadInput,
+    Forkserver,
+    check_program,
+    check_writable,
+    load_job,
+    program_words,
+    refusing,
+)
+from topotrain.tools.cli.performance.shown_search import shown_search
+from topotrain.tools.job_recording import PACKAGE, is_installed
+
+if TYPE_CHECKING:
+    from topotrain.tools.advice.advice import Advice
+    from topotrain.tools.advice.trial_runs import Trial
+    from topotrain.tools.advice.wishes import Wishes
+    from topotrain.tools.prediction.machines import Machines
+    from topotrain.tools.probe.probe_file import Probe
+
+EXAMPLE = """\b
+Example:
+  topotrain advise train.py --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf
+  topotrain advise --probe probe.json --hosts 8 --link 1gbit,1ms --sync
+  topotrain advise --running workspace/digits --probe probe.json
+"""
+TRY_S = 5.0
+"""Seconds of steps that a trial measures."""
+_MISSING = "this installation gives no advice (package topotrain.tools.advice)"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("advise", epilog=EXAMPLE)
+    def advise(
+        program: Annotated[
+            str | None, typer.Argument(metavar="PROGRAM", help="The training script, which is measured first.")
+        ] = None,
+        # Options of this command may follow PROGRAM, so the script's own need a --.
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
+        ] = None,
+        module: Annotated[
+            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
+        ] = "",
+        probe: Annotated[
+            Path | None,
+            typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; nothing is measured."),
+        ] = None,
+        hosts: Annotated[str, typer.Option("--hosts", metavar="N", help="How many hosts; 1 without it.")] = "",
+        link: Annotated[
+            str, typer.Option("--link", metavar="LINK", help="Of each host, such as 1gbit,1ms; needs --hosts.")
+        ] = "",
+        cores: Annotated[
+            str, typer.Option("--cores", metavar="N", help="Of each host; without it as the probed machine has.")
+        ] = "",
+        memory: Annotated[
+            str,
+            typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused."),
+        ] = "",
+        mtbf: Annotated[
+            str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")
+        ] = "",
+        straggler: Annotated[
+            str,
+            typer.Option("--straggler", metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4."),
+        ] = "",
+        job: Annotated[
+            Path | None,
+            typer.Option("--job", metavar="JOB.conf", help="Its other fields are kept, and its layout is compared."),
+        ] = None,
+        sync: Annotated[
+            bool, typer.Option("--sync", help="Only layouts that compute the same as one process.")
+        ] = False,
+        out: Annotated[
+            Path | None, typer.Option("--out", metavar="FILE", help="Write the advised job here, such as best.conf.")
+        ] = None,
+        tried: Annotated[
+            int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
+        ] = 0,
+        within: Annotated[
+            str, typer.Option("--within", metavar="TIME", help="After it no further layout is rehearsed.")
+        ] = "60s",
+        running: Annotated[
+            Path | None,
+            typer.Option("--running", metavar="WORKSPACE", help="Of a job that runs: would another layout be faster?"),
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
+        forkserver: Forkserver = "",
+    ) -> None:
+        """Say which layout trains a program fastest on some hosts, and why.
+
+        The program is measured in one process, unless there is a probe. Each candidate is then rehearsed in virtual
+        time, with the servers of a real job.
+        """
+        with refusing():
+            _check_installed()
+            from topotrain.tools.advice.wishes import Wishes
+            from topotrain.tools.amounts import seconds
+            from topotrain.tools.prediction.machines import parse_machines
+
+            name, words = program_words(module, program, args)
+            machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
+            wishes = Wishes(sync, within_s=seconds("--within", within))
+            given = _job(job, name, words)
+            _check_options(given, probe, machines, out, tried, running)
+            found = _probe(given, probe, forkserver)
+            if running is not None:
+                _advise_running(running, found, machines, given, wishes, as_json)
+                return
+            _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
+
+
+def _check_installed() -> None:
+    """Raise BadInput where the package of advice is not there."""
+    try:
+        import topotrain.tools.advice.advice  # noqa: F401
+    except ImportError:
+        raise BadInput(f"advise: {_MISSING}") from None
+
+
+def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
+    """Return the job whose layout is sought."""
+    if conf is not None:
+        return load_job(conf, None, program, args, needs_program=False)
+    if program is not None:
+        check_program(program)
+    return Job(program=program or "", args=tuple(args or ()))
+
+
+def _check_options(
+    job: Job, probe: Path | None, machines: "Machines", out: Path | None, tried: int, running: Path | None
+) -> None:
+    """Raise BadInput for options that do not fit together."""
+    if running is not None:
+        if probe is None:
+            raise BadInput("--running: needs --probe FILE, of the job's program: `topotrain probe PROGRAM --out FILE`")
+        if machines.hosts or machines.stragglers or tried or out is not None:
+            raise BadInput(
+                "--running: hosts and stragglers are those of the job; leave --hosts, --straggler, --try, --out"
+            )
+        if not is_installed():
+            raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
+        return
+    if probe is None and not job.program:
+        raise BadInput("no program: give PROGRAM, -m MODULE, or --probe FILE, which `topotrain probe` has written")
+    if machines.link is not None and machines.hosts < 2:
+        raise BadInput("--link: needs --hosts of at least 2, because a link is between hosts")
+    if tried and not job.program:
+        raise BadInput("--try: needs a PROGRAM to run")
+    if tried and not is_installed():
+        raise BadInput(f"--try: {PACKAGE} is not installed here, and steps are counted from recordings")
+    if out is not None:
+        if out.suffix != ".conf":
+            raise BadInput(f"--out {out}: must end in .conf")
+        check_writable("--out", out)
+
+
+def _probe(job: Job, file: Path | None, forkserver: str) -> "Probe":
+    if file is not None:
+        from topotrain.tools.probe.probe_file import load_probe
+
+        return load_probe(file)
+    from topotrain.tools.cli.performance.measured_probe import probe_of
+
+    return probe_of(job.program, job.args, forkserver=forkserver)
+
+
+def _advise(
+    probe: "Probe",
+    machines: "Machines",
+    job: Job,
+    own: bool,
+    wishes: "Wishes",
+    out: Path | None,
+    tried: int,
+    as_json: bool,
+) -> None:
+    """Print the advice, and write and try what is asked for."""
+    from topotrain.tools.advice.advice import advise
+    from topotrain.tools.advice.advice_text import explain, job_text
+    from topotrain.tools.advice.auto_rules import without_layout
+    from topotrain.tools.advice.predictor import RehearsalPredictor
+
+    predictor = RehearsalPredictor()
+    # Without a job file there is no block to compare with.
+    base = job if own else replace(without_layout(job), cluster=replace(job.cluster, auto=True))
+    with shown_search() as listener:
+        advice = advise(probe, machines, base, wishes, predictor, listener)
+    if not as_json:
+        print(explain(advice))
+    if out is not None:
+        _write(out, job_text(advice, advice.winner.candidate.job))
+        if not as_json:
+            print(f"written: {out}")
+    trials = list(_trials(advice, probe, tried, as_json))
+    if as_json:
+        data: dict[str, Any] = advice.as_data()
+        print(json.dumps(data | ({"tried": [each.as_data() for each in trials]} if tried else {}), indent=2))
+
+
+def _trials(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "Iterator[Trial]":
+    """Run the best layouts here, and print each when it is measured."""
+    from topotrain.tools.advice.predictor import RehearsalPredictor
+    from topotrain.tools.advice.trial_runs import tried as trial_runs
+
+    if not tried:
+        return
+    where = "this machine" if advice.machines.hosts <= 1 else "this machine, with all hosts on it"
+    print(f"trying on {where}, {TRY_S:g} s each:", file=sys.stderr if as_json else sys.stdout, flush=True)
+    for trial in trial_runs(advice.rehearsed[:tried], probe, RehearsalPredictor(), TRY_S):
+        if not as_json:
+            print(f"  {trial.explain()}", flush=True)
+        yield trial
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be written ({error.strerror})") from None
+
+
+def _advise_running(
+    workspace: Path, probe: "Probe", machines: "Machines", job: Job, wishes: "Wishes", as_json: bool
+) -> None:
+    """Print whether another layout would be faster for a job that runs."""
+    from topotrain.tools.advice.job_measurements import measured
+    from topotrain.tools.advice.predictor import RehearsalPredictor
+    from topotrain.tools.advice.running_advice import RunningComparison
+
+    measurement = measured(workspace, "--running")
+    with shown_search() as listener:
+        comparison = RunningComparison(measurement, probe, machines, job, RehearsalPredictor())
+        found = comparison.compare(wishes, listener)
+    print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())

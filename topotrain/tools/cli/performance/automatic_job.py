@@ -1,0 +1,50 @@
+"""Replaces `cluster { auto: true }` by the layout that this machine trains fastest in, before a job starts."""
+
+import sys
+from dataclasses import replace
+
+from topotrain.config.job import Job
+from topotrain.tools.cli.performance.shown_search import shown_search
+
+PROBE_S = 10.0
+
+
+def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -> Job:
+    """Return the job with a layout; the same job if it has one.
+
+    A job that resumes keeps the layout of its snapshot. snapshot: its folder; "": none. quiet: nothing is shown.
+    forkserver: one that runs; "": none.
+
+    Raises:
+        ConfigError: the program cannot be measured, or no layout fits.
+    """
+    if not job.cluster.auto:
+        return job
+    if snapshot:
+        return _as_before(job, snapshot)
+    from topotrain.tools.advice.automatic_layout import choose
+    from topotrain.tools.cli.performance.measured_probe import probe_of
+
+    probe = probe_of(job.program, job.args, PROBE_S, quiet, forkserver)
+    with shown_search(quiet) as listener:
+        found = choose(job, probe, listener=listener)
+    _say(found.explain(), quiet)
+    return found.job
+
+
+def _as_before(job: Job, snapshot: str) -> Job:
+    """Return the job with the layout of a snapshot."""
+    from pathlib import Path
+
+    from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS
+    from topotrain.tools.cli.resume import earlier
+
+    former = earlier(Path(snapshot)).job.cluster
+    kept = {name: getattr(former, name) for name in LAYOUT_FIELDS}
+    return replace(job, cluster=replace(job.cluster, auto=False, **kept))
+
+
+def _say(text: str, quiet: bool) -> None:
+    if not quiet:
+        for line in text.splitlines():
+            print(f"topotrain: {line}", file=sys.stderr, flush=True)

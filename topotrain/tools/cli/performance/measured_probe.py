@@ -1,0 +1,21 @@
+"""A probe for a command that needs one and was given none."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from topotrain.tools.cli.performance.probe_command import stages
+
+if TYPE_CHECKING:
+    from topotrain.tools.probe.probe_file import Probe
+
+PROBE_S = 20.0
+
+
+def probe_of(
+    program: str, args: Sequence[str], seconds: float = PROBE_S, quiet: bool = False, forkserver: str = ""
+) -> "Probe":
+    """Measure a program on this machine, and show how far that is. Raises ConfigError."""
+    from topotrain.tools.probe.program_probe import ProbeRequest, measure
+
+    with stages(quiet) as progress:
+        return measure(ProbeRequest(program, tuple(args), seconds, forkserver), progress)

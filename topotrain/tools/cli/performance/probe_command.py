@@ -1,0 +1,146 @@
+"""The command `topotrain probe`: measure one program on this machine."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topotrain.tools.cli.job_arguments import (
+    BadInput,
+    Forkserver,
+    Program,
+    Quiet,
+    check_program,
+    check_writable,
+    program_words,
+    refusing,
+)
+from topotrain.tools.monitor.monitored_run import complain
+
+if TYPE_CHECKING:
+    from topotrain.tools.probe.probe_file import Probe
+
+EXAMPLE = """\b
+Example:
+  topotrain probe examples/digits.py --seconds 20 --out probe.json -- --epochs 100
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("probe", epilog=EXAMPLE)
+    def probe(
+        program: Program = None,
+        # Options of this command may follow PROGRAM, so the script's own need a --.
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
+        ] = None,
+        module: Annotated[
+            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
+        ] = "",
+        seconds: Annotated[
+            float, typer.Option("--seconds", metavar="N", help="That the measurement may take, about; at least 10.")
+        ] = 30.0,
+        out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the probe is written.")] = Path(
+            "probe.json"
+        ),
+        as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
+        quiet: Quiet = False,
+        forkserver: Forkserver = "",
+    ) -> None:
+        """Measure a program on this machine, for `predict` and `advise`.
+
+        The script runs unchanged, as plain Python, for some of its steps. Besides there are a job of one worker and one
+        server, and two processes that exchange messages.
+        """
+        with refusing():
+            words, more = program_words(module, program, args)
+            if not words:
+                raise BadInput("no program: give a training script, or -m MODULE")
+            check_program(words)
+            check_writable("--out", out)
+            from topotrain.tools.probe.program_probe import ProbeRequest, measure
+
+            request = ProbeRequest(words, tuple(more or ()), seconds, forkserver)
+            began = time.monotonic()
+            with stages(quiet) as progress:
+                found = measure(request, progress)
+            text = found.to_json()
+            try:
+                out.write_text(text, encoding="utf-8")
+            except OSError as error:
+                complain(f"{out}: cannot be written ({error.strerror})")
+                raise typer.Exit(1) from None
+            if as_json:
+                print(text, end="")
+            elif not quiet:
+                print(summary(found))
+            if not quiet:
+                print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+class _Line:
+    """Shows the stages of a probe, in one line of a terminal that can redraw it."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+
+    def stage(self, text: str) -> None:
+        """As `ProbeProgress.stage`."""
+        if self._status is None:
+            print(f"topotrain: measuring: {text}", file=sys.stderr, flush=True)
+        else:
+            self._status.update(f"measuring: {text}")
+
+
+@contextmanager
+def stages(quiet: bool) -> "Iterator[Any]":
+    """Show the stages of a probe while it lasts. quiet: nothing is shown."""
+    from topotrain.tools.monitor.live_terminal import redraws
+    from topotrain.tools.monitor.result_tables import console
+    from topotrain.tools.probe.program_probe import QuietProgress
+
+    if quiet:
+        yield QuietProgress()
+    elif redraws(sys.stderr):
+        with console(stderr=True).status("measuring") as status:
+            yield _Line(status)
+    else:
+        yield _Line(None)
+
+
+def summary(probe: "Probe") -> str:
+    """Return what was measured, as lines."""
+    batch, optimizer, kernels = probe.batch, probe.optimizer, probe.kernels
+    elements = sum(parameter.elements for parameter in probe.model)
+    line = f", {batch.fixed_s * 1e3:.2f} + {batch.per_sample_s * 1e3:.4f} ms per sample" if batch.per_sample_s else ""
+    rows = [
+        f"{probe.program}: {len(probe.model)} parameters with {elements:,} elements, {optimizer.name}",
+        f"machine: {probe.machine.cpu}, {probe.machine.cores} cores, {probe.machine.memory_bytes / 1e9:.1f} GB",
+        f"batch of {batch.size}: forward {_ms(batch.forward_s)}, backward {_ms(batch.backward_s)}, "
+        f"the rest {_ms(batch.other_s)}; optimizer {_ms(batch.optimizer_s)}{line} ({batch.steps} steps)",
+        f"spread of a step: {probe.spread:.1%}",
+        f"server: update {optimizer.fixed_s * 1e6:.1f} us and {optimizer.element_s * 1e9:.3f} ns per element, "
+        f"sum {kernels.byte_s * 1e9:.3f} ns per byte, copy {kernels.copy_byte_s * 1e9:.3f} ns per byte, "
+        f"message {probe.server_message_s * 1e6:.0f} us",
+        f"worker: {probe.worker_step_s * 1e6:.0f} us in each step",
+    ]
+    for name, each in probe.transports.items():
+        rows.append(
+            f"{name}: a message {each.send_message_s * 1e6:.0f} + {each.receive_message_s * 1e6:.0f} us, "
+            f"its bytes {each.send_byte_s * 1e9:.3f} + {each.receive_byte_s * 1e9:.3f} ns each, "
+            f"{each.latency_s * 1e6:.0f} us on the way"
+        )
+    shared = ", ".join(f"{count} at once {factor:.2f} times slower" for count, factor in probe.sharing.items())
+    rows.append(f"processes on this machine: {shared or 'not measured'}")
+    rows.append(f"start of a job: {probe.start_s:.1f} s")
+    return "\n".join(rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,149 @@
+"""For how long a mean step takes each resource: links of hosts, processes, and the cores of hosts."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from topotrain.config.topology import Role
+from topotrain.tools.prediction.flow.flow_costs import Costs
+from topotrain.tools.prediction.flow.flow_frames import BucketShapes
+from topotrain.tools.prediction.flow.flow_loads import Amounts, Loads, Places
+
+
+class Demands:
+    """The demands of a job.
+
+    Args:
+        costs: of messages and kernels.
+        places: the processes.
+        loads: what they send and get in a mean step.
+        shapes: of the model's buckets.
+    """
+
+    def __init__(self, costs: Costs, places: Places, loads: Loads, shapes: BucketShapes) -> None:
+        self._costs, self._places, self._loads, self._shapes = costs, places, loads, shapes
+
+    # --- resources ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def links_out(self) -> Amounts:
+        """Seconds of each host's link out."""
+        return self._loads.of_hosts(self._loads.sent_far) / self._costs.rate
+
+    @cached_property
+    def links_in(self) -> Amounts:
+        """Seconds of each host's link in."""
+        return self._loads.of_hosts(self._loads.received_far) / self._costs.rate
+
+    @cached_property
+    def work(self) -> Amounts:
+        """Seconds of a core of each worker and server, without a worker's own computing."""
+        loads, transports = self._loads, self._costs.probe.transports
+        found = np.zeros(self._places.count)
+        for sent, received, way in (
+            (loads.sent_far, loads.received_far, transports["tcp"]),
+            (loads.sent_near, loads.received_near, transports["shm"]),
+        ):
+            found += sent.messages * way.send_message_s + sent.nbytes * way.send_byte_s
+            found += received.messages * way.receive_message_s + received.nbytes * way.receive_byte_s
+        servers = slice(self._places.workers, None)
+        found[servers] += loads.received.messages[servers] * self._costs.probe.server_message_s
+        found[servers] += np.tile(self._kernels(), self._costs.topology.server_groups)
+        return found
+
+    def _kernels(self) -> Amounts:
+        """Seconds of kernels in a mean step on each server of a server group."""
+        topology, cluster, costs = self._costs.topology, self._costs.job.cluster, self._costs
+        size, groups = topology.workers_per_group, len(topology.worker_groups_of(0))
+        found = np.zeros(topology.shards)
+        for shard in range(topology.shards):
+            for shape in self._shapes.of_shard(shard):
+                if not shape.trained:
+                    continue
+                if cluster.outer is not None:
+                    # One update for each round, of the mean of all groups.
+                    seconds = (costs.sum_s(shape.nbytes, groups) + costs.update_s(shape.elements)) / cluster.sync_freq
+                    found[shard] += seconds
+                    continue
+                parts = 1 if topology.collective else size
+                seconds = costs.sum_s(shape.nbytes, parts) + costs.update_s(shape.elements)
+                if groups > 1 or topology.synced:
+                    # Each group is shown a copy, because others change the values meanwhile.
+                    seconds += costs.probe.kernels.operation_s + shape.nbytes * costs.probe.kernels.copy_byte_s
+                found[shard] += seconds * groups / cluster.n_push
+        return found
+
+    @cached_property
+    def cores(self) -> Amounts:
+        """Seconds of the cores of each host, with the computing of workers."""
+        topology, places, costs = self._costs.topology, self._places, self._costs
+        usual = costs.computing(topology.workers(0)[0]).total / costs.machines.stragglers.get(0, 1.0) / costs.crowding
+        whole = self.work.copy()
+        whole[: places.workers] += usual + costs.probe.worker_step_s
+        for number, factor in costs.machines.stragglers.items():
+            whole[number] += usual * (factor - 1)
+        hosts = np.bincount(places.host, weights=whole, minlength=places.hosts)
+        if costs.machines.emulated:
+            return np.array([hosts.sum() / costs.cores])
+        return hosts / costs.cores
+
+    # --- the pace ----------------------------------------------------------------------------------------------------
+
+    def paces(self, alone: Sequence[float], counts: Sequence[int]) -> list[float]:
+        """Return the seconds of a step of each kind of groups, when all share what there is.
+
+        alone: those of a group that has all for itself. counts: how many groups there are of each kind.
+
+        A resource works for at most all of the time, and is there for whoever asks. So slow groups keep their pace, and
+        all others get one that is the same.
+        """
+        need, groups = self.most_needed, sum(counts)
+        each = need / groups
+
+        def used(pace: float) -> float:
+            return sum(count * each / max(pace, own) for own, count in zip(alone, counts, strict=True))
+
+        # The time of the fastest group at which the busiest resource has no pause.
+        low, high = 0.0, max(need, *alone)
+        if used(0.0) <= 1:
+            return list(alone)
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if used(middle) > 1 else (low, middle)
+        return [max(high, own) for own in alone]
+
+    @cached_property
+    def most_needed(self) -> float:
+        """Seconds of the busiest resource for a step of every group."""
+        servers = self.work[self._places.workers :]
+        own = self.work[: self._places.workers]
+        return float(
+            max(
+                self.links_out.max(initial=0.0),
+                self.links_in.max(initial=0.0),
+                servers.max(initial=0.0),
+                own.max(initial=0.0),
+                self.cores.max(initial=0.0),
+            )
+        )
+
+    def largest(self, count: int) -> Iterator[tuple[str, float]]:
+        """The busiest resources, and their seconds in a mean step of all groups."""
+        found: list[tuple[float, str]] = []
+        for kind, amounts in (("link out", self.links_out), ("link in", self.links_in)):
+            for host in np.argsort(-amounts, kind="stable")[:count].tolist():
+                found.append((float(amounts[host]), f"{self._resident(host)}'s {kind}"))
+        for number in np.argsort(-self.work, kind="stable")[:count].tolist():
+            address = self._places.addresses[number]
+            if address.role is Role.SERVER:
+                found.append((float(self.work[number]), f"{address}'s process"))
+        for host in np.argsort(-self.cores, kind="stable")[:count].tolist():
+            found.append((float(self.cores[host]), f"cores of host {host}"))
+        found.sort(key=lambda each: (-each[0], each[1]))
+        return ((name, seconds) for seconds, name in found[:count] if seconds > 0)
+
+    def _resident(self, host: int) -> str:
+        """The process by which a host's link is named: a server, if there is one."""
+        numbers = np.flatnonzero(self._places.host == host).tolist()
+        return str(self._places.addresses[numbers[-1]])

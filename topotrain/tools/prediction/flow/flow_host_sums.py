@@ -1,0 +1,107 @@
+"""The messages of a step for units that add up the gradients of their workers before the link."""
+
+from collections.abc import Iterator, Sequence
+
+from topotrain.config.job import Apply, Grads, Job
+from topotrain.config.topology import Topology
+from topotrain.extensions.host_sums.host_sum_messages import (
+    HostBackwardEnd,
+    HostCommit,
+    HostGradient,
+    HostMean,
+    HostPush,
+    HostStepEnd,
+    HostValues,
+)
+from topotrain.extensions.host_sums.host_units import HostUnit
+from topotrain.extensions.host_sums.sum_writer import HostSumSettings
+from topotrain.tools.prediction.flow import flow_frames as frames
+from topotrain.tools.prediction.flow.flow_frames import NOTHING, BucketShape, BucketShapes, Parcel, framed, total
+from topotrain.tools.prediction.flow.flow_routes import Flow, Route, server, workers
+from topotrain.tools.prediction.flow.flow_votes import commit_to
+
+
+def host_sum_routes(
+    job: Job, topology: Topology, shapes: BucketShapes, group: int, units: Sequence[HostUnit]
+) -> Iterator[Route]:
+    """What the workers of a group send and get, of which these units send sums to servers of other hosts."""
+    sg = topology.server_group_of(group)
+    summed = {index for unit in units for index in unit.workers}
+    alone = tuple(index for index in range(topology.workers_per_group) if index not in summed)
+    for shard in range(topology.shards):
+        held = shapes.of_shard(shard)
+        near = [unit for unit in units if shard not in unit.shards]
+        direct = (*alone, *(index for unit in near for index in unit.workers))
+        small, back = _between_all(job, held)
+        everyone = workers((group,), range(topology.workers_per_group))
+        yield Flow(everyone, server(sg, shard), small)
+        yield Flow(server(sg, shard), everyone, back)
+        large, replies = _bodies(job, held)
+        if direct:
+            yield Flow(workers((group,), direct), server(sg, shard), large)
+            yield Flow(server(sg, shard), workers((group,), direct), replies)
+        for unit in units:
+            if shard in unit.shards:
+                yield from _over_lead(job, unit, sg, shard, held)
+    for unit in units:
+        yield from _ends(job, unit, len(shapes.all))
+
+
+def _ends_backwards(job: Job) -> bool:
+    return job.grads is Grads.kVisible or job.apply is Apply.kOnArrival
+
+
+def _sees_means(job: Job) -> bool:
+    return job.grads is Grads.kVisible
+
+
+def _between_all(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]:
+    """What each worker sends to a server itself, and gets: no bodies."""
+    sent, back = commit_to(held), frames.APPLIED
+    if _ends_backwards(job):
+        sent += frames.backward_end(len(held))
+    if _sees_means(job):
+        back += frames.backward_reduced(len(held))
+    return sent, back
+
+
+def _bodies(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]:
+    """What a worker sends to a server of its host beside that, and gets."""
+    sent, back = total([frames.push(shape) for shape in held]), total([frames.values(shape) for shape in held])
+    if _sees_means(job):
+        back += total([frames.mean(shape) for shape in held])
+    return sent, back
+
+
+def _over_lead(job: Job, unit: HostUnit, sg: int, shard: int, held: Sequence[BucketShape]) -> Iterator[Route]:
+    """Gradients, means and values of one server, over the worker that adds up for it."""
+    replaces = HostSumSettings.of(job).replaces
+    lead = workers((unit.group,), (unit.lead(shard),))
+    others = workers((unit.group,), tuple(index for index in unit.workers if index != unit.lead(shard)))
+    given, summed, means, shown, values, passed = NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING
+    revisions = unit.workers if replaces else ()
+    for shape in held:
+        present = frames.bits(shape.pieces)
+        if shape.trained:
+            given += framed(HostGradient(0, 0, 0, 1.0, present), shape.nbytes)
+            summed += framed(HostPush(0, 0, 0, 0, 1.0, present, unit.workers, (), revisions), shape.nbytes)
+            if _sees_means(job):
+                means += frames.mean(shape)
+                shown += framed(HostMean(shard, 0, 0, 0, present), shape.nbytes)
+        values += framed(HostValues(shard, 0, 0, 0), shape.nbytes)
+        passed += framed(HostValues(shard, 0, 0, 0), shape.nbytes)
+    if replaces:
+        given += framed(HostCommit(shard, 0, 1.0, True, bytes(len(held))))
+        summed += framed(HostStepEnd(0, bytes(len(held))))
+    yield Flow(others, lead, given)
+    yield Flow(lead, server(sg, shard), summed)
+    yield Flow(server(sg, shard), lead, means + values)
+    yield Flow(lead, others, shown + passed)
+
+
+def _ends(job: Job, unit: HostUnit, buckets: int) -> Iterator[Route]:
+    """Each worker tells the other leads of its unit that its backward has ended, each of them once."""
+    if _ends_backwards(job):
+        end = framed(HostBackwardEnd(0, 0, frames.bits(buckets)))
+        for lead in sorted({unit.lead(shard) for shard in unit.shards}):
+            yield Flow(workers((unit.group,), unit.workers), workers((unit.group,), (lead,)), end)

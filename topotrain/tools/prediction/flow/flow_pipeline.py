@@ -1,0 +1,340 @@
+"""One step of a worker group in time: buckets go over links and through servers, one behind the other.
+
+Equal hosts are one: what each of them sends goes through the link of one of them. A bucket that some host of a class
+gets takes that host's link for its own time, and the link of the class for its share. So buckets for different servers
+overlap, and all of them together take as long as the links need.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from topotrain.config.job import Algorithm, Apply, Grads, Job, Pull
+from topotrain.config.topology import Topology
+from topotrain.extensions.host_sums.host_units import used_units
+from topotrain.tools.prediction.flow import flow_frames as frames
+from topotrain.tools.prediction.flow.flow_collectives import depth
+from topotrain.tools.prediction.flow.flow_costs import Computing, Costs
+from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
+from topotrain.tools.prediction.flow.flow_votes import commit_to
+
+
+Step = Callable[[float, int], None]
+"""What happens to a bucket (its number) at a time."""
+
+
+@dataclass
+class HostClass:
+    """Hosts that do the same in a step of a worker group.
+
+    Attributes:
+        count: their number.
+        workers: of the group, on each of them.
+        servers: that the group uses, on each of them.
+        computing: of the slowest of their workers.
+        copies: how often each bucket goes over the link of a host: once for each worker, or once for all of them.
+        out, into, core: until when the links and the cores of the servers are taken.
+    """
+
+    count: int
+    workers: int
+    servers: int
+    computing: Computing
+    copies: int
+    out: float = 0.0
+    into: float = 0.0
+    core: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Moments of a step, from its begin.
+
+    Attributes:
+        computed: the mean over the workers.
+        slowest: the slowest worker has computed.
+        pushed: the last gradient has left.
+        committed: the slowest worker has called `optimizer.step()`, and has its means if it sees them.
+        applied: all servers have updated.
+        end: the new values are there.
+    """
+
+    computed: float
+    slowest: float
+    pushed: float
+    committed: float
+    applied: float
+    end: float
+
+
+class StepPipeline:
+    """The step of a worker group that has its servers, links and hosts for itself.
+
+    Args:
+        costs: of the job.
+        shapes: of its model.
+        ready: by bucket, the share of the backward after which its gradient is there.
+        group: the worker group.
+        buckets: those that are exchanged in this step (numbers).
+    """
+
+    def __init__(
+        self, costs: Costs, shapes: BucketShapes, ready: Sequence[float], group: int, buckets: Sequence[int]
+    ) -> None:
+        self._costs, self._shapes, self._ready = costs, shapes, ready
+        self._job, self._topology = costs.job, costs.topology
+        self._size = costs.topology.workers_per_group
+        self._visible = _sees_means(costs.job, costs.topology)
+        self._on_arrival = costs.job.apply is Apply.kOnArrival
+        self._buckets = [number for number in buckets if shapes.all[number].trained]
+        self._all = list(buckets)
+        self._classes, self._home = host_classes(costs, group)
+        self._senders = [each for each in self._classes if each.workers]
+        self._tree = costs.topology.server_collective and costs.job.cluster.algorithm is not Algorithm.kNaive
+        self._hops = depth(costs.job.cluster.algorithm, costs.topology.shards) if self._tree else 0
+        self._events: list[tuple[float, int, Step, int]] = []
+        self._number = 0
+        self._missing = {number: len(self._senders) for number in self._buckets}
+        self._arrived = dict.fromkeys(self._buckets, 0.0)
+        self._summed: dict[int, float] = {}
+        self._seen = self._left = self._shown = 0.0
+        self._values: dict[int, float] = {}
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> StepTimes:
+        """Return the moments of the step."""
+        backward = self._begin()
+        self._go_on()
+        slowest = max(each.computing.total for each in self._senders)
+        computed = sum(c.computing.total * c.workers * c.count for c in self._senders) / self._size
+        committed = max(backward, self._seen) + self._costs.probe.worker_step_s
+        sent = committed + self._commits_s()
+        decided = self._decide(sent)
+        applied = self._apply(decided)
+        self._go_on()
+        end = max(applied, self._shown, *self._values.values()) if self._values else max(applied, self._shown)
+        end += self._costs.delay_s + self._topology.shards * self._costs.receive_s(frames.APPLIED, self._near)
+        if self._job.pull is Pull.kLazy:
+            end = self._lazy_end(sent)
+        return StepTimes(computed, slowest, max(self._left, slowest), committed, applied, end)
+
+    @property
+    def _near(self) -> bool:
+        return len(self._classes) == 1 and self._classes[0].count == 1
+
+    def _begin(self) -> float:
+        """Let all workers push; return when the last backward is over."""
+        over = 0.0
+        for place, each in enumerate(self._senders):
+            busy = 0.0
+            for number in sorted(self._buckets, key=self._ready.__getitem__):
+                then = each.computing.before + each.computing.backward * self._ready[number]
+                # A worker sends in the thread of its backward.
+                busy += self._costs.send_s(frames.push(self._shapes.all[number]), self._near)
+                self._at(then + busy, lambda now, bucket, at=place: self._push(now, self._senders[at], bucket), number)  # type: ignore[misc]
+            over = max(over, each.computing.total + busy)
+        return over
+
+    def _at(self, time: float, do: Step, number: int) -> None:
+        self._number += 1
+        heappush(self._events, (time, self._number, do, number))
+
+    def _go_on(self) -> None:
+        while self._events:
+            now, _, do, number = heappop(self._events)
+            do(now, number)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def _center(self, number: int) -> HostClass:
+        """The hosts of which one adds up a bucket."""
+        shard = self._shapes.map.buckets[number].shard
+        if self._topology.server_collective and self._job.cluster.algorithm is Algorithm.kNaive:
+            shard = 0
+        return self._classes[self._home[shard]]
+
+    def _push(self, now: float, each: HostClass, number: int) -> None:
+        """A bucket leaves the workers of a class."""
+        center, shape = self._center(number), self._shapes.all[number]
+        if self._tree:
+            self._arrived[number] = max(self._arrived[number], now)
+        else:
+            left, here = self._over_link(now, each, center, shape.pushed * each.copies, each.count)
+            self._left = max(self._left, left)
+            self._arrived[number] = max(self._arrived[number], here)
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._at(self._arrived[number], self._arrive, number)
+
+    def _over_link(
+        self, now: float, sender: HostClass, receiver: HostClass, nbytes: float, senders: int
+    ) -> tuple[float, float]:
+        """Each of the sending hosts sends so many bytes to one host; return when they have left and are there."""
+        costs = self._costs
+        # A host that is of both classes keeps its own part.
+        far = (sender.count - 1) / sender.count if sender is receiver else 1.0
+        away = costs.seconds(nbytes * far)
+        sender.out = left = max(sender.out, now) + away
+        whole = away * senders
+        receiver.into = max(receiver.into, now) + whole / receiver.count
+        # Connections share a link alike, so a bucket does not wait until those before it are through.
+        return left, max(left, receiver.into, now + whole) + (costs.delay_s if far else 0.0)
+
+    def _arrive(self, now: float, number: int) -> None:
+        """All parts of a bucket are at the server."""
+        center, shape, costs = self._center(number), self._shapes.all[number], self._costs
+        if self._tree:
+            self._along_tree(now, number, shape.nbytes, self._sum)
+            return
+        parts = sum(each.copies * each.count for each in self._senders)
+        each = costs.handle_s(frames.push(shape), self._near)
+        # The first parts are handled while the last ones are under way.
+        self._work(center, now, parts * each)
+        self._at(max(now + each, center.core), self._sum, number)
+
+    def _work(self, where: HostClass, now: float, seconds: float) -> float:
+        """A server of a class works; return when all that was to do there is done."""
+        where.core = max(where.core, now) + seconds / max(1, where.servers * where.count)
+        return max(where.core, now + seconds)
+
+    def _sum(self, now: float, number: int) -> None:
+        """A bucket is added up."""
+        center, shape = self._center(number), self._shapes.all[number]
+        done = now if self._tree else self._work(center, now, self._costs.sum_s(shape.nbytes, self._size))
+        self._summed[number] = done
+        if self._on_arrival:
+            self._at(done, self._update, number)
+        elif self._visible:
+            self._at(done, lambda now, bucket: self._spread(now, bucket, frames.mean(shape), self._see), number)
+
+    def _update(self, now: float, number: int) -> None:
+        """A bucket is updated while the backward still works."""
+        done = self._work(self._center(number), now, self._costs.update_s(self._shapes.all[number].elements))
+        self._at(done, self._send_values, number)
+
+    def _spread(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
+        """A server sends a bucket to all workers."""
+        if self._tree:
+            self._along_tree(now, number, parcel.payload, then)
+            return
+        copies = sum(each.copies * each.count for each in self._senders)
+        sent = self._work(self._home_of(number), now, copies * self._costs.send_s(parcel, self._near))
+        self._at(sent, lambda now, bucket: self._leave(now, bucket, parcel, then), number)
+
+    def _leave(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
+        """A bucket leaves the link of its server."""
+        costs, home, here = self._costs, self._home_of(number), now
+        for each in self._senders:
+            far = (each.count - 1) / each.count if each is home else 1.0
+            whole = costs.seconds(parcel.nbytes * each.copies * each.count * far)
+            home.out = max(home.out, now) + whole / home.count
+            each.into = max(each.into, now) + costs.seconds(parcel.nbytes * each.copies * far)
+            here = max(here, home.out, each.into, now + whole)
+        self._at(here + costs.delay_s + costs.receive_s(parcel, self._near), then, number)
+
+    def _home_of(self, number: int) -> HostClass:
+        """The hosts of which one has the server of a bucket."""
+        return self._classes[self._home[self._shapes.map.buckets[number].shard]]
+
+    def _along_tree(self, now: float, number: int, nbytes: float, then: Step) -> None:
+        """A bucket goes from server to server."""
+        costs, ranks = self._costs, self._topology.shards
+        hop = Parcel(1.0, nbytes, nbytes)
+        work = costs.handle_s(hop, self._near) + costs.send_s(hop, self._near)
+        here = now + self._hops * (costs.seconds(nbytes) + costs.delay_s + work)
+        for each in self._classes:
+            taken = costs.seconds(nbytes) * (ranks - 1) / ranks * each.servers
+            each.out, each.into = max(each.out, now) + taken, max(each.into, now) + taken
+            each.core = max(each.core, now) + work * (ranks - 1) / ranks
+            here = max(here, each.out, each.into, each.core)
+        self._left = max(self._left, here)
+        self._at(here, then, number)
+
+    def _see(self, now: float, number: int) -> None:
+        self._seen = max(self._seen, now)
+
+    def _show(self, now: float, number: int) -> None:
+        self._values[number] = self._shown = max(self._shown, now)
+
+    # --- the decision ------------------------------------------------------------------------------------------------
+
+    def _commits_s(self) -> float:
+        """A worker sends its commit to each server."""
+        held = (self._shapes.of_shard(shard) for shard in range(self._topology.shards))
+        return sum(self._costs.send_s(commit_to(each), self._near) for each in held)
+
+    def _decide(self, sent: float) -> float:
+        """Return when all servers know that they are to apply the step."""
+        costs, shards = self._costs, self._topology.shards
+        delay = 0.0 if self._near else costs.delay_s
+        frame = commit_to(self._shapes.of_shard(0))
+        staged = sent + delay + self._size * costs.handle_s(frame, self._near)
+        staged = max(staged, *self._summed.values()) if self._summed else staged
+        if shards == 1:
+            return staged
+        votes = (shards - 1) * (costs.handle_s(frames.VOTE, self._near) + costs.send_s(frames.DECISION, self._near))
+        return staged + 2 * delay + votes + costs.handle_s(frames.DECISION, self._near)
+
+    def _apply(self, now: float) -> float:
+        """Update all buckets, and send the new values; return when the last one is updated."""
+        if self._on_arrival:
+            return now
+        last = now
+        for number in self._all:
+            shape, home = self._shapes.all[number], self._home_of(number)
+            home.core = max(home.core, now) + self._costs.update_s(shape.elements) / max(1, home.servers * home.count)
+            last = max(last, home.core)
+            self._at(home.core, self._send_values, number)
+        return last
+
+    def _send_values(self, now: float, number: int) -> None:
+        self._spread(now, number, frames.values(self._shapes.all[number]), self._show)
+
+    def _lazy_end(self, sent: float) -> float:
+        """Return when the next step could begin so that no layer of its forward waits."""
+        # The layers of the forward come in the order that is the reverse of that of the backward.
+        computing = max(self._senders, key=lambda each: each.computing.total).computing
+        wanted = (here - computing.before * (1 - self._ready[number]) for number, here in self._values.items())
+        return max(sent, *wanted) if self._values else sent
+
+
+def _sees_means(job: Job, topology: Topology) -> bool:
+    return job.grads is Grads.kVisible and topology.workers_per_group > 1 and job.cluster.outer is None
+
+
+def host_classes(costs: Costs, group: int) -> tuple[list[HostClass], Sequence[int]]:
+    """Return the classes of the hosts that a worker group uses, and the class of each of its servers."""
+    topology = costs.topology
+    sg = topology.server_group_of(group)
+    workers: dict[int, list[Computing]] = {}
+    for worker in topology.workers(group):
+        workers.setdefault(topology.host_of(worker), []).append(costs.computing(worker))
+    homes = [topology.host_of(each) for each in topology.servers(sg)]
+    servers: dict[int, int] = {}
+    for home in homes:
+        servers[home] = servers.get(home, 0) + 1
+    summed = topology.cluster.nworkers_per_procs > 1 and bool(used_units(costs.job, topology, group))
+    naive = topology.server_collective and costs.job.cluster.algorithm is Algorithm.kNaive
+    classes: dict[tuple[object, ...], int] = {}
+    found: list[HostClass] = []
+    of_host: dict[int, int] = {}
+    for host in dict.fromkeys((*workers, *servers)):
+        here = workers.get(host, [])
+        slowest = max(here, key=lambda each: each.total, default=Computing(0.0, 0.0))
+        # In a star the center does more than the others.
+        key = (len(here), round(slowest.total, 9), servers.get(host, 0), naive and host == homes[0])
+        if key not in classes:
+            classes[key] = len(found)
+            found.append(HostClass(0, len(here), servers.get(host, 0), slowest, 1 if summed and here else len(here)))
+        of_host[host] = classes[key]
+        found[of_host[host]].count += 1
+    return found, [of_host[home] for home in homes]
+
+
+def ready_shares(shapes: BucketShapes, shares: Sequence[float]) -> Iterator[float]:
+    """Return of each bucket the share of the backward after which it is complete. shares: of each parameter."""
+    slice_map = shapes.map
+    for bucket in slice_map.buckets:
+        parameters = (slice_map.segments[piece.segment].parameter for piece in bucket.pieces)
+        yield max((shares[each] for each in parameters if slice_map.parameters[each].trainable), default=0.0)

@@ -1,0 +1,337 @@
+"""The flow model: what a layout of thousands of processes does.
+
+Sets of equal processes are one, and messages are flows over shared links. The messages are those of `flow_traffic`,
+with the product's own sizes. The time of a step is the longest of these:
+
+* that of a group that has its servers and links for itself (`flow_pipeline`);
+* the time for which the busiest resource works, for all groups that share it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address
+from topotrain.core.model.schema import slice_map_for
+from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.flow.flow_costs import Costs
+from topotrain.tools.prediction.flow.flow_demands import Demands
+from topotrain.tools.prediction.flow.flow_frames import NOTHING, BucketShapes, Parcel
+from topotrain.tools.prediction.flow.flow_islands import in_fragments
+from topotrain.tools.prediction.flow.flow_loads import Loads, Places
+from topotrain.tools.prediction.flow.flow_pipeline import StepPipeline, StepTimes, ready_shares
+from topotrain.tools.prediction.flow.flow_routes import Flow, Route
+from topotrain.tools.prediction.flow.flow_traffic import refuse_unknown, step_routes
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.prediction import (
+    BusyResource,
+    LinkLoad,
+    Method,
+    Prediction,
+    Staleness,
+    StepParts,
+    Wait,
+)
+from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.probe.probe_file import Probe
+
+MOST_PAIRS = 64
+"""Processes up to which each pair that exchanges messages is named."""
+_NAMED = 10
+"""Resources, and processes that are waited for, that are named."""
+
+
+def predict_flow(job: Job, probe: Probe, machines: Machines) -> Prediction:
+    """Predict a job by flows.
+
+    Raises:
+        ConfigError: the counts of the cluster do not fit together, or the model does not know a field of the job.
+        SchemaError: the model cannot be cut.
+    """
+    return FlowModel(job, probe, machines).prediction()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSteps:
+    """The steps of worker groups that do the same.
+
+    Attributes:
+        groups: their numbers.
+        times: of a step that nothing else disturbs.
+        step_s: of a step beside all others, as a mean.
+        late_s: of twenty steps one is longer.
+    """
+
+    groups: Sequence[int]
+    times: StepTimes
+    step_s: float
+    late_s: float
+
+
+class FlowModel:
+    """A job on certain machines, by flows.
+
+    Args:
+        job, probe, machines: as for `predict_flow`.
+    """
+
+    def __init__(self, job: Job, probe: Probe, machines: Machines) -> None:
+        self.job, self.probe, self.machines = job, probe, machines.with_job(job)
+        self.topology = self.machines.topology(job)
+        refuse_unknown(job, self.topology)
+        self.places = Places(self.topology)
+
+    @cached_property
+    def shapes(self) -> BucketShapes:
+        """The buckets of the model."""
+        schema = in_fragments(self.job, self.probe.schema())
+        return BucketShapes(slice_map_for(schema, self.topology), self.job.cluster)
+
+    @cached_property
+    def routes(self) -> Sequence[Route]:
+        """All that is sent in a mean step."""
+        return step_routes(self.job, self.topology, self.shapes)
+
+    @cached_property
+    def loads(self) -> Loads:
+        """The same, by worker and server."""
+        return Loads(self.places).take(self.routes)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What messages and computing cost."""
+        hosts = self.places.host[: self.places.workers]
+        # Hosts that are emulated share the cores of one machine.
+        most = self.places.workers if self.machines.emulated else int(np.bincount(hosts).max())
+        return Costs(self.job, self.topology, self.probe, self.machines, most)
+
+    @cached_property
+    def demands(self) -> Demands:
+        """For how long a mean step takes each resource."""
+        return Demands(self.costs, self.places, self.loads, self.shapes)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> Sequence[GroupSteps]:
+        """The steps of all worker groups, by kinds of groups."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for group in range(self.topology.worker_groups):
+            kinds.setdefault(self._kind(group), []).append(group)
+        alone = [(groups, self._times(groups[0])) for groups in kinds.values()]
+        least = [self._step_alone(groups[0], times) for groups, times in alone]
+        if self._in_step:
+            # All wait for the slowest in each round.
+            least = [max(least)] * len(least)
+        counts = [len(groups) for groups, _ in alone]
+        paces = self.demands.paces(least, counts)
+        size = self.topology.workers_per_group * (self.topology.worker_groups if self._in_step else 1)
+        found = []
+        for (groups, times), pace in zip(alone, paces, strict=True):
+            usual, late = self.costs.slowest_of(size), self.costs.late_step(size)
+            step = pace + times.slowest * (usual - 1)
+            found.append(GroupSteps(groups, times, step, step + times.slowest * (late - usual)))
+        return found
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether several worker groups wait for each other."""
+        cluster = self.job.cluster
+        rounds = cluster.outer is not None and not cluster.quorum
+        return self.topology.worker_groups > 1 and (rounds or cluster.max_staleness is not None)
+
+    def _kind(self, group: int) -> tuple[object, ...]:
+        """What the time of a group's step depends on."""
+        first = group * self.topology.workers_per_group
+        slow = self.machines.stragglers
+        factors = (
+            tuple(slow.get(first + index, 1.0) for index in range(self.topology.workers_per_group)) if slow else ()
+        )
+        sg = self.topology.server_group_of(group)
+        homes = {self.topology.host_of(each) for each in self._of_servers(sg)}
+        beside = tuple(self.topology.host_of(worker) in homes for worker in self._of_workers(group))
+        return factors, beside
+
+    def _of_servers(self, sg: int) -> Sequence[Address]:
+        # Of many servers each is a host like the others, or none is.
+        servers = self.topology.servers(sg)
+        return servers if len(servers) <= MOST_PAIRS or self.topology.worker_groups == 1 else servers[:MOST_PAIRS]
+
+    def _of_workers(self, group: int) -> Sequence[Address]:
+        workers = self.topology.workers(group)
+        return workers[:1] if self.topology.worker_groups == 1 else workers
+
+    def _times(self, group: int) -> StepTimes:
+        shares = [parameter.ready for parameter in self.probe.model]
+        ready = list(ready_shares(self.shapes, shares))
+        if self.job.cluster.outer is not None:
+            # What is pushed is there at once: it is the difference to earlier values.
+            ready = [1.0] * len(ready)
+        return StepPipeline(self.costs, self.shapes, ready, group, self._exchanged()).run()
+
+    def _exchanged(self) -> Sequence[int]:
+        """The buckets of one exchange."""
+        if self.job.cluster.outer is None or self.job.cluster.fragments == 1:
+            return range(len(self.shapes.all))
+        return [number for number, shape in enumerate(self.shapes.all) if shape.fragment == 0]
+
+    def _step_alone(self, group: int, times: StepTimes) -> float:
+        """Seconds of a step of a group that has its servers and links for itself, as a mean over many."""
+        cluster = self.job.cluster
+        if cluster.outer is None:
+            pushing = times.end / cluster.n_push
+            return pushing + (times.slowest + self.probe.worker_step_s) * (1 - 1 / cluster.n_push)
+        # Servers have no part in the other steps.
+        local = times.slowest
+        exchange = max(0.0, times.end - times.slowest)
+        if cluster.quorum:
+            exchange = self._push_s(times)
+        elif cluster.overlap:
+            exchange = max(self._push_s(times), exchange - cluster.overlap * local)
+        return local + exchange / cluster.local_steps
+
+    def _push_s(self, times: StepTimes) -> float:
+        """Seconds of a worker for an exchange for which it does not wait."""
+        return max(0.0, times.committed - times.slowest)
+
+    # --- the result --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def samples_per_s(self) -> float:
+        """Samples per second of the whole job."""
+        return sum(len(kind.groups) * sum(self.costs.samples) / kind.step_s for kind in self.steps)
+
+    def prediction(self) -> Prediction:
+        """Return all that is predicted."""
+        step = _median([(kind.step_s, len(kind.groups)) for kind in self.steps])
+        return Prediction(
+            framework=self.topology.framework,
+            processes=processes_of(self.topology),
+            step_s=step,
+            step_p95_s=_quantile([(kind.late_s, len(kind.groups)) for kind in self.steps], 0.95),
+            samples_per_s=self.samples_per_s,
+            parts=self._parts(),
+            waits=tuple(self._waits()),
+            busiest=tuple(self._busiest(step)),
+            links=tuple(self.links()),
+            memory=tuple(planned_memory(self.job, self.probe, self.machines, self.topology)),
+            staleness=self._staleness(),
+            start_s=self.probe.start_s,
+            goodput=goodput(self.job, self.topology, self.machines, self.probe.start_s),
+            method=Method.FLOW,
+            error=None,
+            same_as_one_process=same_as_one_process(self.job),
+        )
+
+    def _parts(self) -> StepParts:
+        found = np.zeros(5)
+        for kind in self.steps:
+            times, often = kind.times, 1 / self.job.cluster.local_steps
+            waiting = times.slowest - times.computed
+            push = max(0.0, times.committed - times.slowest) * often
+            apply = max(0.0, times.applied - times.committed) * often
+            pull = max(0.0, times.end - times.applied) * often
+            known = times.computed + push + apply + pull + waiting
+            if known > kind.step_s:
+                # A part of the exchange is hidden behind computing.
+                hidden = (kind.step_s - times.computed - waiting) / (push + apply + pull or 1.0)
+                push, apply, pull = (max(0.0, each * hidden) for each in (push, apply, pull))
+            rest = max(0.0, kind.step_s - times.computed - push - apply - pull)
+            found += np.array([times.computed, push, apply, pull, rest]) * len(kind.groups)
+        return StepParts(*(found / self.topology.worker_groups).tolist())
+
+    def _waits(self) -> Iterator[Wait]:
+        """The slow workers that others of their group, or all, wait for."""
+        topology, slow = self.topology, self.machines.stragglers
+        usual = self.costs.computing(topology.workers(0)[0]).total / slow.get(0, 1.0)
+        found = []
+        for number, factor in slow.items():
+            group, index = divmod(number, topology.workers_per_group)
+            others = topology.workers_per_group > 1 or self._in_step
+            if factor > 1 and others:
+                found.append(Wait(str(topology.workers(group)[index]), usual * (factor - 1)))
+        yield from sorted(found, key=lambda wait: -wait.seconds)[:_NAMED]
+
+    def _busiest(self, step: float) -> Iterator[BusyResource]:
+        rates = [len(kind.groups) / kind.step_s for kind in self.steps]
+        # What all groups do in a mean step, in the time of one.
+        mean = self.topology.worker_groups / sum(rates) if rates else step
+        for name, seconds in self.demands.largest(_NAMED):
+            yield BusyResource(name, min(1.0, seconds / mean))
+
+    def links(self) -> Iterator[LinkLoad]:
+        """What is sent in a step: between each two processes, or between sets of them where there are many."""
+        if self.places.count <= MOST_PAIRS:
+            for (sender, receiver), parcel in sorted(self.pairs().items()):
+                far = self.places.far(sender, receiver)
+                yield LinkLoad(f"{sender} > {receiver}", parcel.nbytes, parcel.messages, far)
+            return
+        found: dict[str, tuple[Parcel, int]] = {}
+        for route in self.routes:
+            name, count = _name_of(route), 1
+            parcel = route.parcel if isinstance(route, Flow) else _mean(route.parcels)
+            before, known = found.get(name, (NOTHING, 0))
+            found[name] = before + parcel, known + count
+        for name, (parcel, count) in sorted(found.items(), key=lambda each: -each[1][0].nbytes):
+            yield LinkLoad(name, parcel.nbytes / count, parcel.messages / count, self.places.hosts > 1)
+
+    def pairs(self) -> Mapping[tuple[Address, Address], Parcel]:
+        """What each process sends to each other one in a mean step. For layouts that are small."""
+        found: dict[tuple[Address, Address], Parcel] = {}
+        for route in self.routes:
+            for sender, receiver, parcel in route.expanded():
+                if parcel.nbytes and not self.places.together(sender, receiver):
+                    found[sender, receiver] = found.get((sender, receiver), NOTHING) + parcel
+        return found
+
+    def _staleness(self) -> Staleness:
+        topology, cluster = self.topology, self.job.cluster
+        sharing = len(topology.worker_groups_of(0))
+        if sharing == 1 or (cluster.outer is not None and not cluster.quorum):
+            return Staleness(0.0, 0.0, 0.0)
+        if cluster.outer is not None:
+            # Rounds of others between two of a worker's own.
+            late = max(0.0, topology.worker_groups / cluster.quorum - 1)
+            return Staleness(late, math.ceil(late), math.ceil(late))
+        rate = sum(len(kind.groups) / kind.step_s for kind in self.steps) / topology.server_groups
+        found = [(max(0.0, kind.step_s * rate - 1), len(kind.groups) / kind.step_s) for kind in self.steps]
+        if cluster.max_staleness is not None:
+            most = cluster.max_staleness * (sharing - 1)
+            found = [(min(late, float(most)), weight) for late, weight in found]
+        mean = sum(late * weight for late, weight in found) / sum(weight for _, weight in found)
+        return Staleness(mean, math.ceil(_quantile(found, 0.95)), math.ceil(max(late for late, _ in found)))
+
+
+def _name_of(route: Route) -> str:
+    if isinstance(route, Flow):
+        return f"{_kind_of(route, True)} > {_kind_of(route, False)}"
+    return "a server > its neighbor in a tree"
+
+
+def _kind_of(route: Flow, sends: bool) -> str:
+    these = route.senders if sends else route.receivers
+    return these.name() if len(these) > 1 else f"a {these.role.name.lower()}"
+
+
+def _mean(parcels: Sequence[Parcel]) -> Parcel:
+    whole = sum(parcels, NOTHING)
+    return whole.times(1 / max(1, len(parcels)))
+
+
+def _median(values: Sequence[tuple[float, float]]) -> float:
+    return _quantile(values, 0.5)
+
+
+def _quantile(values: Sequence[tuple[float, float]], share: float) -> float:
+    """Return the value below which this share of the weight is."""
+    whole, passed = sum(weight for _, weight in values), 0.0
+    for value, weight in sorted(values):
+        passed += weight
+        if passed >= share * whole * (1 - 1e-12):
+            return value
+    return max(value for value, _ in values)

@@ -1,0 +1,103 @@
+"""The machines of a prediction: hosts, their cores and memory, the links between them, stragglers, failures."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from topotrain.config.job import ConfigError, Job, Link
+from topotrain.config.topology import Topology, layout
+from topotrain.tools import amounts
+
+MOST_HOSTS = 1 << 16
+_STRAGGLER = re.compile(r"(\d+)x(\d+\.?\d*|\.\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a job, which are all alike.
+
+    Attributes:
+        hosts: their number. 0: one, or with a link one for each unit of the layout.
+        cores: of each host. None: as many as the probed machine has.
+        link: of each host, full duplex. None: between hosts only the costs of a probed TCP transport.
+        stragglers: number of a worker, over all groups -> how many times longer it computes.
+        memory_bytes: of each host; None: not limited.
+        mtbf_s: mean time between two failures of one host; None: none fails.
+        emulated: the hosts are units on one machine (`run --emulate`), and share its cores.
+    """
+
+    hosts: int = 0
+    cores: int | None = None
+    link: Link | None = None
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    mtbf_s: float | None = None
+    emulated: bool = False
+
+    def with_job(self, job: Job) -> "Machines":
+        """Return these machines with the emulated link of a job, if it has one and these have none."""
+        emulated = job.cluster.link
+        if self.link is not None or emulated is None:
+            return self
+        return Machines(
+            self.hosts, self.cores, emulated, self.stragglers, self.memory_bytes, self.mtbf_s, emulated=True
+        )
+
+    def topology(self, job: Job) -> Topology:
+        """Place a job on these hosts: units in their order, each host with about as many.
+
+        Raises:
+            ConfigError: the counts of the cluster do not fit together, or no worker has the number of a straggler.
+        """
+        plain = layout(job.cluster)
+        units = len(plain.units)
+        workers = plain.worker_groups * plain.workers_per_group
+        for number in self.stragglers:
+            if number >= workers:
+                raise ConfigError("--straggler", number, f"must be the number of a worker, 0 to {workers - 1}")
+        hosts = min(self.hosts or (1 if self.link is None else units), units)
+        # With an emulated link each unit counts as a host in any case.
+        return layout(job.cluster, tuple(rank * hosts // units for rank in range(units)))
+
+
+def parse_hosts(text: str) -> int:
+    """Parse the value of `--hosts`. Raises ConfigError."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
+        raise ConfigError("--hosts", text, f"must be a whole number, 1 to {MOST_HOSTS}")
+    return int(text)
+
+
+def parse_cores(text: str) -> int:
+    """Parse the value of `--cores`. Raises ConfigError."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
+        raise ConfigError("--cores", text, f"must be a whole number, 1 to {MOST_HOSTS}")
+    return int(text)
+
+
+def parse_stragglers(text: str) -> Mapping[int, float]:
+    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5". Raises ConfigError."""
+    found: dict[int, float] = {}
+    for part in text.replace(" ", "").split(","):
+        match = _STRAGGLER.fullmatch(part)
+        if match is None or float(match[2]) <= 0:
+            accepted = "must be such as 1x4: worker 1 computes 4 times as long; several separated by commas"
+            raise ConfigError("--straggler", text, f"{part!r} is no straggler: {accepted}")
+        number = int(match[1])
+        if number in found:
+            raise ConfigError("--straggler", text, f"worker {number} is given twice")
+        found[number] = float(match[2])
+    return found
+
+
+def parse_machines(
+    hosts: str = "", link: str = "", straggler: str = "", memory: str = "", mtbf: str = "", cores: str = ""
+) -> Machines:
+    """Return the machines of these options, as text. Empty: not given. Raises ConfigError."""
+    return Machines(
+        parse_hosts(hosts) if hosts else 0,
+        parse_cores(cores) if cores else None,
+        amounts.link("--link", link) if link else None,
+        parse_stragglers(straggler) if straggler else {},
+        amounts.nbytes("--memory", memory) if memory else None,
+        amounts.seconds("--mtbf", mtbf) if mtbf else None,
+    )

@@ -1,0 +1,68 @@
+"""Predict a job on certain machines from a probe."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.core.profiling.spans import ProcessSpans, Span, to_json
+from topotrain.tools.monitor import trace_export
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.prediction import Prediction
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
+from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsal_result import RehearsalResult
+from topotrain.tools.probe.probe_file import Probe
+
+
+def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Path | None = None) -> Prediction:
+    """Predict a job.
+
+    Args:
+        job: its program is not run.
+        probe: of the program and a machine.
+        machines: that the job is to run on.
+        seed: of the random draws.
+        trace: a file for the spans of one step.
+
+    Raises:
+        ConfigError: the job does not fit the machines, or has something that cannot be predicted.
+        OSError: the trace cannot be written.
+    """
+    job, machines = steady(job), machines.with_job(job)
+    topology = machines.topology(job)
+    check(job, topology)
+    # First: a job that does not fit need not be rehearsed.
+    planned_memory(job, probe, machines, topology)
+    if processes_of(topology) > MOST_PROCESSES:
+        from topotrain.tools.prediction.flow_model import predict_flow
+
+        if trace is not None:
+            accepted = (
+                f"needs a job of at most {MOST_PROCESSES} workers and servers, this one has {processes_of(topology)}"
+            )
+            raise ConfigError("--trace", str(trace), accepted)
+        return predict_flow(job, probe, machines)
+    rehearsal = Rehearsal(job, probe, machines, seed)
+    if trace is not None:
+        # The second measured step.
+        rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2)
+    predicted = RehearsalResult(rehearsal.run()).prediction()
+    if trace is not None:
+        _write_trace(rehearsal, trace)
+    return predicted
+
+
+def _write_trace(rehearsal: Rehearsal, path: Path) -> None:
+    processes: dict[tuple[str, int, int], list[Span]] = {}
+    names: dict[tuple[str, int, int], str] = {}
+    for me, recorder in rehearsal.recorders.items():
+        process = rehearsal.routes.process_of(me)
+        names.setdefault(process, str(me))
+        processes.setdefault(process, []).extend(recorder.kept())
+    with TemporaryDirectory() as folder:
+        # As the processes of a job write them, so that both traces are made alike.
+        for pid, (process, spans) in enumerate(processes.items(), 1):
+            made = ProcessSpans(names[process], pid, tuple(spans))
+            (Path(folder) / f"{pid}.json").write_text(to_json(made), encoding="utf-8")
+        trace_export.write(trace_export.collect(Path(folder)), path)

@@ -1,0 +1,216 @@
+"""A whole job in virtual time, with the costs of a probe: the product's servers, clients and workers.
+
+No rule of the product is written here a second time. Replies, their order and who waits for whom come from the
+product's code. Only the transport, the cores, the clock and the script's computing are simulated.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from topotrain.config.job import Compression, Job, TransportChoice
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.client.client import Client
+from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
+from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
+from topotrain.core.protocol import Message
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.launch.runtime.server_composition import make_server
+from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
+from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, RehearsedTransport, Routes
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
+from topotrain.tools.probe.probe_file import Probe
+from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport
+from topotrain.tools.simulator.sim_unit_links import reduction_of
+
+WARM_UP, MEASURED = 3, 24
+"""Steps of each worker before the measured ones, and those."""
+_FEW = 8
+_LIMIT_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """For how many seconds each resource was busy, up to a time."""
+
+    time: float
+    busy: Mapping[str, float]
+
+
+class _Enough(BaseException):
+    """All workers have made their steps."""
+
+
+class RehearsedServer(SimServer):
+    """A server whose messages take time. work: of its process."""
+
+    work: ProcessWork
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """Handle a message, also one of the server's own timer."""
+        if self.work.handling:
+            super().handle(sender, message)
+        else:
+            self.work.receive(0.0, lambda: SimServer.handle(self, sender, message))
+
+
+class Rehearsal(SimCluster, StepObserver):
+    """The rehearsal of one job.
+
+    Args:
+        job: with workers and servers that can be rehearsed (`rehearsable.check`).
+        probe: the times.
+        machines: hosts and links.
+        seed: of all draws.
+        traced: the step of which spans are kept, from 1; 0: none.
+    """
+
+    def __init__(self, job: Job, probe: Probe, machines: Machines, seed: int = 0, traced: int = 0) -> None:
+        self.probe, self.machines = probe, machines
+        self._traced = traced
+        self.warm: Use | None = None
+        """When all workers had made their first steps."""
+        self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
+        self.work: dict[Address, ProcessWork] = {}
+        self.cores: dict[int, HostCores] = {}
+        self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
+        self._shares = job.cluster.transport is not TransportChoice.kTcp
+        super().__init__(job, seed, None, probe.schema())
+        factors = self._factors()
+        self.scripts = [
+            RehearsedWorker(me, job, self.topology, self.clients[me], self.work[me], probe, factors[me], seed)
+            for me in self.workers
+        ]
+        for script in self.scripts:
+            if traced:
+                recorder = WorkerRecorder(traced, script.clock)
+                self.recorders[script.me] = recorder
+                self.clients[script.me].channel.record_spans(recorder)
+
+    # --- how it is made ------------------------------------------------------------------------------------------
+
+    def _place(self, job: Job) -> Topology:
+        return self.machines.topology(job)
+
+    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
+        """Each worker describes its model itself."""
+        slice_map = slice_map_for(schema, self.topology)
+        return Schema(schema, (), "", slice_map.digest), slice_map
+
+    def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
+        topology = self.topology
+        self.links = HostLinks(self.sim, topology, self.machines.link)
+        self.routes = Routes(topology, self.probe, self.links, self.cores_of)
+        self.messages = MessageRecords(topology.worker_groups == 1)
+        transport = RehearsedTransport(self.sim, self.probe, self.routes, self.messages)
+        for unit in topology.units:
+            for me in (*unit.workers, *unit.servers):
+                transport.employ(me, self._employ(me))
+        return transport
+
+    def _employ(self, me: Address) -> ProcessWork:
+        inline = self.topology.inline
+        if inline and me.role is Role.SERVER:
+            # The worker's thread does the work of its server.
+            me = Address(Role.WORKER, 0, me.index)
+        if me not in self.work:
+            self.work[me] = ProcessWork(str(me), self.sim, self.cores_of(me), self._costs, on_script=inline)
+        work = self.work[me]
+        if inline:
+            self.work[Address(Role.SERVER, 0, me.index)] = work
+        return work
+
+    def host_of(self, me: Address) -> int:
+        """Return the number of the machine of an endpoint. Emulated hosts are on one machine."""
+        return 0 if self.machines.emulated else self.topology.host_of(me)
+
+    def cores_of(self, me: Address) -> HostCores:
+        """Return the cores of an endpoint's machine."""
+        host = self.host_of(me)
+        if host not in self.cores:
+            count = self.machines.cores or self.probe.machine.cores
+            sharing = self.probe.sharing if count == self.probe.machine.cores else {}
+            self.cores[host] = HostCores(self.sim, count, sharing)
+        return self.cores[host]
+
+    def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
+        sender = SimSender(self.transport, me)
+        server = make_server(me, self.job, self.topology, PrivateMemory(), self._shares, sender, resumed)
+        made = RehearsedServer(server, self.transport)
+        made.work = self.work[me]
+        if self._traced:
+            recorder = ServerRecorder(self._traced, VirtualClock(made.work), str(me), server.groups)
+            self.recorders[me] = recorder
+            server.record_spans(recorder)
+        return made
+
+    def _make_client(self, me: Address) -> Client:
+        sender, waiter = SimSender(self.transport, me), ScriptWaiter(self.work[me], self.sim)
+        gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
+        extensions = (*client_extensions(self.topology), *sums)
+        client = Client(
+            me, self.topology, sender, waiter, shared=self._shares, extensions=extensions, gradients=gradients
+        )
+        self.transport.attach(me, client)
+        for server in {*client.channel.servers, client.channel.first_server}:
+            self.transport.connect(me, server, "")
+        return client
+
+    def _factors(self) -> dict[Address, float]:
+        return {me: float(self.machines.stragglers.get(number, 1.0)) for number, me in enumerate(self.workers)}
+
+    # --- how it runs -----------------------------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> range:
+        """The numbers of a worker's own steps that are measured at least."""
+        cluster = self.job.cluster
+        period = max(1, cluster.sync_freq, cluster.n_push, cluster.n_fetch)
+        few = MEASURED if len(self.work) <= _FEW else MEASURED // 2
+        # Whole rounds.
+        first = -(-WARM_UP // period) * period
+        return range(first, first + -(-few // period) * period)
+
+    def step_over(self, worker: RehearsedWorker) -> None:
+        """As `StepObserver.step_over`."""
+        if self.warm is None and all(len(each.records) >= self.measured.start for each in self.scripts):
+            self.warm = self.use()
+        needed = self.measured.stop
+        if len(worker.records) == needed and all(len(each.records) >= needed for each in self.scripts):
+            raise _Enough
+
+    def use(self) -> Use:
+        """Return for how long each resource was busy so far."""
+        # Of several cores each counts its part.
+        found = {self._host_name(host, "cores"): cores.busy() / cores.count for host, cores in self.cores.items()}
+        for (host, direction), meter in self.links.meters.items():
+            found[self._host_name(host, f"link {direction}")] = meter.busy_s
+        for me in self.sim_servers:
+            found[f"{me}'s thread"] = self.work[me].busy_s
+        return Use(self.sim.now, found)
+
+    def _host_name(self, host: int, what: str) -> str:
+        if what == "cores" and self.machines.emulated:
+            return "the machine's cores"
+        residents = [
+            me
+            for unit in self.topology.units
+            for me in (*unit.workers, *unit.servers)
+            if self.topology.host_of(me) == host
+        ]
+        return f"{residents[0] if len(residents) == 1 else f'host {host}'}'s {what}"
+
+    def run(self) -> "Rehearsal":
+        """Run until all workers have made their steps."""
+        for script in self.scripts:
+            self.sim.actor(str(script.me), lambda script=script: script.run(self))  # type: ignore[misc]
+        with suppress(_Enough):
+            self.sim.run(_LIMIT_S)
+        return self

@@ -1,0 +1,141 @@
+"""The prediction of a rehearsal that has run: times, parts of a step, waits, busy resources, and links."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+
+from topotrain.config.topology import Address, Role
+from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.prediction import (
+    BusyResource,
+    LinkLoad,
+    Method,
+    Prediction,
+    Staleness,
+    StepParts,
+    Wait,
+)
+from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsed.message_records import Moment
+from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
+
+_SHOWN_WAIT_S = 1e-6
+
+
+class RehearsalResult:
+    """What a rehearsal has shown. rehearsal: it has run."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self._first = rehearsal.measured.start
+        self._steps = [record for script in rehearsal.scripts for record in script.records[self._first :]]
+
+    def prediction(self) -> Prediction:
+        """Return the prediction. Raises ConfigError where a host has too little memory, or failures end the job."""
+        rehearsal = self._rehearsal
+        job, topology = rehearsal.job, rehearsal.topology
+        times = sorted(record.ended - record.begun for record in self._steps)
+        parts, waits = self._parts()
+        start_s = rehearsal.probe.start_s + max(script.records[0].begun for script in rehearsal.scripts)
+        return Prediction(
+            topology.framework,
+            processes_of(topology),
+            median(times),
+            quantile(times, 0.95),
+            sum(script.samples * self._rate(script) for script in rehearsal.scripts),
+            parts,
+            waits,
+            tuple(self._busiest()),
+            tuple(self._links()),
+            tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
+            self._staleness(),
+            start_s,
+            goodput(job, topology, rehearsal.machines, rehearsal.probe.start_s),
+            Method.REHEARSAL,
+            None,
+            same_as_one_process(job),
+            rehearsal.sim.seed,
+        )
+
+    def _rate(self, script: RehearsedWorker) -> float:
+        """Return the steps of a worker per second."""
+        measured = script.records[self._first :]
+        return len(measured) / (measured[-1].ended - measured[0].begun)
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> tuple[StepParts, tuple[Wait, ...]]:
+        spent: dict[str, float] = defaultdict(float)
+        waited: dict[Address, float] = defaultdict(float)
+        for script in self._rehearsal.scripts:
+            for record in script.records[self._first :]:
+                at = record.begun
+                for part, moment, who in self._moments(script.me, record):
+                    # In their order: what was over before takes no time of its own.
+                    until = min(max(at, moment), record.ended)
+                    spent[part] += until - at
+                    if part == "wait":
+                        waited[who] += until - at
+                    at = until
+        count = len(self._steps)
+        parts = StepParts(**{name: spent[name] / count for name in ("compute", "push", "apply", "pull", "wait")})
+        waits = [Wait(str(who), seconds / count) for who, seconds in sorted(waited.items(), key=lambda each: -each[1])]
+        return parts, tuple(wait for wait in waits if wait.seconds > _SHOWN_WAIT_S)
+
+    def _moments(self, me: Address, record: StepRecord) -> Iterator[tuple[str, float, Address]]:
+        """Yield the parts of a step in their order: the name, the end, and of a wait who is waited for."""
+        yield "compute", record.computed, me
+        messages, step = self._rehearsal.messages, record.number
+        if record.exchanged:
+            for sent, left, here in (
+                (Moment.PUSHED, Moment.REDUCED, Moment.MEAN),
+                (Moment.COMMITTED, Moment.ANSWERED, None),
+            ):
+                last = messages.last(sent, me.group, step)
+                yield "push", messages.time(sent, me, step) or 0.0, me
+                if last is not None:
+                    yield "wait", last[1], last[0]
+                yield "apply", messages.time(left, me, step) or 0.0, me
+                if here is not None:
+                    yield "pull", messages.time(here, me, step) or 0.0, me
+        yield "pull", record.ended, me
+
+    def _staleness(self) -> Staleness:
+        seen = sorted(float(value) for record in self._steps for value in record.staleness)
+        return Staleness(fmean(seen), quantile(seen, 0.95), seen[-1]) if seen else Staleness(0.0, 0.0, 0.0)
+
+    # --- resources ---------------------------------------------------------------------------------------------------
+
+    def _busiest(self) -> Sequence[BusyResource]:
+        before, after = self._rehearsal.warm, self._rehearsal.use()
+        assert before is not None
+        seconds = max(after.time - before.time, 1e-12)
+        shares = {name: (busy - before.busy.get(name, 0.0)) / seconds for name, busy in after.busy.items()}
+        return [
+            BusyResource(name, min(1.0, share)) for name, share in sorted(shares.items(), key=lambda each: -each[1])
+        ]
+
+    def _links(self) -> Iterator[LinkLoad]:
+        rehearsal, messages = self._rehearsal, self._rehearsal.messages
+        begun = rehearsal.warm.time if rehearsal.warm is not None else 0.0
+        mean = fmean(len(script.records) - self._first for script in rehearsal.scripts)
+        scripts = {script.me: script for script in rehearsal.scripts}
+        for me, to in sorted(messages.pairs.keys() | messages.others.keys()):
+            # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
+            worker = next((end for end in (me, to) if end.role is Role.WORKER), rehearsal.workers[0])
+            measured = scripts[worker].records[self._first :]
+            # A worker that makes steps alone exchanges in some of them only.
+            exchanged = sorted({record.number for record in measured if record.exchanged})
+            numbered = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs else (0, 0)
+            rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
+            nbytes = numbered[0] / len(measured) + sum(rest) / mean
+            count = numbered[1] / len(measured) + len(rest) / mean
+            if count:
+                yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of sorted values does not exceed."""
+    return values[min(len(values) - 1, max(0, round(share * len(values)) - 1))]

@@ -1,0 +1,144 @@
+"""Seconds of a core that operations on tensors take, counted where the product calls them.
+
+A rehearsal has tensors of the right sizes in which every value is zero. So large operations in place are counted and
+left out: zero plus zero is zero. Memory that is never written takes no room.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from topotrain.tools.probe.probe_file import ProbedKernels, ProbedOptimizer
+
+_SMALL = 8192
+"""Elements up to which an operation in place is done: counters of an optimizer, flags, and trials of kernels."""
+_FUSED = "_fused_"
+_COPIES = frozenset({"copy_", "clone", "_to_copy", "_foreach_copy_"})
+_MADE = frozenset({"zeros", "empty", "empty_strided", "zeros_like", "empty_like", "new_empty", "new_zeros"})
+"""Memory that is asked for, and written later if at all."""
+
+
+class OperationCosts:
+    """What one operation costs, by a probe.
+
+    Args:
+        kernels: plain operations.
+        optimizer: a fused kernel of an optimizer.
+        coded: messages are encoded. Otherwise the calls of the few operations for a message are in the probe's time
+            of a message.
+    """
+
+    def __init__(self, kernels: ProbedKernels, optimizer: ProbedOptimizer, coded: bool = False) -> None:
+        self._kernels, self._optimizer = kernels, optimizer
+        self._call_s = kernels.operation_s if coded else 0.0
+
+    def seconds(self, name: str, view: bool, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
+        """Return the seconds of an operation.
+
+        Args:
+            name: such as "add_".
+            view: the result is a view, which reads nothing.
+            tensors: that are given.
+            made: the results that are none of them.
+        """
+        kernels = self._kernels
+        if view or name in _MADE:
+            return 0.0
+        if name in _COPIES:
+            # A copy reads as much as it writes, and the probe has seconds for each byte that is copied.
+            written = made or tensors[: max(1, len(tensors) // 2)]
+            return self._call_s + kernels.copy_byte_s * sum(each.nbytes for each in written)
+        return self._call_s + kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
+
+    def optimizer_s(self, values: Sequence[torch.Tensor]) -> float:
+        """Return the seconds of one call of the optimizer's kernel for these values."""
+        return self._optimizer.fixed_s + self._optimizer.element_s * sum(each.numel() for each in values)
+
+
+class WorkMeter:
+    """Seconds of a core that one thread of a process has worked, and has not spent yet.
+
+    optimizes: its optimizer counts. That of a script is in the probe's time of a step.
+    """
+
+    def __init__(self, costs: OperationCosts, optimizes: bool = True) -> None:
+        self._costs, self._optimizes = costs, optimizes
+        self._counting = False
+        self.pending = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count work."""
+        self.pending += seconds
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        taken, self.pending = self.pending, 0.0
+        return taken
+
+    @contextmanager
+    def counting(self, counts: bool = True) -> Iterator[None]:
+        """Inside, operations on tensors count as work, or do not."""
+        before, self._counting = self._counting, counts
+        try:
+            yield
+        finally:
+            self._counting = before
+
+    def note(self, name: str, view: bool, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """Count an operation, if operations count now."""
+        if self._counting:
+            self.pending += self._costs.seconds(name, view, tensors, made)
+
+    def note_optimizer(self, values: Sequence[torch.Tensor]) -> None:
+        """Count a call of an optimizer's kernel, if operations count now."""
+        if self._counting and self._optimizes:
+            self.pending += self._costs.optimizer_s(values)
+
+
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of the thread that is inside, and leaves large ones in place out.
+
+    Args:
+        meter: counts them.
+    """
+
+    def __init__(self, meter: WorkMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do, or leave out, one operation."""
+        name = func.overloadpacket.__name__
+        if name.startswith(_FUSED) and sum(each.numel() for each in args[0]) > _SMALL:
+            self._meter.note_optimizer(args[0])
+            return None
+        given = list(_tensors((*args, *(kwargs or {}).values())))
+        if _in_place(name) and given and given[0].numel() > _SMALL and given[0].is_floating_point():
+            self._meter.note(name, False, given, ())
+            # A list of tensors in place has no result.
+            return args[0] if isinstance(args[0], torch.Tensor) else None
+        result = func(*args, **(kwargs or {}))
+        if name.startswith(_FUSED):
+            self._meter.note_optimizer(args[0])
+            return result
+        known = set(map(id, given))
+        made = [each for each in _tensors((result,)) if id(each) not in known]
+        self._meter.note(name, func.is_view, given, made)
+        return result
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, torch.Tensor))

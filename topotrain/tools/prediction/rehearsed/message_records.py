@@ -1,0 +1,105 @@
+"""What was sent in a rehearsal: bytes and messages of each step, and when contributions were there."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+
+_CONTRIBUTIONS = (m.Push, m.BackwardEnd, m.GradientOverride)
+_MEANS = (m.ReducedGradient, m.BackwardReduced)
+
+
+class Moment(Enum):
+    """Moments of a worker's step.
+
+    PUSHED, COMMITTED: the last gradient, or the commit, is at its server. REDUCED, ANSWERED: the last mean, or the last
+    answer to the commit, has left a server. MEAN: the last mean is at the worker.
+    """
+
+    PUSHED = auto()
+    REDUCED = auto()
+    MEAN = auto()
+    COMMITTED = auto()
+    ANSWERED = auto()
+
+
+@dataclass(slots=True)
+class PairTraffic:
+    """What one endpoint has sent to another one, by the step to which it belongs (-1: to none)."""
+
+    nbytes: Counter[int] = field(default_factory=Counter)
+    messages: Counter[int] = field(default_factory=Counter)
+
+    def of_steps(self, steps: Iterable[int]) -> tuple[int, int]:
+        """Return bytes and messages of these steps."""
+        numbers = tuple(steps)
+        return sum(self.nbytes[step] for step in numbers), sum(self.messages[step] for step in numbers)
+
+
+class MessageRecords:
+    """The messages of a rehearsal.
+
+    one_group: there is one worker group, so that a step's number names one step of the job.
+    """
+
+    def __init__(self, one_group: bool) -> None:
+        self._one_group = one_group
+        self.pairs: dict[tuple[Address, Address], PairTraffic] = defaultdict(PairTraffic)
+        """What has a step's number, by sender and receiver."""
+        self.others: dict[tuple[Address, Address], list[tuple[float, int]]] = defaultdict(list)
+        """Time and bytes of messages without one."""
+        self._times: dict[tuple[Moment, Address, int], float] = {}
+        self._there: dict[tuple[Moment, int, int], dict[Address, float]] = defaultdict(dict)
+
+    def sent(self, me: Address, to: Address, message: m.Message, nbytes: int, now: float) -> None:
+        """A message between two processes is sent."""
+        step = step_of(message)
+        between_servers = me.role is to.role is Role.SERVER
+        if step is None or (between_servers and not self._one_group):
+            self.others[me, to].append((now, nbytes))
+            return
+        pair = self.pairs[me, to]
+        pair.nbytes[step] += nbytes
+        pair.messages[step] += 1
+
+    def left(self, me: Address, to: Address, message: m.Message, now: float) -> None:
+        """A message has left its process."""
+        step = step_of(message)
+        if step is not None and me.role is Role.SERVER and to.role is Role.WORKER:
+            moment = Moment.REDUCED if isinstance(message, _MEANS) else Moment.ANSWERED
+            self._times[moment, to, step] = now
+
+    def arrived(self, me: Address, to: Address, message: m.Message, now: float) -> None:
+        """A message is at its receiver."""
+        step = step_of(message)
+        if step is None:
+            return
+        if isinstance(message, _MEANS):
+            self._times[Moment.MEAN, to, step] = now
+        elif me.role is Role.WORKER and isinstance(message, (*_CONTRIBUTIONS, m.Commit)):
+            moment = Moment.COMMITTED if isinstance(message, m.Commit) else Moment.PUSHED
+            self._times[moment, me, step] = now
+            self._there[moment, me.group, step][me] = now
+
+    def time(self, moment: Moment, worker: Address, step: int) -> float | None:
+        """Return when the last message of a kind came, or went, in a step of a worker."""
+        return self._times.get((moment, worker, step))
+
+    def last(self, moment: Moment, group: int, step: int) -> tuple[Address, float] | None:
+        """Return the worker of a group of which the last message of a kind was there last in a step, and when."""
+        there = self._there.get((moment, group, step))
+        return max(there.items(), key=lambda each: each[1]) if there else None
+
+
+def step_of(message: m.Message) -> int | None:
+    """Return the number of the step of a worker group to which a message belongs; None: it has none."""
+    if isinstance(message, m.StepDecision) and message.change:
+        return None
+    step = getattr(message, "step", None)
+    if step is None:
+        # The values of a step have its number as their round.
+        step = getattr(message, "round", None) if isinstance(message, m.Values) else None
+    return step if isinstance(step, int) and step >= 0 else None

@@ -1,0 +1,196 @@
+"""The work of simulated processes on the cores of their hosts: messages one after another, and a script."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from topotrain.core.client.client_context import Waiter
+from topotrain.core.profiling.spans import Clock
+from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, OperationCosts, WorkMeter
+from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.simulator.sim_network import Simulation
+
+Action = Callable[[], None]
+
+
+class SerialWork:
+    """Work of one thread, piece by piece in the order in which it comes.
+
+    cores: of its host.
+    """
+
+    def __init__(self, cores: HostCores) -> None:
+        self._cores = cores
+        self._queue: deque[tuple[float, Action]] = deque()
+        self._active = False
+
+    def put(self, seconds: float, then: Action) -> None:
+        """Work for so many seconds after all earlier work; call `then`."""
+        self._queue.append((seconds, then))
+        if not self._active:
+            self._active = True
+            self._next()
+
+    def _next(self) -> None:
+        if not self._queue:
+            self._active = False
+            return
+        seconds, then = self._queue.popleft()
+
+        def over() -> None:
+            then()
+            self._next()
+
+        self._cores.run(seconds, over)
+
+
+class ProcessWork:
+    """One endpoint's work: the messages that it handles, and of a worker the script.
+
+    A message takes the time of its receipt, then it is handled. What it sends leaves when the work before is done.
+
+    Args:
+        name: of the process.
+        sim: the virtual time.
+        cores: of its host.
+        costs: of operations.
+        on_script: messages are handled on the script's thread, while it waits.
+    """
+
+    def __init__(
+        self, name: str, sim: Simulation, cores: HostCores, costs: OperationCosts, on_script: bool = False
+    ) -> None:
+        self.name, self.cores = name, cores
+        self.meter, self.script_meter = WorkMeter(costs), WorkMeter(costs, optimizes=False)
+        self.handling = False
+        """Whether a message is being handled at this moment of the virtual time."""
+        self.busy = False
+        """Whether the thread that handles messages works."""
+        self.busy_s = 0.0
+        """Seconds for which it has worked."""
+        self._sim, self._on_script = sim, on_script
+        self._operations = CountedOperations(self.meter)
+        self._queue: deque[tuple[float, Action]] = deque()
+        self._out: list[tuple[float, Action]] = []
+        self._script_runs = on_script
+        self._since = self._elapsed = 0.0
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def receive(self, seconds: float, handle: Action) -> None:
+        """A message is here. seconds: of its receipt. handle: what is done with it then."""
+        self._queue.append((seconds, handle))
+        self._next()
+
+    def _next(self) -> None:
+        if self.busy or self._script_runs or not self._queue:
+            return
+        self.busy, self._since = True, self._sim.now
+        seconds, handle = self._queue.popleft()
+        self.cores.run(seconds, lambda: self._handle(handle))
+
+    def _handle(self, handle: Action) -> None:
+        self.handling, self._elapsed = True, 0.0
+        try:
+            with self._operations:
+                handle()
+        finally:
+            self.handling = False
+        out, self._out = deque(self._out), []
+        self._finish(out, self.meter.take())
+
+    def _finish(self, out: deque[tuple[float, Action]], rest: float) -> None:
+        """Let what was sent leave, each behind the work before it."""
+        if out:
+            seconds, leave = out.popleft()
+
+            def left() -> None:
+                leave()
+                self._finish(out, rest)
+
+            self.cores.run(seconds, left)
+            return
+        self.cores.run(rest, self._end)
+
+    def _end(self) -> None:
+        self.busy = False
+        self.busy_s += self._sim.now - self._since
+        self._next()
+
+    def send(self, seconds: float, leave: Action) -> None:
+        """Send a message from what is running now. seconds: of the sender's thread."""
+        if not self.handling:
+            self.script_meter.add(seconds)
+            self.spend()
+            leave()
+            return
+        self.meter.add(seconds)
+        before = self.meter.take()
+        self._elapsed += before
+        self._out.append((before, leave))
+
+    # --- the script ------------------------------------------------------------------------------------------------
+
+    def spend(self) -> None:
+        """Let the time pass that the script has worked for since it last did so."""
+        self.compute(self.script_meter.take())
+
+    def compute(self, seconds: float, idle: float = 0.0) -> None:
+        """Let the script compute for so many seconds of a core, and then stand still for `idle` seconds."""
+        if seconds > 0:
+            over: list[bool] = []
+            self.cores.run(seconds, lambda: over.append(True))
+            self._sim.wait(lambda: bool(over))
+        if idle > 0:
+            self._sim.sleep(idle)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Let the script wait."""
+        self.spend()
+        if not self._on_script:
+            self._sim.wait(ready)
+            return
+        self._script_runs = False
+        self._next()
+        # The thread goes on only when the message at hand is done.
+        self._sim.wait(lambda: not self.busy and ready())
+        self._script_runs = True
+
+    def now(self) -> float:
+        """Return the time for what is running now, with the work that it has done since the last event."""
+        if self.handling:
+            return self._sim.now + self._elapsed + self.meter.pending
+        return self._sim.now + self.script_meter.pending
+
+
+class ScriptWaiter(Waiter):
+    """The waits of one worker's script. work: of its process."""
+
+    def __init__(self, work: ProcessWork, sim: Simulation) -> None:
+        self._work, self._sim = work, sim
+
+    def update(self) -> AbstractContextManager[object]:
+        """Return an empty context: no other thread is running."""
+        return self._sim.update()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true."""
+        self._work.wait(ready)
+
+    def look(self) -> None:
+        """Do nothing: the simulation delivers the messages."""
+
+
+class VirtualClock(Clock):
+    """The virtual time as one process measures it. work: of the process."""
+
+    def __init__(self, work: ProcessWork) -> None:
+        self._work = work
+
+    def now(self) -> int:
+        """As `Clock.now`."""
+        return round(self._work.now() * 1e9)
+
+    def thread(self) -> str:
+        """As `Clock.thread`."""
+        return "messages" if self._work.handling else "MainThread"

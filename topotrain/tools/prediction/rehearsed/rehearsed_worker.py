@@ -1,0 +1,256 @@
+"""The script of one rehearsed worker: the product's worker on a model without memory, with the probed times."""
+
+import inspect
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Address, Topology
+from topotrain.core.client.client import Client
+from topotrain.core.model.schema import PrivateMemory
+from topotrain.core.server.consistency import STATIC
+from topotrain.extensions.elastic.eligibility import singly
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, VirtualClock
+from topotrain.tools.probe.probe_file import Probe
+from topotrain.training.data.sampling import cut
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
+from topotrain.training.worker import Worker, WorkerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of one worker, in seconds of the rehearsal.
+
+    Attributes:
+        number: of the step of its group, from 0.
+        begun, computed, ended: when it began, when its last gradient was computed, and when its values were there.
+        exchanged: whether the worker pushed in this step.
+        staleness: as in `StepOutcome`.
+    """
+
+    number: int
+    begun: float
+    computed: float
+    ended: float
+    exchanged: bool
+    staleness: tuple[int, ...]
+
+
+class RehearsedModel(nn.Module):
+    """Parameters of the probed shapes. Their memory is zero, and never written."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        for number, probed in enumerate(probe.model):
+            tensor = torch.zeros(probed.shape, dtype=getattr(torch, probed.dtype))
+            self.register_parameter(f"p{number}", nn.Parameter(tensor, requires_grad=probed.trainable))
+
+
+class _Ready(torch.autograd.Function):
+    """A node of the graph that gives one parameter its gradient, at its time."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: torch.Tensor, parameter: torch.Tensor, step: "ComputedStep", share: float) -> Any:
+        ctx.step, ctx.share, ctx.like = step, share, (parameter.shape, parameter.dtype)
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.step.backward_until(ctx.share)
+        shape, dtype = ctx.like
+        return gradients[0], torch.zeros(shape, dtype=dtype), None, None
+
+
+class _Rest(torch.autograd.Function):
+    """The node at which a backward ends."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: torch.Tensor, step: "ComputedStep") -> Any:
+        ctx.step = step
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.step.backward_until(1.0)
+        return gradients[0], None
+
+
+class ComputedStep:
+    """The computing of one step.
+
+    Args:
+        work: of the process.
+        forward_s, backward_s: seconds of a core.
+        factor: how many times longer this worker takes than the probed machine.
+    """
+
+    def __init__(self, work: ProcessWork, forward_s: float, backward_s: float, factor: float) -> None:
+        self._work, self._forward_s, self._backward_s, self._factor = work, forward_s, backward_s, factor
+        self._share = 0.0
+        self.computed = 0.0
+        """When the last gradient was there."""
+
+    def forward(self) -> None:
+        """Compute the forward."""
+        self._compute(self._forward_s)
+
+    def backward_until(self, share: float) -> None:
+        """Compute the backward up to this share of it."""
+        self._work.spend()
+        self._compute(max(0.0, share - self._share) * self._backward_s)
+        self._share = max(share, self._share)
+        self.computed = self._work.now()
+
+    def _compute(self, seconds: float) -> None:
+        # A slow machine is slow by itself: it does not take cores from others.
+        self._work.compute(seconds, idle=(self._factor - 1.0) * seconds if self._factor > 1 else 0.0)
+
+
+def make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
+    """Make the probed optimizer. inside: it runs in the worker.
+
+    Raises ConfigError where torch has none of this name.
+    """
+    name = probe.optimizer.name.rpartition(".")[2]
+    cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ConfigError("optimizer", probe.optimizer.name, "must be one of torch.optim's: others cannot be rehearsed")
+    settings: dict[str, Any] = {"lr": 1e-3}
+    known = inspect.signature(cls).parameters
+    if "momentum" in known and probe.optimizer.momentum:
+        settings["momentum"] = probe.optimizer.momentum
+    if inside and "fused" in known:
+        settings["fused"] = True
+    return cls(model.parameters(), **settings)
+
+
+class RehearsedWorker:
+    """One worker of a rehearsal, which makes steps until it is stopped.
+
+    Args:
+        me: the worker.
+        job, topology: the job.
+        client: of the worker.
+        work: of its process.
+        probe: has the times.
+        factor: how many times longer it computes.
+        seed: of its steps' times.
+    """
+
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        client: Client,
+        work: ProcessWork,
+        probe: Probe,
+        factor: float,
+        seed: int,
+    ) -> None:
+        self.me, self.records = me, list[StepRecord]()
+        self._job, self._topology, self._client = job, topology, client
+        self._work, self._probe, self._factor = work, probe, factor
+        self._random = random.Random(f"{seed} {me}")
+        self.samples = self._share()
+        """Samples of each of its steps."""
+        self.clock = VirtualClock(work)
+
+    def _share(self) -> int:
+        size, workers = self._probe.batch.size, self._topology.workers_per_group
+        if self._job.per_worker_batch or workers == 1:
+            return size
+        lo, hi = cut(size, workers, self._job.cluster.shares)[self.me.index]
+        return hi - lo
+
+    def run(self, observer: "StepObserver") -> None:
+        """Make steps. observer: is told of each."""
+        with CountedOperations(self._work.script_meter):
+            worker = self._open()
+            order = self._order(worker.parts)
+            stream = STATIC | self.me.group
+            if singly(self._job):
+                stream = STATIC | self.me.group * self._topology.workers_per_group + self.me.index
+            number = 0
+            while True:
+                worker.drawn(stream, number, float(max(1, self.samples)), self.samples)
+                self.records.append(self._step(worker, order))
+                number += 1
+                observer.step_over(self)
+
+    def _open(self) -> Worker:
+        cluster = self._job.cluster
+        model = RehearsedModel(self._probe)
+        optimizer = make_optimizer(self._probe, model, cluster.outer is not None)
+        inner = None
+        if cluster.outer is not None:
+            inner = InnerOptimizer(optimizer, cluster, model.named_parameters(), clock=self.clock)
+        parts = describe_model(model, (), (optimizer,) if inner is None else inner.optimizers)
+        memory = WorkerMemory(PrivateMemory())
+        worker = Worker(self.me, self._job, self._topology, parts, (optimizer,), self._client, memory, inner)
+        worker.start()
+        self._client.channel.spans.step_done(0)
+        return worker
+
+    def _order(self, parts: ModelParts) -> Sequence[tuple[nn.Parameter, float]]:
+        """Return the parameters with gradients in the order of the forward, and when the gradient of each is there."""
+        ready = [(probed.ready, tensor) for probed, tensor in zip(self._probe.model, parts.tensors, strict=True)]
+        trained = [(share, tensor) for share, tensor in ready if tensor.requires_grad]
+        # Backward goes the other way.
+        return [(tensor, share) for share, tensor in sorted(trained, key=lambda each: -each[0])]
+
+    def _step(self, worker: Worker, order: Sequence[tuple[nn.Parameter, float]]) -> StepRecord:
+        work, batch, spans = self._work, self._probe.batch, self._client.channel.spans
+        begun, number = work.now(), worker.committed
+        scale = batch.compute_s(self.samples) / batch.compute_s(batch.size) * self._drawn()
+        step = ComputedStep(work, batch.forward_s * scale, batch.backward_s * scale, self._factor)
+        # The loader's time is that of the samples.
+        work.compute(batch.other_s * self.samples / batch.size)
+        spans.since("data")
+        step.forward()
+        # A lazily pulled step: as late as possible, since a rehearsed forward has no layers.
+        self._client.values.settle()
+        chain = _Rest.apply(torch.zeros((), requires_grad=True), step)  # type: ignore[no-untyped-call]
+        for parameter, share in order:
+            chain = _Ready.apply(chain, parameter, step, share)  # type: ignore[no-untyped-call]
+        spans.since("forward")
+        with work.script_meter.counting():
+            torch.autograd.backward(chain)
+            spans.since("backward")
+            work.script_meter.add(self._probe.worker_step_s)
+            # Other kernels than fused ones count by themselves.
+            if worker.runs_optimizers and worker.optimizers[0].defaults.get("fused"):
+                work.script_meter.add(batch.optimizer_s)
+            work.spend()
+            outcome = worker.step()
+        for tensor in worker.parts.tensors:
+            tensor.grad = None
+        work.spend()
+        staleness = () if outcome is None or outcome.late else outcome.staleness
+        exchanged = worker.committed != number
+        return StepRecord(number, begun, step.computed, work.now(), exchanged, staleness)
+
+    def _drawn(self) -> float:
+        """Draw how much longer than the mean a step takes: a log-normal factor of the probed spread."""
+        spread = self._probe.spread
+        if not spread:
+            return 1.0
+        sigma = math.sqrt(math.log(1 + spread * spread))
+        return self._random.lognormvariate(-sigma * sigma / 2, sigma)
+
+
+class StepObserver:
+    """Is told of the steps of all workers."""
+
+    def step_over(self, worker: RehearsedWorker) -> None:
+        """A worker has ended a step."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Measuring one program on one machine, for `topotrain probe`."""

@@ -1,0 +1,229 @@
+"""Record the parts of a script's steps, and when gradients are ready.
+
+A step ends with that of the first optimizer. What is measured of a step lies between two such ends.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.tools.probe.batch_sizes import BatchWatch, watch_batches
+from topotrain.training.context import PrepareObserver
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
+from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
+
+LEAST_STEPS = 3
+"""A median of fewer steps says nothing."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds of one step. other: of the loader, and of the script."""
+
+    samples: int
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+
+    @property
+    def own(self) -> float:
+        """All that a worker of a job does, too: without the optimizer."""
+        return self.forward + self.backward + self.other
+
+
+@dataclass(frozen=True)
+class SizeTimes:
+    """Medians over the steps with batches of one size.
+
+    spread: standard deviation of a step's own time, over its mean.
+    """
+
+    samples: int
+    steps: int
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+    spread: float
+
+
+def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
+    """Return the medians of the steps with so many samples; None: there are none."""
+    found = [step for step in steps if step.samples == samples]
+    if not found:
+        return None
+
+    def middle(name: str) -> float:
+        return float(median(getattr(step, name) for step in found))
+
+    times = {name: middle(name) for name in ("forward", "backward", "optimizer", "other")}
+    return SizeTimes(samples, len(found), **times, spread=_spread([step.own for step in found]))
+
+
+def _spread(values: Sequence[float]) -> float:
+    # Half the width of the middle two thirds: an evaluation between two epochs is not the chance that is meant.
+    if len(values) < 2 * LEAST_STEPS:
+        return 0.0
+    cuts = quantiles(values, n=6)
+    return float((cuts[4] - cuts[0]) / 2 / median(values))
+
+
+class StepListener:
+    """Is told of the ends of steps. What it does then counts for no step."""
+
+    def step_over(self, recorder: "StepRecorder") -> None:
+        """A step is over."""
+
+
+class StepRecorder(PrepareObserver):
+    """Records the steps of a script that calls `tt.prepare`.
+
+    Args:
+        watch: of the batches.
+        listener: is told of each end.
+    """
+
+    def __init__(self, watch: BatchWatch, listener: StepListener) -> None:
+        self._watch, self._listener = watch, listener
+        self._calls: list[PreparedObjects] = []
+        self.steps: list[StepTimes] = []
+        """Those since `clear`."""
+        self.count = 0
+        """All steps."""
+        self._made: PreparedObjects | None = None
+        self._parts: ModelParts | None = None
+        self._began = self._forward_at = self._backward_at = self._optimizer_at = 0.0
+        self._forward = self._backward = self._optimizer = 0.0
+        self._ready_at: list[float] = []
+        self._ready: list[list[float]] = []
+
+    # --- what the script has prepared ----------------------------------------------------------------------------
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the script has called `tt.prepare`."""
+        return bool(self._calls)
+
+    @property
+    def made(self) -> PreparedObjects:
+        """All that was prepared. Raises ConfigError, as a job would."""
+        if self._made is None:
+            self._made = joined(self._calls)
+        return self._made
+
+    @property
+    def parts(self) -> ModelParts:
+        """The model as servers see it. Raises ConfigError, as a job would."""
+        if self._parts is None:
+            made = self.made
+            self._parts = describe_model(made.model, _aside(made), made.optimizers)
+        return self._parts
+
+    def prepared(self, call: PreparedObjects) -> None:
+        """As in the base class."""
+        if not self._calls:
+            # `Tensor.backward` looks this function up at each call. This process does nothing but measure.
+            torch.autograd.backward = self._timed_backward(torch.autograd.backward)
+        self._calls.append(call)
+        for model in call.models:
+            model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        for optimizer in call.optimizers:
+            optimizer.register_step_pre_hook(self._optimizer_begins)
+            optimizer.register_step_post_hook(self._optimizer_ends)
+        if call.loader is not None:
+            watch_batches(call.loader, self._watch)
+
+    def ready(self) -> list[float]:
+        """Return the share of the backward after which each gradient is there."""
+        return [min(1.0, median(shares)) if shares else 1.0 for shares in self._ready]
+
+    def clear(self) -> None:
+        """Forget the steps so far; the next one begins now."""
+        self.steps = []
+        self._ready = [[] for _ in self._ready]
+        self._begin_step()
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._began = time.perf_counter()
+        self._forward_at = self._forward = self._backward = self._optimizer = 0.0
+
+    def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        # An evaluation has no backward.
+        if torch.is_grad_enabled() and model.training and self._forward_at <= self._watch.drawn_at:
+            self._forward_at = time.perf_counter()
+            if not self._watch.given:
+                found = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()), None)
+                self._watch.drawn(0 if found is None else len(found))
+                self._forward_at = self._watch.drawn_at
+
+    def _timed_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any, **kwargs: Any) -> None:
+            self._backward_at = began = time.perf_counter()
+            # A script may call the parts of its model, and not the model.
+            forward_at = self._forward_at or self._watch.drawn_at
+            if forward_at > self._began:
+                self._forward += began - forward_at
+            backward(*args, **kwargs)
+            ended = time.perf_counter()
+            self._backward += ended - began
+            self._forward_at = 0.0
+            self._note_ready(began, ended)
+
+        return timed
+
+    def _gradient_ready(self, index: int, tensor: torch.Tensor) -> None:
+        self._ready_at[index] = time.perf_counter()
+
+    def _note_ready(self, began: float, ended: float) -> None:
+        for index, at in enumerate(self._ready_at):
+            if began <= at <= ended:
+                self._ready[index].append((at - began) / max(ended - began, 1e-9))
+
+    def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizer_at = time.perf_counter()
+
+    def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        now = time.perf_counter()
+        self._optimizer += now - self._optimizer_at
+        if self._made is None:
+            self._observe_gradients()
+        if optimizer is self.made.optimizers[0]:
+            self._end_step(now)
+
+    def _end_step(self, now: float) -> None:
+        self.count += 1
+        samples = self._watch.step_over()
+        rest = now - self._began - self._forward - self._backward - self._optimizer
+        self.steps.append(StepTimes(samples, self._forward, self._backward, self._optimizer, max(0.0, rest)))
+        self._begin_step()
+        self._listener.step_over(self)
+        # Without the time that the listener took.
+        self._begin_step()
+
+    def _observe_gradients(self) -> None:
+        """Note from here on when the gradients are there."""
+        tensors = self.parts.tensors
+        self._ready_at, self._ready = [0.0] * len(tensors), [[] for _ in tensors]
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                # torch has no types for this one.
+                tensor.register_post_accumulate_grad_hook(partial(self._gradient_ready, index))  # type: ignore[no-untyped-call]
+
+
+def _aside(made: PreparedObjects) -> list[nn.Parameter]:
+    """Return the parameters that servers hold as tables of rows."""
+    from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
+
+    if len(made.optimizers) != 1:
+        return []
+    return [entry.weight for entry in find_sparse(made.model, made.optimizers[0])]

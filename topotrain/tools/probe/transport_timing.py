@@ -1,0 +1,155 @@
+"""Time the product's own transports between two processes of this machine.
+
+The shortest of several rounds counts, because other processes only ever add to it.
+
+One process asks, as a worker does, and one answers, as a server does. What a message costs each of them is seconds of
+a core: those of the whole process, with its reader threads.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.transport import Transport
+from topotrain.comm.transport.shared_memory import ProcessMemory
+from topotrain.comm.transport.tcp import TcpTransport
+from topotrain.comm.transport.unix_transport import SharedMemoryTransport
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Finish, Message, Push
+from topotrain.tools.probe.probe_file import ProbedTransport
+
+TRANSPORTS = ("shm", "tcp")
+_BUCKETS, _BUCKET = 16, 1 << 18
+"""Bodies of 1 MiB, as most messages of a job have."""
+_SMALL = 200
+_ROUNDS = 5
+_PATIENCE_S = 10.0
+_WORKER, _SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+
+
+def transports(token: str, folder: str) -> dict[str, Transport]:
+    """Return one transport of each kind."""
+    identity = Identity("probe", bytes.fromhex(token), 1, 0, "")
+    return {"shm": SharedMemoryTransport(identity, folder, ProcessMemory()), "tcp": TcpTransport(identity)}
+
+
+def _buffer(transport: Transport) -> torch.Tensor:
+    if isinstance(transport, SharedMemoryTransport):
+        return transport.memory.allocate(_BUCKETS * _BUCKET, torch.float32).view(_BUCKETS, _BUCKET)
+    return torch.zeros(_BUCKETS, _BUCKET)
+
+
+class Answering:
+    """Receives bodies, and answers small messages with its processor time."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._into = transport, _buffer(transport)
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """Receive a body into a buffer, or see it where it is."""
+        assert isinstance(message, Push)
+        return None if viewable else self._into[message.bucket]
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """Answer a small message."""
+        if isinstance(message, Fetch):
+            self._transport.send(_SERVER, _WORKER, Finish(time.process_time_ns()))
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """The other process has ended."""
+
+
+class Asking:
+    """Sends, and waits for answers, as a script's thread does."""
+
+    def __init__(self, transport: Transport, url: str) -> None:
+        self._transport, self._bodies = transport, _buffer(transport)
+        self._came = threading.Event()
+        self._theirs_ns = 0
+        transport.attach(_WORKER, self)
+        transport.connect(_WORKER, _SERVER, url)
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """Refuse a body: no answer has one."""
+        return None
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """Take an answer."""
+        if isinstance(message, Finish):
+            self._theirs_ns = message.steps
+            self._came.set()
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """The other process has ended."""
+
+    def _ask(self) -> int:
+        """Send a small message and wait for its answer: the other's processor time."""
+        self._came.clear()
+        self._transport.send(_WORKER, _SERVER, Fetch(0))
+        if not self._came.wait(_PATIENCE_S):
+            raise TimeoutError(f"no answer within {_PATIENCE_S:g} s")
+        return self._theirs_ns
+
+    def measure(self) -> ProbedTransport:
+        """Time small messages there and back, and bodies one way."""
+        for _ in range(_SMALL):
+            self._ask()
+        rounds = [self._small() for _ in range(_ROUNDS)]
+        wall, mine, theirs = (min(each[at] for each in rounds) for at in range(3))
+        self._large()
+        bodies = [self._large() for _ in range(_ROUNDS)]
+        # Each side of a message and its answer sends one and receives one. What a process does meanwhile beside that,
+        # such as going back to sleep, delays nothing: all of it is no longer than the clock says.
+        message_s = min(mine + theirs, wall) / 4
+        send_byte, receive_byte = (
+            max(0.0, min(each[at] for each in bodies) - message_s) / (4 * _BUCKET) for at in range(2)
+        )
+        return ProbedTransport(message_s, send_byte, message_s, receive_byte, wall / 2 - 2 * message_s)
+
+    def _small(self) -> tuple[float, float, float]:
+        """Return seconds of a message with its answer: by the clock, and of both cores."""
+        theirs, mine, began = self._ask(), time.process_time_ns(), time.perf_counter()
+        for _ in range(_SMALL):
+            last = self._ask()
+        ended = time.perf_counter()
+        return (
+            (ended - began) / _SMALL,
+            (time.process_time_ns() - mine) / _SMALL / 1e9,
+            (last - theirs) / _SMALL / 1e9,
+        )
+
+    def _large(self) -> tuple[float, float]:
+        """Return the seconds of both processes' cores for a body."""
+        theirs, mine = self._ask(), time.process_time_ns()
+        for bucket in range(_BUCKETS):
+            self._transport.send(_WORKER, _SERVER, Push(0, 0, bucket, 1.0, b"\1", body=self._bodies[bucket]))
+        last = self._ask()
+        return (time.process_time_ns() - mine) / _BUCKETS / 1e9, (last - theirs) / _BUCKETS / 1e9
+
+
+def answer(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Run the answering process until the channel closes."""
+    made = transports(spec["token"], spec["folder"])
+    urls = {name: each.attach(_SERVER, Answering(each)) for name, each in made.items()}
+    channel.sendall(json.dumps(urls).encode() + b"\n")
+    channel.recv(1)
+    for each in made.values():
+        each.close()
+    return 0
+
+
+def ask(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Run the asking process, which measures all transports."""
+    made = transports(spec["token"], spec["folder"])
+    found = {name: asdict(Asking(each, spec["urls"][name]).measure()) for name, each in made.items()}
+    channel.sendall(json.dumps(found).encode() + b"\n")
+    for each in made.values():
+        each.close()
+    return 0
