@@ -76,11 +76,9 @@ def measured(workspace: Path, option: str) -> JobMeasurement:
     from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
     with closing(RecordedWorkspace(workspace, option)) as recorded:
-        if not recorded.runs:
-            raise ConfigError(
-                option, str(workspace), "its job does not run: without --running its layouts are compared"
-            )
         summary, view = recorded.summary(), recorded.history.view()
+    if summary["state"] != "running":
+        raise ConfigError(option, str(workspace), "its job does not run: without --running its layouts are compared")
     return from_history(summary, view, option, str(workspace))
 
 
