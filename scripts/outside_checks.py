@@ -160,7 +160,7 @@ def page_of_job(project: OutsideProject) -> str:
     project.topotrain("report", workspace, "--html", "page.html")
     text = (project.folder / "page.html").read_text(encoding="utf-8")
     modules = len(list((REPOSITORY / "topotrain/tools/dashboard/page").glob("*.js")))
-    found = len(re.findall(r"^const module_\w+ = ", text, re.MULTILINE))
+    found = len(re.findall(r"\bconst module_\w+ = ", text))
     must(found == modules, f"the page has {found} of its {modules} modules")
     state = json.loads(project.topotrain("watch", workspace, "--once", "--json").stdout)["state"]
     must(state == "ended", f"the state is {state}")

@@ -16,6 +16,7 @@ USERS = {
     "tools/dashboard": {"tools/cli/watch.py"},
     "tools/exporters": {
         "tools/cli/export_arguments.py",
+        "tools/cli/unit.py",
         "tools/monitor/monitored_run.py",
         "tools/dashboard/web_routes.py",
         "__init__.py",

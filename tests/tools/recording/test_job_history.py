@@ -72,6 +72,27 @@ def test_a_thinned_recording_has_the_same_summary(timed: list[TimedEvent], more:
     assert less == whole
 
 
+def test_the_last_loss_stays_though_later_steps_have_none() -> None:
+    losses = [0.9, 0.5, *[None] * 60]
+    timed = [TimedEvent(0.0, header())]
+    timed += [TimedEvent(60.0 * n, step(time=60.0 * n, number=n, loss=loss)) for n, loss in enumerate(losses, 1)]
+    lines = list(map(to_line, timed))
+    known = described(lines)
+    room = 4 * known[0].size + 2 * newest(known)
+    kept = thinned(known, room)
+    assert len(kept) < len(lines) / 2
+    again = history(*[found for index in kept if (found := from_line(lines[index])) is not None])
+    assert again.summary() == history(*timed).summary() and again.summary()["loss"] == 0.5
+
+
+def test_a_process_that_started_anew_has_sent_nothing() -> None:
+    sent = [(float(n), events.Traffic("worker 0/0", {"server 0/0": 1000 * n})) for n in (1, 2, 3)]
+    made = told((0.5, events.Started("worker 0/0", 7)), (0.6, step()), *sent)
+    assert made.summary()["bytes_per_s"] == 1000.0
+    made.add(TimedEvent(4.0, events.Started("worker 0/0", 8)))
+    assert made.summary()["bytes_per_s"] is None
+
+
 def newest(lines: list[RecordedLine]) -> int:
     """The bytes of the first sample of each kind and process, and of the last ones that a rate is made of."""
     of_key: dict[Any, list[RecordedLine]] = {}

@@ -52,7 +52,6 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, sh
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.graph_report import CutPlan
     from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.plan.layout_plan import PlannedSchema
@@ -461,7 +460,8 @@ def launch(
                 launchers.check_special(name, options)
                 launchers.check_local(options)
                 with exports_of(job, logs or (), metrics) as exports:
-                    raise typer.Exit(_launch_here(job, topology, as_json, exports))
+                    announce(exports)
+                    raise typer.Exit(_launch_here(job, topology, RunOptions(as_json=as_json, exports=exports)))
             started = launchers.launch(name, job, topology, options, os.environ, dry_run)
         except StoreError as error:
             raise BadInput(str(error)) from None
@@ -469,14 +469,13 @@ def launch(
         raise typer.Exit(started.code)
 
 
-def _launch_here(job: Job, topology: "Topology", as_json: bool, exports: "JobExports | None") -> int:
+def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
     from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.monitor.result_tables import console
 
     terminal = console(stderr=True)
-    announce(exports)
-    result = train(job, topology, terminal, RunOptions(as_json=as_json, resume=asked_for(job), exports=exports))
-    show(result, terminal, False, as_json, None)
+    result = train(job, topology, terminal, replace(options, resume=asked_for(job)))
+    show(result, terminal, False, options.as_json, None)
     return result.outcome.code
 
 
