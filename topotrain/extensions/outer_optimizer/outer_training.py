@@ -18,7 +18,6 @@ from topotrain.training.worker_extension import WorkerExtension
 
 INNER = "inner optimizer"
 """The name of its state in a snapshot. No name of `tt.keep` has a space."""
-NO_SPLIT = "must not be given where the model is split over the workers of a group: each worker trains all of it"
 
 
 class _TableCheck(WorkerExtension):
@@ -77,8 +76,6 @@ class OuterOptimizerExtension(PrepareExtension):
         if topology.workers_per_group == 1:
             self._inner = InnerOptimizer(*wanted)
             return self._inner
-        if here.will_split(request.model):
-            raise ConfigError("cluster.outer", None, NO_SPLIT)
         here.alike.add(INNER)
         self._inner = GroupOptimizer(*wanted, GroupReduction(here.me, here.place.job, topology))
         return self._inner

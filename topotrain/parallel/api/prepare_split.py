@@ -159,7 +159,14 @@ def _random_state_kept(loader: Any) -> Iterator[None]:
 
 
 def _check(job: Job, model: nn.Module) -> None:
-    replace(job, placement=Placement.kAuto)  # runs the checks of jobs that split in the job file
+    try:
+        replace(job, placement=Placement.kAuto)  # runs the checks of jobs that split in the job file
+    except ConfigError as error:
+        if error.field != "placement":
+            raise
+        # The job file does not have this value.
+        accepted = f"splits the model as placement: kAuto does, which {error.accepted}"
+        raise ConfigError("tt.device", None, accepted) from None
     for name, module in model.named_modules():
         rows = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if rows or isinstance(module, Embedding):
