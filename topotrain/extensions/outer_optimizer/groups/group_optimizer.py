@@ -11,6 +11,7 @@ from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.transport_contract import MessageSender
+from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.groups.group_path import GroupPath
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
@@ -28,6 +29,7 @@ class GroupOptimizer(InnerOptimizer):
     Args:
         optimizer, cluster, named, embeddings: as for `InnerOptimizer`.
         group: adds up the gradients.
+        choices: as for `InnerOptimizer`.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
@@ -43,8 +45,9 @@ class GroupOptimizer(InnerOptimizer):
         named: Iterable[tuple[str, nn.Parameter]],
         embeddings: Collection[nn.Parameter],
         group: GroupReduction,
+        choices: ExchangeChoices | None = None,
     ) -> None:
-        super().__init__(optimizer, cluster, named, embeddings)
+        super().__init__(optimizer, cluster, named, embeddings, choices=choices)
         self._group, self._samples = group, 0
 
     def open(
