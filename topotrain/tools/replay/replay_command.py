@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +216,8 @@ def _warn_of_versions(record: "DecisionFile") -> None:
     for name in ("torch", "topotrain"):
         known, here = record.versions.get(name, ""), version(name)
         if known and known != here:
-            complain(f"recorded with {name} {known}, and this is {here}: the bits may differ")
+            text = f"recorded with {name} {known}, and this is {here}: the bits may differ"
+            print(f"topotrain: warning: {text}", file=sys.stderr)
 
 
 def _compare(first: "DecisionFile", second: "DecisionFile", name: Path, other: Path, as_json: bool) -> int:

@@ -124,14 +124,15 @@ class SimCluster:
         self.sim_servers: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.sim_servers[me] = SimServer(
-                    make_server(me, job, self.topology, PrivateMemory(), resumed=resumed), self.transport
-                )
+                self.sim_servers[me] = SimServer(self._make_server(me, resumed), self.transport)
                 self.sim_servers[me].server.timer.attach(SimTimer(self, me))
                 self.transport.attach(me, self.sim_servers[me])
         self._connect_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.clients = {me: self._make_client(me) for me in self.workers}
+
+    def _make_server(self, me: Address, resumed: SnapshotSource | None) -> Server:
+        return make_server(me, self.job, self.topology, PrivateMemory(), resumed=resumed)
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
         """Return the description of the model, and its slices for so many server groups."""
