@@ -19,6 +19,7 @@ class ExchangeKind(IntEnum):
     PUSH = 0
     TAKE = 1
     FRAGMENT = 2
+    COPY = 3
 
 
 class RecordedExchanges(ExchangeChoices):
@@ -48,6 +49,11 @@ class RecordedExchanges(ExchangeChoices):
         self._write(step, ExchangeKind.FRAGMENT, now)
         return now
 
+    def copies(self, now: int) -> int:
+        """As `ExchangeChoices.copies`."""
+        self._write(now, ExchangeKind.COPY)
+        return now
+
     def _write(self, step: int, kind: ExchangeKind, *more: int) -> None:
         self._sink.write(b"".join(map(varint, (step << 2 | kind, *more))))
 
@@ -59,7 +65,11 @@ class ReplayedExchanges(ExchangeChoices):
     """
 
     def __init__(self, data: bytes, whole: bool, name: str) -> None:
-        self._choices = deque(decode_choices(data))
+        choices = list(decode_choices(data))
+        # The thread of a connection copies, between any two choices of the script's thread.
+        self._copies = deque(step for step, kind, _ in choices if kind == ExchangeKind.COPY)
+        self._choices = deque(choice for choice in choices if choice[1] != ExchangeKind.COPY)
+        self._copied = frozenset(self._copies)
         self._whole, self._name = whole, name
         self._asked = (0, False)
 
@@ -83,6 +93,14 @@ class ReplayedExchanges(ExchangeChoices):
             accepted = f"is not what the recording has, which is {wanted}"
             raise ConfigError(f"replay: step {step} of {self._name}", "a push", accepted)
         return found[2]
+
+    def copies(self, now: int) -> int:
+        """As `ExchangeChoices.copies`."""
+        return self._copies.popleft() if self._copies else now
+
+    def is_copied(self, step: int) -> bool:
+        """As `ExchangeChoices.is_copied`."""
+        return step in self._copied
 
     def _is_next(self, step: int, kind: ExchangeKind) -> bool:
         if self._choices and self._choices[0][:2] == (step, kind):

@@ -14,7 +14,8 @@ The bytes of a server, with all numbers as unsigned LEB128:
 | 4 | 8 bytes | the digest of the model |
 | 8 + s | for a commit 2 bytes: checks | a message of symbol s |
 
-The bytes of a worker: own step × 4 + what (0 push, 1 take, 2 fragment), where a fragment is followed by its number.
+The bytes of a worker: own step × 4 + what (0 push, 1 take, 2 fragment, 3 copy of the optimizer's state for another
+group), where a fragment is followed by its number.
 """
 
 from collections.abc import Iterator

@@ -15,3 +15,11 @@ class ExchangeChoices:
     def fragment(self, step: int, now: int) -> int:
         """The fragment that is pushed behind this step."""
         return now
+
+    def copies(self, now: int) -> int:
+        """The step behind which the optimizer's state is copied for another group, which asks behind this one."""
+        return now
+
+    def is_copied(self, step: int) -> bool:
+        """Whether the state behind this step will be copied, as far as that is known."""
+        return False

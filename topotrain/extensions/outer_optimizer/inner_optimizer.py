@@ -129,7 +129,7 @@ class InnerOptimizer(LocalOptimizer):
     ) -> None:
         self._choices = choices or ExchangeChoices()
         self._optimizer, self._weigh = optimizer, cluster.weigh
-        self.shared_state = InnerState(optimizer)
+        self.shared_state = InnerState(optimizer, self._choices)
         """The optimizer's state, for other worker groups."""
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
