@@ -156,6 +156,7 @@ class FloatTrial(Trial):
         batches: of an epoch.
         lease: the workers lease their batches.
         faults: the deaths in it.
+        lengths: of the parameters.
         changed: another number makes the scripts compute other gradients.
     """
 
@@ -170,7 +171,9 @@ class FloatTrial(Trial):
         lease: bool = True,
         faults: tuple[Fault, ...] = (),
         changed: int = 0,
+        lengths: tuple[int, ...] = (150, 150, 256),
     ) -> None:
+        self._lengths = lengths
         self._order, self.changed = order, changed
         self.result: list[torch.Tensor] = []
         if isinstance(order, Replayer):
@@ -181,6 +184,9 @@ class FloatTrial(Trial):
 
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> Server:
         return make_server(me, self.job, self.topology, PrivateMemory(), resumed=resumed, order=self._order)
+
+    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
+        return super()._describe(parameters(*self._lengths), groups, rate)
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
         return ExchangeChoices() if self._order is None else self._order.choices(worker, incarnation)

@@ -114,7 +114,7 @@ def test_a_worker_makes_the_recorded_choices_whatever_has_come_when() -> None:
     assert again.pushes(2, False) and again.pushes(2, False) and again.fragment(2, 0) == 3
     assert not again.takes(2, True) and not again.pushes(3, True) and again.takes(3, False)
     assert again.is_copied(3) and not again.is_copied(2) and again.copies(1) == 3
-    with pytest.raises(ConfigError, match="step 4 of worker 1/0.*a choice behind step 300"):
+    with pytest.raises(ConfigError, match=r"step 4 of worker 1/0.*a choice behind step 300"):
         again.fragment(4, 0)
 
 

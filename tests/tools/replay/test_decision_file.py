@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.config.job import Cluster, ConfigError, Grads, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
@@ -123,7 +123,8 @@ def test_a_replay_has_its_own_workspace_and_the_recorded_program(tmp_path: Path)
     ],
 )
 def test_jobs_that_cannot_be_replayed_are_not_recorded(cluster: dict[str, int], resumed: bool, wanted: str) -> None:
-    job = replace(JOB, cluster=replace(JOB.cluster, **cluster))
+    hidden = {"grads": Grads.kHidden, "per_worker_batch": True} if "backup" in cluster else {}
+    job = replace(JOB, cluster=replace(JOB.cluster, **cluster), **hidden)
     with pytest.raises(ConfigError, match=wanted):
         check_recordable(job, layout(JOB.cluster), resumed)
 

@@ -15,10 +15,7 @@ from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.decision_record.order_entries import CHECKS
 
 # By name, because the extensions of some messages may be deleted.
-_START_AND_END = """
-    SchemaPart SharedBuffer Init StateRequest StatePart Fail StepDecisionRequest HostReady
-    Drained FinalValue FinalRequest ModelBufferValue BufferRequest
-"""
+_END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest ModelBufferValue BufferRequest"
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
@@ -34,7 +31,7 @@ class MessageOrder:
     """
 
     def __init__(self, job: Job) -> None:
-        free = f"{_START_AND_END} {_SNAPSHOTS} {_TIMES}".split()
+        free = f"{_END} {_SNAPSHOTS} {_TIMES}".split()
         # Otherwise a gradient changes nothing before its step is decided.
         self._free = frozenset([*free, *(() if job.apply is Apply.kOnArrival else _GRADIENTS.split())])
 

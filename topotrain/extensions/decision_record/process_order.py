@@ -184,7 +184,7 @@ def write_values(server: Server, path: Path) -> None:
         for segment in model.map.segments
         if segment.shard == server.me.index
     }
-    shapes = [[p.name, list(p.shape), list(p.stride), p.dtype] for p in model.schema.parameters]
+    shapes = [(p.name, list(p.shape), list(p.stride)) for p in model.schema.parameters]
     file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(file, "wb") as opened:
         opened.write(to_bytes(tensors))
@@ -197,7 +197,7 @@ def _flat(values: torch.Tensor) -> torch.Tensor:
     return values if values.dim() == 1 else values.as_strided((values.numel(),), (1,))
 
 
-def joined_values(shapes: list[list[object]], parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def joined_values(shapes: list[tuple[str, list[int], list[int]]], parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the parameters by name, out of the parts of all servers of a group."""
     flat: dict[int, dict[int, torch.Tensor]] = {}
     for part in parts:
@@ -205,9 +205,8 @@ def joined_values(shapes: list[list[object]], parts: list[dict[str, torch.Tensor
             start, _, number = key.partition(" ")
             flat.setdefault(int(number), {})[int(start)] = values
     made = {}
-    for number, (name, shape, stride, _) in enumerate(shapes):
+    for number, (name, shape, stride) in enumerate(shapes):
         pieces = flat.get(number, {})
         whole = torch.cat([pieces[start] for start in sorted(pieces)]) if pieces else torch.empty(0)
-        assert isinstance(shape, list) and isinstance(stride, list)
-        made[str(name)] = whole.as_strided(shape, stride)
+        made[name] = whole.as_strided(shape, stride)
     return made

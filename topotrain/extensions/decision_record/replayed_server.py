@@ -107,9 +107,6 @@ class ReplayedServer(Server):
         if self._stopped:
             return []
         self._begin()
-        # Memory that others write: it is only named here, and a copy would be of no use.
-        if isinstance(message, m.SharedBuffer):
-            return super().handle(sender, message)
         if sender == self.me:
             # The recording has what timers and the launcher have sent, and when.
             timed = self._order.has_order(message) and not self._over
@@ -122,8 +119,9 @@ class ReplayedServer(Server):
         box = self._boxes.setdefault(sender, deque())
         box.append(message)
         out = self._advance(sender)
-        # It has to wait. Its body may be in a buffer that the next message of its sender overwrites.
-        if box and box[-1] is message and message.body is not None:
+        # It has to wait. Its body may be in a buffer that the next message of its sender overwrites. That of a shared
+        # buffer is the memory itself, which a copy would not be.
+        if box and box[-1] is message and message.body is not None and not isinstance(message, m.SharedBuffer):
             box[-1] = replace(message, body=message.body.clone())
         return out
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -48,9 +48,7 @@ def register(app: typer.Typer) -> None:
     def replay(
         file: Annotated[
             Path,
-            typer.Argument(
-                metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=job_files
-            ),
+            typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=job_files),
         ],
         program: Program = None,
         args: Args = None,
@@ -205,7 +203,7 @@ def _values(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | 
         return from_bytes(read_bytes(path), str(path))
     servers = [server for server in record.servers if server.group == until[0]]
     paths = [run.folder / values_of(server) for server in servers]
-    shapes: list[list[Any]] = json.loads(paths[0].with_suffix(".json").read_text())
+    shapes: list[tuple[str, list[int], list[int]]] = json.loads(paths[0].with_suffix(".json").read_text())
     return joined_values(shapes, [from_bytes(read_bytes(path), str(path)) for path in paths])
 
 
