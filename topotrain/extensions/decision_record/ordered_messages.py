@@ -19,6 +19,7 @@ _END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest Model
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
+_ASIDE = frozenset({"InnerStateRequest", "InnerStatePart"})
 _SAMPLED = 64
 """Elements of a bucket's gradient that its check reads, about."""
 
@@ -44,6 +45,14 @@ class MessageOrder:
         if isinstance(message, m.StepDecision) and message.change == SNAPSHOT:
             return False
         return name not in self._free
+
+
+def is_aside(kind: int) -> bool:
+    """Whether a worker sends these messages beside those of its script, on the thread of a connection.
+
+    So among the messages of one sender their place is that of chance, too.
+    """
+    return m.KINDS[kind].__name__ in _ASIDE if kind in m.KINDS else False
 
 
 class StepChecks:

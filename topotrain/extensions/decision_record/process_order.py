@@ -197,7 +197,9 @@ def _flat(values: torch.Tensor) -> torch.Tensor:
     return values if values.dim() == 1 else values.as_strided((values.numel(),), (1,))
 
 
-def joined_values(shapes: list[tuple[str, list[int], list[int]]], parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def joined_values(
+    shapes: list[tuple[str, list[int], list[int]]], parts: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """Return the parameters by name, out of the parts of all servers of a group."""
     flat: dict[int, dict[int, torch.Tensor]] = {}
     for part in parts:

@@ -16,6 +16,7 @@ from topotrain.extensions.decision_record.order_entries import (
     StepMade,
     VersionShown,
 )
+from topotrain.extensions.decision_record.ordered_messages import is_aside
 
 _WORDS: Mapping[str, str] = {
     "Commit": "the commit of a step",
@@ -48,7 +49,7 @@ def words_of_note(note: Note) -> str:
 class RecordedLife:
     """One process of a worker that the recording has seen die.
 
-    number: of the process, from 0. messages: those with an order that a server got of it. ended: its script was over.
+    number: of the process, from 0. messages: those with an order that its script has sent to a server. ended: its script was over.
     """
 
     number: int
@@ -88,7 +89,7 @@ class ReplayOrder:
                         known = self.lives.setdefault(sender, [])
                         known.append(RecordedLife(len(known), messages, ended))
                         counts[sender] = 0, False
-                    else:
+                    elif not is_aside(kind):
                         counts[sender] = messages + 1, ended or kind == m.Finish.KIND
 
     @property

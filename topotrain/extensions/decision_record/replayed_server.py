@@ -14,7 +14,7 @@ from topotrain.core.server.server_context import Out, StartPoint
 from topotrain.core.server.server_extension import ServerExtension
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage
-from topotrain.extensions.decision_record.ordered_messages import MessageOrder, StepChecks
+from topotrain.extensions.decision_record.ordered_messages import MessageOrder, StepChecks, is_aside
 from topotrain.extensions.decision_record.recording_server import model_digest
 from topotrain.extensions.decision_record.replay_order import ReplayOrder, words_of, words_of_note
 from topotrain.extensions.decision_record.server_order import DecisionNotes, VersionObserver
@@ -47,6 +47,14 @@ class _Lost:
 
 
 _LOST = _Lost()
+
+
+def _with_own_body(message: m.Message) -> m.Message:
+    """Return a message whose body nothing else writes."""
+    # The body of a shared buffer is the memory itself, which a copy would not be.
+    if message.body is None or isinstance(message, m.SharedBuffer):
+        return message
+    return replace(message, body=message.body.clone())
 
 
 class _LastVersion(VersionObserver):
@@ -90,7 +98,7 @@ class ReplayedServer(Server):
         self._recorded, self._observer = order, observer
         self._order, self._checks = MessageOrder(job), StepChecks()
         self._notes = DecisionNotes(None if until is None else _LastVersion(self, until))
-        self._boxes: dict[Address, deque[m.Message | _Lost]] = {}
+        self._boxes: dict[tuple[Address, bool], deque[m.Message | _Lost]] = {}  # sender, and whether `is_aside`
         self._received: dict[Address, tuple[int, int]] = {}  # worker -> its process, and the messages of that one
         self._steps: dict[Address, int] = {}
         self._has_model = self._stopped = self._begun = False
@@ -111,25 +119,25 @@ class ReplayedServer(Server):
             # The recording has what timers and the launcher have sent, and when.
             timed = self._order.has_order(message) and not self._over
             return [] if timed else super().handle(sender, message)
-        if self._order.has_order(message):
+        aside = is_aside(message.KIND)
+        if self._order.has_order(message) and not aside:
             # In the recording the process was dead by now.
             if self._is_whole(sender):
                 return []
             self._count(sender)
-        box = self._boxes.setdefault(sender, deque())
+        box = self._boxes.setdefault((sender, aside), deque())
         box.append(message)
         out = self._advance(sender)
-        # It has to wait. Its body may be in a buffer that the next message of its sender overwrites. That of a shared
-        # buffer is the memory itself, which a copy would not be.
-        if box and box[-1] is message and message.body is not None and not isinstance(message, m.SharedBuffer):
-            box[-1] = replace(message, body=message.body.clone())
+        # It has to wait. Its body may be in a buffer that the next message of its sender overwrites.
+        if box and box[-1] is message:
+            box[-1] = _with_own_body(message)
         return out
 
     def lost(self, worker: Address) -> Out:
         """As `Server.lost`, in its turn."""
         if self._stopped:
             return []
-        self._boxes.setdefault(worker, deque()).append(_LOST)
+        self._boxes.setdefault((worker, False), deque()).append(_LOST)
         life, _ = self._received.get(worker, (0, 0))
         self._received[worker] = life + 1, 0
         self._tell_of_life(worker)
@@ -175,25 +183,25 @@ class ReplayedServer(Server):
             elif isinstance(entry, OwnMessage):
                 self._recorded.advance()
                 out += self._carry(self.me, m.decode(entry.kind, entry.meta))
-            elif not self._boxes.get(entry.sender):
+            elif not (box := self._boxes.get((entry.sender, is_aside(entry.kind)))):
                 break
             else:
-                message = self._boxes[entry.sender].popleft()
+                message = box.popleft()
                 if self._is_recorded(entry, message):
                     self._recorded.advance()
                     out += self._carry(entry.sender, message)
                     out += self._handle_free(entry.sender)
         if self._over:
-            for each in sorted(self._boxes):
+            for each, _ in sorted(self._boxes):
                 out += self._handle_free(each)
         return out
 
     def _handle_free(self, sender: Address) -> Out:
         """Handle the first messages of a sender that have no order."""
         out: Out = []
-        box = self._boxes.get(sender, ())
-        while box and not self._stopped and (self._over or not self._ordered(box[0])):
-            out += self._carry(sender, self._boxes[sender].popleft())
+        for box in (self._boxes.get((sender, aside)) for aside in (False, True)):
+            while box and not self._stopped and (self._over or not self._ordered(box[0])):
+                out += self._carry(sender, box.popleft())
         return out
 
     def _ordered(self, message: m.Message | _Lost) -> bool:
@@ -208,6 +216,10 @@ class ReplayedServer(Server):
             else:
                 if sender.role is Role.WORKER and not self._order.has_order(message):
                     self._checks.add(sender, message)
+                    # Its gradient may be in its own memory, and it is killed before the turn of its commit.
+                    life, _ = self._received.get(sender, (0, 0))
+                    if self._recorded.life(sender, life) is not None:
+                        message = _with_own_body(message)
                 out = super().handle(sender, message)
         except m.ProtocolError as error:
             # It may be of another sender than the one whose message has just come.

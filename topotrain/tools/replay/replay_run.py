@@ -31,13 +31,17 @@ class RecordedDeaths:
 
     def __init__(self, record: DecisionFile) -> None:
         self._by_group: dict[tuple[int, int], set[tuple[str, str]]] = {}  # group, number -> worker, server
-        for server in record.servers:
-            order = ReplayOrder(record.entries(server), record.whole)
-            for worker, lives in order.lives.items():
-                for life in lives:
-                    if not life.ended:
-                        known = self._by_group.setdefault((worker.group, life.number), set())
-                        known.add((str(worker), str(server)))
+        lives = [
+            (worker, life, server)
+            for server in record.servers
+            for worker, known in ReplayOrder(record.entries(server), record.whole).lives.items()
+            for life in known
+        ]
+        # Server (0,0) serves workers of other servers, and they tell only their own ones that they have finished.
+        ended = {(worker, life.number) for worker, life, _ in lives if life.ended}
+        for worker, life, server in lives:
+            if (worker, life.number) not in ended:
+                self._by_group.setdefault((worker.group, life.number), set()).add((str(worker), str(server)))
 
     def due(self, worker: str, number: int, whole: Mapping[tuple[str, int], set[str]]) -> set[str]:
         """Return the workers to kill now that all servers in `whole` have what they need of each process."""
