@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EXAMPLE = """\b
 Example:
   topotrain run --record job.record examples/conf/downpour.conf examples/digits.py
-  topotrain replay job.record examples/digits.py --until 40 --dump 0.weight
+  topotrain replay --until 40 --dump 0.bias job.record examples/digits.py
   topotrain replay job.record --compare other.record
 """
 _UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
