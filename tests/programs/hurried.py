@@ -1,7 +1,8 @@
 """A small model whose workers have speeds of their own, and of which one may kill itself once.
 
 --slow N: worker number N pauses at each step. --die N: worker number N kills itself at its fifth step, unless FOLDER
-has the file "dead" already; the main worker waits at its eighth step until that worker has made a step in its next life.
+has the file "dead" already; the main worker waits at its eighth step until that worker has made a step in its next
+life.
 --chance: the gradients have random parts that no seed decides.
 """
 

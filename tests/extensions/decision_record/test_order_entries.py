@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.extensions.decision_record.exchange_record import (
@@ -24,7 +25,6 @@ from topotrain.extensions.decision_record.order_entries import (
     decode_entries,
 )
 from topotrain.extensions.decision_record.recording_server import RecordingSink
-from topotrain.config.job import ConfigError
 
 KINDS = (LOST, m.Commit.KIND, m.Fetch.KIND, m.StepVote.KIND, 158)
 
@@ -82,7 +82,7 @@ def test_a_known_kind_of_message_takes_a_byte() -> None:
     assert len(encoder.encode(entry)) == 1
 
 
-# --- the choices of a worker -------------------------------------------------------------------------------------------
+# --- the choices of a worker -----------------------------------------------------------------------------------------
 
 
 class Bytes(RecordingSink):

@@ -207,8 +207,8 @@ def joined_values(
             start, _, number = key.partition(" ")
             flat.setdefault(int(number), {})[int(start)] = values
     made = {}
-    for number, (name, shape, stride) in enumerate(shapes):
-        pieces = flat.get(number, {})
+    for at, (name, shape, stride) in enumerate(shapes):
+        pieces = flat.get(at, {})
         whole = torch.cat([pieces[start] for start in sorted(pieces)]) if pieces else torch.empty(0)
         made[name] = whole.as_strided(shape, stride)
     return made

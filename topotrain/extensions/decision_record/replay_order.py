@@ -49,7 +49,8 @@ def words_of_note(note: Note) -> str:
 class RecordedLife:
     """One process of a worker that the recording has seen die.
 
-    number: of the process, from 0. messages: those with an order that its script has sent to a server. ended: its script was over.
+    number: of the process, from 0. messages: those with an order that its script has sent to a server. ended: the
+    script was over.
     """
 
     number: int

@@ -27,7 +27,6 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from topotrain.tools.replay.decision_file import DecisionFile
     from topotrain.tools.replay.replay_run import ReplayRun, Until
@@ -158,13 +157,11 @@ def _replay(record: "DecisionFile", job: Job, until: "Until | None", shown: Show
     if until is not None and not stopped:
         complain(f"the job has ended before version {until[1]} of server group {until[0]}")
         return 1
-    _show(record, job, run, until, shown, terminal)
+    _show(record, job, run, until, shown)
     return 0
 
 
-def _show(
-    record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", shown: Shown, terminal: "Console"
-) -> None:
+def _show(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", shown: Shown) -> None:
     """Show how far the replay has come, and the parameters."""
     values = _values(record, job, run, until) if shown.dump else {}
     missing = [name for name in shown.dump if name not in values]
@@ -189,7 +186,7 @@ def _show(
         print(f"{name} at version {version}:\n{values[name]}")
     if not shown.quiet:
         where = f"stopped at version {version} of server group {group}" if until else f"all {version} versions"
-        terminal.print(f"replayed, as recorded: {where}", soft_wrap=True, markup=False)
+        print(f"replayed, as recorded: {where}", file=sys.stderr)
 
 
 def _values(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None") -> "dict[str, torch.Tensor]":
