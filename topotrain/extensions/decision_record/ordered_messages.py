@@ -19,6 +19,7 @@ _END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest Model
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
+_SUMMED = frozenset({"Push", "GradientOverride", "HostPush"})
 _ASIDE = frozenset({"InnerStateRequest", "InnerStatePart"})
 _SAMPLED = 64
 """Elements of a bucket's gradient that its check reads, about."""
@@ -62,9 +63,10 @@ class StepChecks:
         self._sums: dict[Address, int] = {}  # of the gradients since the last commit
 
     def add(self, sender: Address, message: m.Message) -> None:
-        """A worker has sent a part of its gradient."""
+        """A worker has sent a message that may have a part of its gradient."""
         body = message.body
-        if body is None or not body.numel():
+        # A state for a snapshot comes by the clock, and has a body, too.
+        if body is None or not body.numel() or type(message).__name__ not in _SUMMED:
             return
         flat = body.detach().reshape(-1).view(torch.uint8)
         # The lowest byte of some elements: it changes first.
