@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from topotrain.tools.plan.layout_plan import PlannedSchema
     from topotrain.tools.replay.job_record import JobRecord
 
+REPLAY = "topotrain.tools.replay"
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -350,6 +351,8 @@ def run(
 
 def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
     """Return the recording of a job. Raises ConfigError, BadInput."""
+    if find_spec(REPLAY) is None:
+        raise BadInput(f"--record needs {REPLAY}, which is not in this installation")
     from topotrain.tools.replay.job_record import JobRecord, check_recordable
 
     check_recordable(job, topology, resumed)
@@ -654,7 +657,7 @@ elastic_commands.register(app)
 simulate.register(app)
 setup_commands.register(app)
 watch.register(app)
-if find_spec("topotrain.tools.replay") is not None:  # a tool is deleted with its folder
+if find_spec(REPLAY) is not None:  # a tool is deleted with its folder
     from topotrain.tools.replay import replay_command
 
     replay_command.register(app)
