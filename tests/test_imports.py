@@ -70,7 +70,7 @@ LIGHT = """
 LIBRARIES = {
     "torch": ("*",),
     "numpy": ("*",),
-    "typer": ("tools/cli/*", "tools/monitor/*"),
+    "typer": ("tools/cli/*", "tools/monitor/*", "tools/replay/replay_command.py"),
     "rich": ("tools/cli/app.py", "tools/monitor/*", "launch/console_output.py"),
     "google.protobuf": ("config/proto_schema.py", "config/job_file.py"),
     "yaml": ("config/job_file.py", "launch/launchers/kubernetes.py"),

@@ -14,6 +14,7 @@ USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
     "tools/dashboard": {"tools/cli/watch.py"},
+    "tools/replay": {"tools/cli/app.py"},
     "tools/exporters": {
         "tools/cli/export_arguments.py",
         "tools/cli/unit.py",
@@ -110,6 +111,23 @@ for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
 """
 
 
+REPLAY = """
+from pathlib import Path
+from topotrain.config.job import Job
+from topotrain.config.topology import layout
+from topotrain.tools.cli import app
+from topotrain.tools.cli.job_arguments import BadInput
+
+assert "replay" not in app._commands() and "run" in app._commands()
+try:
+    app._recording(Job(), layout(Job().cluster), False, Path("job.record"))
+except BadInput as error:
+    assert "--record needs topotrain.tools.replay" in str(error), error
+else:
+    raise AssertionError("was not refused")
+"""
+
+
 @pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "then"),
@@ -118,6 +136,7 @@ for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
         ("compat/tensorflow/session", SESSION),
         ("tools/dashboard", DASHBOARD),
         ("tools/exporters", EXPORTS),
+        ("tools/replay", REPLAY),
     ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:

@@ -50,7 +50,7 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Begin": ["README", "docs/topologies", "docs/modes", "docs/examples", "docs/teaching", "docs/coming-from"],
     "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
-    "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/security"],
+    "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/replay", "docs/security"],
     "Speed": [
         *("docs/advice", "docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
         *("benchmarks/RESULTS", "benchmarks/RESULTS-GPU"),

@@ -71,6 +71,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
         ("extensions.checkpointing", "server"),  # the process of a simulated server imports the writer of snapshots
         ("extensions.elastic", "server"),  # the process of a simulated server imports it for its launcher's questions
         ("extensions.slow_deliveries", "all"),
+        ("extensions.decision_record", "all"),
         ("extensions.resume", ""),  # the client, which a simulation needs, imports its messages' layout
         ("training.data.lease_queue", ""),  # the client, which a simulation needs, imports a constant of it
     ],

@@ -611,6 +611,22 @@ class Traveled(Event):
 
 
 @event
+class ReplayReport(Event):
+    """A server of a job that is replayed tells how far it is.
+
+    what: "whole life": it has all messages of a process of `worker`, number `number`, that the recording has seen die.
+    "reached": it stops at version `number`. "ended": it stops where the recording of an interrupted job does.
+    "differs": the program does something else, as `text` says.
+    """
+
+    who: str
+    what: str
+    worker: str
+    number: int
+    text: str
+
+
+@event
 class Tabled(Event):
     """A server's part of a table at the end. bytes: values, optimizer state, index."""
 

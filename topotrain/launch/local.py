@@ -19,7 +19,7 @@ from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, JobWatch, L
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
-from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
+from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, RunFolder, claimed, prepare
 from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.job_shutdown import LauncherContext, RunFiles
 from topotrain.launch.recovery.recovery_policy import recovery
@@ -41,6 +41,7 @@ class LocalLauncher(Launcher):
     resume: the snapshot that the job resumes from. "": the job starts at step 0.
     outlet: where the program's output goes.
     watch: knows the state of the job.
+    folder: fills the run directory of each start.
     """
 
     calls: EntryPoints = field(default_factory=EntryPoints)
@@ -51,6 +52,7 @@ class LocalLauncher(Launcher):
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
     watch: JobWatch = field(default_factory=JobWatch)
+    folder: RunFolder = field(default_factory=RunFolder)
 
     def start(self, job: Job, topology: Topology, on_event: EventListener) -> JobOutcome:
         """Run the whole job, and leave no process of it behind.
@@ -118,7 +120,7 @@ class LocalLauncher(Launcher):
     ) -> JobOutcome:
         """Run one attempt from its first process to its last."""
         try:
-            url = prepare(job, workspace, self.profile, self.pause_s)
+            url = prepare(job, workspace, self.profile, self.pause_s, self.folder)
             url, units = url if place is None else place.url, run.topology.units
             folder, mbit = str(workspace / "run"), run.topology.link_mbit
             places = [UnitPlace(u.rank, len(units), url, folder, link_mbit=mbit) for u in units]

@@ -6,7 +6,7 @@ that comes back, or joins, takes that.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import EventNotifier, StateTaken
-from topotrain.extensions.inner_state.inner_state_client import InnerStateClient, StateSource
+from topotrain.extensions.inner_state.inner_state_client import CopyMoment, InnerStateClient, StateSource
+from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import from_bytes, to_bytes
@@ -24,21 +25,50 @@ from topotrain.training.worker_extension import WorkerExtension
 _WHAT = "the state of another worker's optimizer"
 
 
-class InnerState(StateSource):
-    """The state of an optimizer that steps in this process."""
+class InnerState(StateSource, CopyMoment):
+    """The state of an optimizer that steps in this process.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    choices: the steps behind which it is copied. None: whenever another group asks.
+    """
+
+    def __init__(self, optimizer: Optimizer, choices: ExchangeChoices | None = None) -> None:
         self._optimizer, self._changes = optimizer, Lock()
+        self._choices = choices or ExchangeChoices()
+        self._made = 0  # steps
+        self._kept: dict[int, torch.Tensor | None] = {}  # step -> the state behind it, which a replay is to copy
+        self._due: int | None = None  # the step behind which the state that was asked for last is copied
+        self._give: Callable[[], None] | None = None  # waits for that step
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Inside, the optimizer makes a step."""
+        if self._choices.is_copied(self._made):
+            self._kept[self._made] = self._copy()
         # The thread of a connection copies between two steps, also while the worker waits in a round.
         with self._changes:
             yield
+            self._made += 1
+            give, due = self._give, self._give is not None and self._made == self._due
+            self._give = None if due else give
+        if give is not None and due:
+            give()
+
+    def when_due(self, give: Callable[[], None]) -> None:
+        """As `CopyMoment.when_due`."""
+        with self._changes:
+            self._due = self._choices.copies(self._made)
+            waits = self._made < self._due
+            self._give = give if waits else None
+        if not waits:
+            give()
 
     def copy(self) -> torch.Tensor | None:
         """As `StateSource.copy`."""
+        if self._due is not None and self._due in self._kept:
+            return self._kept[self._due]
+        return self._copy()
+
+    def _copy(self) -> torch.Tensor | None:
         tensors: dict[str, torch.Tensor] = {}
         try:
             with self._changes:
@@ -119,7 +149,7 @@ def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension 
         what takes it, before the worker's first step.
     """
     client = here.connect().exchange.extension(InnerStateClient)
-    client.offer(state)
+    client.offer(state, state)
     if here.place.identity.incarnation == 0:
         return None
     return StateOfOthers(here, name, state, client)

@@ -1,5 +1,6 @@
 """A worker's part of the messages with the state of an inner optimizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +26,14 @@ class StateSource(Protocol):
     def copy(self) -> torch.Tensor | None:
         """The present state as 1-D uint8. None: it cannot be given."""
         ...
+
+
+class CopyMoment:
+    """The moment at which a state may be copied for others: at once."""
+
+    def when_due(self, give: Callable[[], None]) -> None:
+        """Call `give` when the state may be copied."""
+        give()
 
 
 def part_memory(sender: Address, message: InnerStatePart) -> torch.Tensor | None:
@@ -64,6 +73,7 @@ class InnerStateClient(ClientExtension):
 
     def __init__(self) -> None:
         self._source: StateSource | None = None
+        self._moment = CopyMoment()
         self._held: tuple[int, torch.Tensor] | None = None  # the copy of a transfer that is under way
         self._coming = _Arrival()
         self._asks = False
@@ -73,9 +83,9 @@ class InnerStateClient(ClientExtension):
         """As `ClientExtension.bind`."""
         self._channel = channel
 
-    def offer(self, source: StateSource) -> None:
-        """Give this state to those that ask."""
-        self._source = source
+    def offer(self, source: StateSource, moment: CopyMoment | None = None) -> None:
+        """Give this state to those that ask. moment: when it may be copied; None: at once."""
+        self._source, self._moment = source, moment or CopyMoment()
 
     def ask(self) -> None:
         """Ask for the state of another worker group. All workers of this group ask."""
@@ -126,10 +136,21 @@ class InnerStateClient(ClientExtension):
             if self._held is not None and self._held[0] == message.number:
                 self._held = None
             return
+        # A worker that itself waits for a state has only an old one.
+        if message.part == 0 and self._source is not None and not self._asks:
+            self._moment.when_due(lambda: self._give_first(message))
+            return
         if message.part == 0:
-            # A worker that itself waits for a state has only an old one.
-            state = None if self._source is None or self._asks else self._source.copy()
+            self._held = None
+        self._send_part(message)
+
+    def _give_first(self, message: InnerStateRequest) -> None:
+        with self._channel.waiter.update():
+            state = None if self._source is None else self._source.copy()
             self._held = None if state is None else (message.number, state)
+            self._send_part(message)
+
+    def _send_part(self, message: InnerStateRequest) -> None:
         self._channel.try_send(self._channel.servers[0], self._part(message))
 
     def _part(self, message: InnerStateRequest) -> InnerStatePart:

@@ -18,6 +18,7 @@ from topotrain.core.optim.updater_block import build
 from topotrain.core.profiling.spans import Clock
 from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.inner_state.inner_state import InnerState
+from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.exchanged_steps import ExchangedSteps
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
@@ -108,6 +109,7 @@ class InnerOptimizer(LocalOptimizer):
         named: the model's parameters.
         embeddings: those of them that are embeddings.
         clock: measures steps. None: that of this process.
+        choices: a recording or a replay of what depends on time. None: there is none.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
@@ -123,9 +125,11 @@ class InnerOptimizer(LocalOptimizer):
         named: Iterable[tuple[str, nn.Parameter]],
         embeddings: Collection[nn.Parameter] = (),
         clock: Clock | None = None,
+        choices: ExchangeChoices | None = None,
     ) -> None:
+        self._choices = choices or ExchangeChoices()
         self._optimizer, self._weigh = optimizer, cluster.weigh
-        self.shared_state = InnerState(optimizer)
+        self.shared_state = InnerState(optimizer, self._choices)
         """The optimizer's state, for other worker groups."""
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
@@ -196,8 +200,11 @@ class InnerOptimizer(LocalOptimizer):
         return bool(self._untold.pending) or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
-        if not self._decoupled:
-            return self._schedule.pushes(step)
+        return self._choices.pushes(step, self._is_due) if self._decoupled else self._schedule.pushes(step)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a worker that waits for no other one pushes now."""
         if self._values.is_pushing:
             return False
         # Counted behind the last round, which may have taken longer than the steps between two. A worker that comes
@@ -213,7 +220,7 @@ class InnerOptimizer(LocalOptimizer):
 
     def settles(self, step: int, over: bool) -> bool:
         if self._decoupled:
-            return over and self._values.is_pushing
+            return self._choices.takes(step, over and self._values.is_pushing)
         return self._schedule.takes(step)
 
     def step(self, inv_scale: float) -> None:
@@ -227,7 +234,8 @@ class InnerOptimizer(LocalOptimizer):
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
         named = self.named
-        self._fragment = fragment_to_push(self._turn if named == OWN_TURN else named, self._untold.steps)
+        turn = fragment_to_push(self._turn if named == OWN_TURN else named, self._untold.steps)
+        self._fragment = self._choices.fragment(self._made, turn)
         self._rounds.follow()
         if self._times is not None and self._times.seconds:
             self._seconds = self._times.seconds

@@ -6,6 +6,7 @@ from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd, StepOutcome
 from topotrain.core.events import LocalSteps
 from topotrain.extensions.inner_state.inner_state import share_state
+from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
@@ -58,9 +59,13 @@ class LocalStepReport(WorkerExtension):
 
 
 class OuterOptimizerExtension(PrepareExtension):
-    """Lets the script's optimizer run on its worker, and the outer one on servers."""
+    """Lets the script's optimizer run on its worker, and the outer one on servers.
 
-    def __init__(self) -> None:
+    choices: as for `InnerOptimizer`.
+    """
+
+    def __init__(self, choices: ExchangeChoices | None = None) -> None:
+        self._choices = choices
         self._inner: InnerOptimizer | None = None
 
     def local_optimizer(self, here: Context, request: PrepareRequest) -> LocalOptimizer | None:
@@ -74,10 +79,11 @@ class OuterOptimizerExtension(PrepareExtension):
         named = request.model.named_parameters()
         wanted = inner, cluster, named, embeddings_of(request.model)
         if topology.workers_per_group == 1:
-            self._inner = InnerOptimizer(*wanted)
+            self._inner = InnerOptimizer(*wanted, choices=self._choices)
             return self._inner
         here.alike.add(INNER)
-        self._inner = GroupOptimizer(*wanted, GroupReduction(here.me, here.place.job, topology))
+        reduction = GroupReduction(here.me, here.place.job, topology)
+        self._inner = GroupOptimizer(*wanted, reduction, choices=self._choices)
         return self._inner
 
     def attach(self, here: Context, worker: Worker) -> None:

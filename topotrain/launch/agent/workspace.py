@@ -2,7 +2,8 @@
 
     workspace/lock            locked by the launcher as long as it runs; units that another tool starts share it
     workspace/lock-R          locked by unit R, where another tool starts it
-    workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile
+    workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile,
+                              recorded/ or replayed/ for the order of decisions
     workspace/processes.json  every process with its pid, written when all processes are up
     workspace/logs/           the output of the processes
     workspace/events.jsonl    the recording of the job's events (docs/watching.md)
@@ -36,8 +37,17 @@ LOGS = "logs"
 PROCESSES_FILE = "processes.json"
 SPANS = "spans"
 RESERVED = "final.tmp"
+RECORDED, REPLAYED = "recorded", "replayed"
+"""Folders in the run directory: where processes record the order of decisions, and from where they replay it."""
 _WANTED = "wanted"
 _PAUSE = "message-pause"
+
+
+class RunFolder:
+    """What a tool puts into the run directory of each start of a job. This class puts nothing there."""
+
+    def fill(self, run_dir: Path) -> None:
+        """Put it there, before any process of the job starts. Raises OSError."""
 
 
 @contextlib.contextmanager
@@ -82,11 +92,17 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
         yield path
 
 
-def prepare(job: Job, workspace: Path, profile: int = 0, pause_s: float = 0.0) -> str:
+def prepare(
+    job: Job,
+    workspace: Path,
+    profile: int = 0,
+    pause_s: float = 0.0,
+    more: RunFolder = RunFolder(),  # noqa: B008
+) -> str:
     """Make a new run directory, and return the URL of the job's rendezvous.
 
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
-    pause_s: seconds for which each process holds each message of a step.
+    pause_s: seconds for which each process holds each message of a step. more: is put there, too.
     Raises ConfigError.
     """
     run_dir = workspace / "run"
@@ -100,6 +116,7 @@ def prepare(job: Job, workspace: Path, profile: int = 0, pause_s: float = 0.0) -
         write_run_files(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
         if pause_s:
             write_text(run_dir / _PAUSE, repr(pause_s))
+        more.fill(run_dir)
     except OSError as error:
         raise _unusable(job, error) from None
     return (run_dir / STORE).as_uri()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.store import open_store
@@ -41,7 +41,7 @@ from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
-from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, message_pause, profiled_step
+from topotrain.launch.agent.workspace import RECORDED, REPLAYED, SPANS, TOKEN_FILE, message_pause, profiled_step
 from topotrain.launch.log_lines import LineStamps
 from topotrain.launch.runtime import event_records
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
@@ -57,6 +57,9 @@ from topotrain.training.final_parameters import NotSaved
 from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
 from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.worker_profile import ProfileRecorders
+
+if TYPE_CHECKING:
+    from topotrain.extensions.decision_record.process_order import ProcessOrder
 
 _SITE = "site-packages"
 _LEFT = -1
@@ -78,9 +81,8 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
-    sent, received, link = serve(
-        place, addresses, HostOptions(observer, profile, writer, _slow_deliveries(spec, control)), slot
-    )
+    options = HostOptions(observer, profile, writer, _slow_deliveries(spec, control), _order(spec, control))
+    sent, received, link = serve(place, addresses, options, slot)
     profile.leave()
     if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
         _report_counts(control, place, observer.servers)
@@ -251,6 +253,17 @@ def _slow_deliveries(spec: dict[str, Any], control: ChildChannel) -> DeliveryObs
     return SlowDeliveries(seconds, control)
 
 
+def _order(spec: dict[str, Any], control: ChildChannel) -> "ProcessOrder | None":
+    """Return what records, or replays, the order of decisions; None in most jobs."""
+    run_dir = Path(spec["run_dir"])
+    if not (run_dir / RECORDED).is_dir() and not (run_dir / REPLAYED).is_dir():
+        return None
+    from topotrain.extensions.decision_record.process_order import FolderRecording, FolderReplay
+
+    replayed = run_dir / REPLAYED
+    return FolderReplay(replayed, control) if replayed.is_dir() else FolderRecording(run_dir / RECORDED)
+
+
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
     """Return the writer of these servers' snapshots; None if the job takes none."""
     resumed = None if place.resumed is None else place.resumed.path
@@ -276,6 +289,8 @@ def run_worker(
     profile = _recorders(spec, me)
     writer = _writer(place, [server], control) if place.topology.inline else None
     snapshot.open(writer)
+    order = _order(spec, control)
+    choices = None if order is None else order.choices(me, place.identity.incarnation)
     # No connection is opened yet: the script may take long before it prepares, or never prepare.
     here = Context(
         place,
@@ -283,9 +298,9 @@ def run_worker(
         Path(place.job.workspace).absolute(),
         control,
         WorkerConnector(
-            HostOptions(UnitObserver(control, server, me), profile, writer, _slow_deliveries(spec, control))
+            HostOptions(UnitObserver(control, server, me), profile, writer, _slow_deliveries(spec, control), order)
         ),
-        prepare_extensions(),
+        prepare_extensions(choices),
         fds[0] if spec["shared_memfd"] else None,
         resumed=place.resumed,
         spans=profile.worker(),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -34,6 +34,9 @@ from topotrain.extensions.elastic.resize_requests import LocalServer
 from topotrain.extensions.replication.replica_host import ReplicaObserver, ReplicaSlot, ReplicatedServers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.training.worker_profile import ProfileRecorders
+
+if TYPE_CHECKING:
+    from topotrain.extensions.decision_record.server_order import ServerOrder
 
 LONG_S = 10.0
 """Seconds of a wait before it is reported."""
@@ -88,12 +91,14 @@ class HostOptions:
 
     observer: receives reports. profile: makes the recorders of spans; None: no profile is wanted.
     writer: writes the servers' snapshots, if the job takes any. deliveries: observes the messages to this process.
+    order: records the order of the servers' decisions, or has it. None: neither.
     """
 
     observer: HostObserver = field(default_factory=HostObserver)
     profile: ProfileRecorders | None = None
     writer: SnapshotWriter | None = None
     deliveries: DeliveryObserver | None = None
+    order: "ServerOrder | None" = None
 
     def recorder(self, server: Address, groups: Iterable[int]) -> Recorder:
         """Return the recorder of spans of a server, which serves these worker groups."""
@@ -380,7 +385,8 @@ class HostedServerFactory(ServerFactory):
         """Return a new server; see `ServerFactory`."""
         place = self.place
         resumed = as_manifest(place.resumed)
-        server = make_server(me, place.job, place.topology, self.memory, place.shared, sender, resumed)
+        order = self.options.order
+        server = make_server(me, place.job, place.topology, self.memory, place.shared, sender, resumed, order)
         server.record_spans(self.options.recorder(me, server.groups))
         return server
 

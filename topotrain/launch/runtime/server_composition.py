@@ -6,6 +6,7 @@ them.
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from topotrain.config.job import Agreement, Compression, Job, Merge
 from topotrain.config.topology import Address, Role, Topology
@@ -16,6 +17,9 @@ from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
 
+if TYPE_CHECKING:
+    from topotrain.extensions.decision_record.server_order import ServerOrder
+
 
 def make_server(
     me: Address,
@@ -25,17 +29,20 @@ def make_server(
     shared: bool = False,
     sender: MessageSender | None = None,
     resumed: SnapshotSource | None = None,
+    order: "ServerOrder | None" = None,
 ) -> Server:
     """Return the server at an address with all extensions that the job asks for.
 
-    The arguments are those of `Server`; resumed: the snapshot that the job starts with.
+    The arguments are those of `Server`; resumed: the snapshot that the job starts with. order: records the order of its
+    decisions, or has it. None: neither.
     """
     start = None
     if resumed is not None:
         from topotrain.extensions.checkpointing.checkpoint_extension import SnapshotStart
 
         start = SnapshotStart(resumed)
-    server = Server(me, job, topology, memory, shared, sender, start)
+    make = Server if order is None else order.make
+    server = make(me, job, topology, memory, shared, sender, start)
     server.attach(server_extensions(server, job, topology, memory, resumed))
     return server
 

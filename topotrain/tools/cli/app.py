@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -51,11 +52,15 @@ from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from topotrain.config.topology import Topology
     from topotrain.tools.monitor.graph_report import CutPlan
     from topotrain.tools.monitor.job_report import JobResult
     from topotrain.tools.plan.layout_plan import PlannedSchema
+    from topotrain.tools.replay.job_record import JobRecord
 
+REPLAY = "topotrain.tools.replay"
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -302,6 +307,10 @@ def run(
         float | None,
         typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`."),
+    ] = None,
     forkserver: Forkserver = "",
 ) -> None:
     """Train a job on this machine.
@@ -321,6 +330,7 @@ def run(
         topology = layout(job.cluster)
         if lecture is not None:
             check_lecture(lecture, topology)
+        recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         stack.enter_context(watched(watch_port, watch_host, job.workspace))
         exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
@@ -330,12 +340,42 @@ def run(
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
         announce(exports)
-        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0, recording)
         result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             show_trace(job, terminal, quiet)
-        raise typer.Exit(result.outcome.code)
+        code = result.outcome.code
+        if recording is not None and record is not None:
+            saved = _save_recording(recording, job, code == 0, record, terminal if not quiet else None)
+            code = code or (0 if saved else 1)
+        raise typer.Exit(code)
+
+
+def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
+    """Return the recording of a job. Raises ConfigError, BadInput."""
+    if find_spec(REPLAY) is None:
+        raise BadInput(f"--record needs {REPLAY}, which is not in this installation")
+    from topotrain.tools.replay.job_record import JobRecord, check_recordable
+
+    check_recordable(job, topology, resumed)
+    check_writable("--record", file)
+    return JobRecord()
+
+
+def _save_recording(recording: "JobRecord", job: Job, whole: bool, file: Path, terminal: "Console | None") -> bool:
+    """Write a recording; whether that was possible."""
+    try:
+        recording.collect(job, whole).save(file)
+    except ConfigError as error:
+        complain(str(error))
+        return False
+    except OSError as error:
+        complain(f"{file}: cannot be written ({error.strerror})")
+        return False
+    if terminal is not None:
+        terminal.print(f"recording: {file} ({file.stat().st_size} bytes)", soft_wrap=True, markup=False)
+    return True
 
 
 @app.command("plan", epilog=PLAN_EXAMPLE)
@@ -631,3 +671,7 @@ setup_commands.register(app)
 watch.register(app)
 probe_command.register(app)
 predict_command.register(app)
+if find_spec(REPLAY) is not None:  # a tool is deleted with its folder
+    from topotrain.tools.replay import replay_command
+
+    replay_command.register(app)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.core.events import Event
     from topotrain.launch import EventListener
+    from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.exporters.job_exports import JobExports
@@ -40,6 +41,7 @@ class RunOptions:
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
     exports: "JobExports | None" = None  # for other tools
     lecture: float = 0.0  # seconds for which each message of a step is held, and explained; 0: none is
+    folder: "RunFolder | None" = None  # fills the run directory of each start
 
 
 def train(
@@ -53,6 +55,7 @@ def train(
     from topotrain.comm.link_speed import loopback_mbit
     from topotrain.config.job import TransportChoice
     from topotrain.core.events import Saved
+    from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.launch.runtime.event_records import is_silenced, record
@@ -96,6 +99,7 @@ def train(
             resume=options.resume,
             outlet=made,
             watch=recorded,
+            folder=options.folder or RunFolder(),
         )
         outcome = launcher.start(job, topology, on_event)
         recorded.end(outcome.code)

@@ -12,6 +12,7 @@ from topotrain.core.client.client import Client
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.profiling.spans import Clock
 from topotrain.core.transport_contract import MessageSender
+from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.groups.group_path import GroupPath
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
@@ -27,7 +28,7 @@ class GroupOptimizer(InnerOptimizer):
     All workers of the group make the same steps with the same gradients, so they have the same values.
 
     Args:
-        optimizer, cluster, named, embeddings, clock: as for `InnerOptimizer`.
+        optimizer, cluster, named, embeddings, clock, choices: as for `InnerOptimizer`.
         group: adds up the gradients.
 
     Raises:
@@ -45,8 +46,9 @@ class GroupOptimizer(InnerOptimizer):
         embeddings: Collection[nn.Parameter],
         group: GroupReduction,
         clock: Clock | None = None,
+        choices: ExchangeChoices | None = None,
     ) -> None:
-        super().__init__(optimizer, cluster, named, embeddings, clock)
+        super().__init__(optimizer, cluster, named, embeddings, clock, choices)
         self._group, self._samples = group, 0
 
     def open(

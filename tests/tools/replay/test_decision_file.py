@@ -1,0 +1,161 @@
+"""The file of a recording: what it has, and what is refused with one line."""
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from topotrain.config.job import Cluster, ConfigError, Grads, Job
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
+from topotrain.tools.replay.compare_records import first_difference
+from topotrain.tools.replay.decision_file import DecisionFile, load_decisions
+from topotrain.tools.replay.job_record import check_recordable
+from topotrain.tools.replay.replay_command import parse_until, replayed_job
+
+JOB = Job(program="train.py", args=("--epochs", "3"), cluster=Cluster(nworker_groups=2, server_worker_separate=True))
+MODEL = ModelKnown(b"12345678")
+
+
+def encoded(*entries: Entry) -> bytes:
+    return b"".join(map(EntryEncoder().encode, entries))
+
+
+def commit(group: int, checks: bytes = b"ab") -> Arrival:
+    return Arrival(Address(Role.WORKER, group, 0), m.Commit.KIND, checks)
+
+
+STEPS = (MODEL, commit(0), StepMade(0, 1), commit(1), StepMade(1, 2))
+RECORD = DecisionFile(JOB, True, {"server-0-0": encoded(*STEPS)}, 12.5, {"torch": "2.0"})
+
+
+def test_a_file_has_the_job_and_the_parts(tmp_path: Path) -> None:
+    path = tmp_path / "job.record"
+    RECORD.save(path)
+    assert load_decisions(path) == RECORD
+    assert RECORD.last_version(0) == 2
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_decisions(path)
+    text = str(error.value)
+    assert text.startswith(f"{path}: ") and "\n" not in text
+    return text
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.record"
+    RECORD.save(path)
+    data = path.read_bytes()
+    for cut in (0, 1, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:cut])
+        assert "is no recording of `topotrain run --record`, or is cut off" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("about", "wanted"),
+    [
+        ({"version": 2}, "is a recording of version 2, must be 1"),
+        ({"format": "something"}, "is no recording"),
+        ({"job": "cluster { nworker_groups: -1 }"}, "nworker_groups"),
+        ({"job": None}, "has no valid record.json"),
+    ],
+)
+def test_another_version_or_format_is_refused(tmp_path: Path, about: dict[str, object], wanted: str) -> None:
+    path, changed = tmp_path / "job.record", tmp_path / "changed.record"
+    RECORD.save(path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(changed, "w") as other:
+        for info in archive.infolist():
+            data = archive.read(info)
+            if info.filename == "record.json":
+                data = json.dumps(json.loads(data) | about).encode()
+            other.writestr(info.filename, data)
+    with pytest.raises(ConfigError, match=wanted):
+        load_decisions(changed)
+
+
+def test_missing_and_damaged_parts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.record"
+    replace(RECORD, parts={}).save(path)
+    assert "lacks the part of server 0/0" in refused(path)
+    replace(RECORD, parts={"server-0-0": b"\x07"}).save(path)
+    assert "has a damaged part server-0-0" in refused(path)
+    assert "cannot be read (No such file or directory)" in refused(tmp_path / "none.record")
+
+
+def test_names_of_parts_cannot_leave_their_folder(tmp_path: Path) -> None:
+    path = tmp_path / "job.record"
+    replace(RECORD, parts={**RECORD.parts, "../server-0-1": b"", "server-0-0/x": b""}).save(path)
+    assert load_decisions(path).parts.keys() == RECORD.parts.keys()
+
+
+@pytest.mark.parametrize("text", ["0", "3", "x", "-1", "1:1", "0:", "2.5"])
+def test_a_version_that_is_unknown_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--until = '?{text}'?: must be a version from 1 to 2"):
+        parse_until(text, RECORD)
+
+
+def test_a_version_is_of_the_first_server_group_unless_it_is_named() -> None:
+    assert parse_until("2", RECORD) == (0, 2) == parse_until("0:2", RECORD)
+    assert parse_until("", RECORD) is None
+    assert parse_until("", replace(RECORD, whole=False)) == (0, 2), "an interrupted job ends at its last version"
+
+
+def test_a_replay_has_its_own_workspace_and_the_recorded_program(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.touch()
+    job = replace(JOB, program=str(program))
+    assert replayed_job(job, None, None, "there").args == ("--epochs", "3")
+    again = replayed_job(job, str(program), ["--epochs", "4"], "there")
+    assert again.args == ("--epochs", "4") and again.workspace == "there"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "resumed", "wanted"),
+    [
+        ({}, True, "cannot be used for a job that goes on from a snapshot"),
+        ({"replicas": 2}, False, "cluster.replicas"),
+        ({"backup": 1, "nworkers_per_group": 3, "nworker_groups": 1}, False, "cluster.backup"),
+    ],
+)
+def test_jobs_that_cannot_be_replayed_are_not_recorded(cluster: dict[str, int], resumed: bool, wanted: str) -> None:
+    hidden = {"grads": Grads.kHidden, "per_worker_batch": True} if "backup" in cluster else {}
+    job = replace(JOB, cluster=replace(JOB.cluster, **cluster), **hidden)
+    with pytest.raises(ConfigError, match=wanted):
+        check_recordable(job, layout(JOB.cluster), resumed)
+
+
+# --- two recordings --------------------------------------------------------------------------------------------------
+
+
+def other(*entries: Entry, job: Job = JOB) -> DecisionFile:
+    return DecisionFile(job, True, {"server-0-0": encoded(*entries)})
+
+
+def test_the_first_decision_that_differs_is_named() -> None:
+    found = first_difference(RECORD, other(MODEL, commit(0), StepMade(0, 1), commit(0), StepMade(0, 2)))
+    assert found is not None and (found.server, found.version) == ("server 0/0", 1)
+    assert found.first == "a step of worker group 1 makes version 2"
+    assert found.second == "a step of worker group 0 makes version 2"
+
+
+def test_a_shorter_recording_differs_at_its_end() -> None:
+    found = first_difference(RECORD, other(*STEPS[:3]))
+    assert found is not None and found.second == "the recording ends"
+
+
+def test_with_the_same_decisions_the_gradients_are_compared() -> None:
+    found = first_difference(RECORD, other(MODEL, commit(0), StepMade(0, 1), commit(1, b"ac"), StepMade(1, 2)))
+    assert found is not None and found.first == "step 1 of worker 1/0 has checks 6162"
+    assert found.second == "step 1 of worker 1/0 has checks 6163"
+
+
+def test_other_blocks_and_models_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="same model"):
+        first_difference(RECORD, other(ModelKnown(b"87654321"), *STEPS[1:]))
+    with pytest.raises(ConfigError, match="same cluster block"):
+        first_difference(RECORD, other(*STEPS, job=replace(JOB, cluster=replace(JOB.cluster, nworker_groups=3))))

@@ -1,0 +1,146 @@
+"""The file of a recording: a ZIP archive with a description, and one part for each process.
+
+`record.json` has the format's version, the job's text, whether the job came to its end, and the versions of topotrain
+and torch. The parts are as `order_entries` describes them.
+"""
+
+import json
+import re
+import time
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Address, layout
+from topotrain.extensions.decision_record.exchange_record import decode_choices
+from topotrain.extensions.decision_record.order_entries import Entry, StepMade, decode_entries
+from topotrain.extensions.decision_record.process_order import part_of
+
+FORMAT = "topotrain decisions"
+VERSION = 1
+_DESCRIPTION = "record.json"
+_PART = re.compile(r"(server|worker)-\d{1,6}-\d{1,6}(-\d{1,6})?")
+_MOST_BYTES = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFile:
+    """A recording.
+
+    Attributes:
+        job: the recorded job.
+        whole: it came to its end.
+        parts: the bytes of each process, by name (`part_of`).
+        made_at: seconds since 1970.
+        versions: of topotrain and of torch.
+    """
+
+    job: Job
+    whole: bool
+    parts: Mapping[str, bytes]
+    made_at: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def servers(self) -> Sequence[Address]:
+        """The servers of the job, group by group."""
+        topology = layout(self.job.cluster)
+        return [me for group in range(topology.server_groups) for me in topology.servers(group)]
+
+    def entries(self, server: Address) -> list[Entry]:
+        """Return the entries of a server."""
+        return list(decode_entries(self.parts.get(part_of(server), b"")))
+
+    def last_version(self, group: int) -> int:
+        """Return the version that all servers of a group have come to."""
+        found = []
+        for server in self.servers:
+            if server.group == group:
+                made = [entry.version for entry in self.entries(server) if isinstance(entry, StepMade)]
+                found.append(made[-1] if made else 0)
+        return min(found, default=0)
+
+    def save(self, path: Path) -> None:
+        """Write the file. Raises OSError."""
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "job": job_file.dumps(self.job),
+            "whole": self.whole,
+            "made_at": self.made_at,
+            "versions": dict(self.versions),
+        }
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_DESCRIPTION, json.dumps(about, indent=1))
+            for name, data in sorted(self.parts.items()):
+                archive.writestr(name, data)
+
+
+def recorded(job: Job, whole: bool, folder: Path) -> DecisionFile:
+    """Return the recording whose parts are in a folder. Raises OSError."""
+    parts = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if _PART.fullmatch(path.name)}
+    return DecisionFile(job, whole, parts, time.time(), {name: version(name) for name in ("topotrain", "torch")})
+
+
+def load_decisions(path: Path) -> DecisionFile:
+    """Read a recording.
+
+    Raises:
+        ConfigError: there is none, or only a part of one, or it is one of another version.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = archive.infolist()
+            if sum(info.file_size for info in infos) > _MOST_BYTES:
+                raise _refused(path, f"has more than {_MOST_BYTES >> 30} GB")
+            about = _description(path, archive)
+            parts = {info.filename: archive.read(info) for info in infos if _PART.fullmatch(info.filename)}
+    except OSError as error:
+        raise _refused(path, f"cannot be read ({error.strerror or error})") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError):
+        raise _refused(path, "is no recording of `topotrain run --record`, or is cut off") from None
+    try:
+        job = job_file.loads(about["job"], str(path))
+        found = DecisionFile(job, about["whole"], parts, about["made_at"], about["versions"])
+        _check_parts(path, found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _refused(path, f"has no valid {_DESCRIPTION}: {error!r}") from None
+    return found
+
+
+def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Return the description, of this version."""
+    try:
+        about = json.loads(archive.read(_DESCRIPTION))
+        form, number = about["format"], about["version"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise _refused(path, "is no recording of `topotrain run --record`") from None
+    if form != FORMAT:
+        raise _refused(path, "is no recording of `topotrain run --record`")
+    if number != VERSION:
+        raise _refused(path, f"is a recording of version {number!r}, must be {VERSION}")
+    return dict(about)
+
+
+def _check_parts(path: Path, found: DecisionFile) -> None:
+    """Raise ConfigError for a recording with missing or damaged parts."""
+    for server in found.servers:
+        name = part_of(server)
+        if name not in found.parts:
+            raise _refused(path, f"lacks the part of {server}, whose disk was full, or which was not there yet")
+    for name, data in found.parts.items():
+        try:
+            for _ in decode_entries(data) if name.startswith("server") else decode_choices(data):
+                pass
+        except ValueError as error:
+            raise _refused(path, f"has a damaged part {name}: {error}") from None
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError("", None, why, str(path))

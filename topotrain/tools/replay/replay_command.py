@@ -1,0 +1,230 @@
+"""The command `topotrain replay`: run a recorded job again, with the same decisions, or compare two recordings."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.completion import job_files
+from topotrain.tools.cli.job_arguments import (
+    Args,
+    AsJson,
+    BadInput,
+    Forkserver,
+    Program,
+    Quiet,
+    check_program,
+    check_writable,
+    refusing,
+)
+from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
+
+if TYPE_CHECKING:
+    import torch
+
+    from topotrain.tools.replay.decision_file import DecisionFile
+    from topotrain.tools.replay.replay_run import ReplayRun, Until
+
+EXAMPLE = """\b
+Example:
+  topotrain run --record job.record examples/conf/downpour.conf examples/digits.py
+  topotrain replay --until 40 --dump 0.bias job.record examples/digits.py
+  topotrain replay job.record --compare other.record
+"""
+_UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command("replay", epilog=EXAMPLE)
+    def replay(
+        file: Annotated[
+            Path,
+            typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=job_files),
+        ],
+        program: Program = None,
+        args: Args = None,
+        until: Annotated[
+            str, typer.Option("--until", metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")
+        ] = "",
+        dump: Annotated[
+            list[str] | None,
+            typer.Option("--dump", metavar="PARAM", help="Print this parameter; may be given several times."),
+        ] = None,
+        out: Annotated[
+            Path | None, typer.Option("--out", metavar="FILE", help="Write what --dump names, as safetensors.")
+        ] = None,
+        compare: Annotated[
+            Path | None, typer.Option("--compare", metavar="FILE", help="Show the first decision that differs there.")
+        ] = None,
+        workspace: Annotated[
+            str, typer.Option("--workspace", metavar="DIR", help="Of the replay, instead of FILE.replay.")
+        ] = "",
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+        forkserver: Forkserver = "",
+    ) -> None:
+        """Run a recorded job again, to the same bits.
+
+        The same processes run the same program, and each server makes its decisions in the recorded order. Without
+        PROGRAM and ARGS those of the recording are used.
+        """
+        with refusing():
+            from topotrain.tools.replay.decision_file import load_decisions
+
+            record = load_decisions(file)
+            if compare is not None:
+                if program or until or dump:
+                    raise BadInput("--compare runs nothing: leave out PROGRAM, --until and --dump")
+                raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
+            if out is not None and not dump:
+                raise BadInput("--out is for the parameters that --dump names: give one")
+            job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
+            stop = parse_until(until, record)
+            if out is not None:
+                check_writable("--out", out)
+            raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
+
+
+class Shown:
+    """What a replay shows. dump: parameters. out: the file for them."""
+
+    def __init__(self, dump: Sequence[str], out: Path | None, as_json: bool, quiet: bool, forkserver: str) -> None:
+        self.dump, self.out = dump, out
+        self.as_json, self.quiet, self.forkserver = as_json, quiet, forkserver
+
+
+def replayed_job(recorded: Job, program: str | None, args: list[str] | None, workspace: str) -> Job:
+    """Return the recorded job with this program, in a workspace of its own. Raises BadInput."""
+    words = tuple(args or ()) if program else recorded.args
+    job = replace(recorded, program=program or recorded.program, args=words, rendezvous="", resume=False)
+    check_program(job.program)
+    # The result of the recorded job stays where it is.
+    return replace(job, cluster=replace(job.cluster, workspace=workspace))
+
+
+def parse_until(text: str, record: "DecisionFile") -> "Until | None":
+    """Return the server group and version of "40" or "1:40"; None: the end.
+
+    A recording of an interrupted job ends at its last version.
+
+    Raises:
+        ConfigError: the recording has no such version.
+    """
+    if not text:
+        last = 0 if record.whole else record.last_version(0)
+        if not record.whole and not last:
+            raise ConfigError("", None, "the recorded job was interrupted before its first version", "replay")
+        return None if record.whole else (0, last)
+    found, groups = _UNTIL.fullmatch(text), max(server.group for server in record.servers) + 1
+    group, version = (int(found[1] or 0), int(found[2])) if found else (0, 0)
+    last = record.last_version(group) if group < groups else 0
+    if not 1 <= version <= last:
+        several = f", or GROUP:VERSION with a server group up to {groups - 1}" if groups > 1 else ""
+        accepted = f"must be a version from 1 to {last or record.last_version(0)}{several}"
+        raise ConfigError("--until", text, accepted)
+    return group, version
+
+
+def _replay(record: "DecisionFile", job: Job, until: "Until | None", shown: Shown) -> int:
+    from topotrain.config.topology import layout
+    from topotrain.launch.shared_forkserver import for_one_job
+    from topotrain.tools.monitor.result_tables import console
+    from topotrain.tools.replay.replay_run import ReplayRun, ReplayStopped
+
+    terminal, topology = console(stderr=True), layout(job.cluster)
+    _warn_of_versions(record)
+    run, stopped, code = ReplayRun(record, until), False, 0
+    try:
+        if shown.forkserver:
+            options = RunOptions(shown.quiet, shown.as_json, shown.forkserver, folder=run)
+            code = train(job, topology, terminal, options, run).outcome.code
+        else:
+            with for_one_job() as shared:
+                options = RunOptions(shown.quiet, shown.as_json, shared=shared, folder=run)
+                code = train(job, topology, terminal, options, run).outcome.code
+    except ReplayStopped:
+        stopped = True
+    if code:
+        return code
+    if until is not None and not stopped:
+        complain(f"the job has ended before version {until[1]} of server group {until[0]}")
+        return 1
+    _show(record, job, run, until, shown)
+    return 0
+
+
+def _show(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", shown: Shown) -> None:
+    """Show how far the replay has come, and the parameters."""
+    values = _values(record, job, run, until) if shown.dump else {}
+    missing = [name for name in shown.dump if name not in values]
+    if missing:
+        known = ", ".join(values)
+        raise ConfigError("--dump", missing[0], f"must be a parameter of the model: {known}")
+    group, version = until or (0, record.last_version(0))
+    if shown.out is not None:
+        from topotrain.training.final_parameters import to_bytes
+
+        named = {name: values[name].contiguous() for name in shown.dump}
+        try:
+            shown.out.write_bytes(to_bytes(named))
+        except OSError as error:
+            raise BadInput(f"--out {shown.out}: cannot be written ({error.strerror})") from None
+    if shown.as_json:
+        dumped = {name: values[name].tolist() for name in shown.dump}
+        more = {"whole": until is None, "workspace": job.workspace, "dump": dumped}
+        print(json.dumps({"group": group, "version": version, **more}, indent=2))
+        return
+    for name in shown.dump:
+        print(f"{name} at version {version}:\n{values[name]}")
+    if not shown.quiet:
+        where = f"stopped at version {version} of server group {group}" if until else f"all {version} versions"
+        print(f"replayed, as recorded: {where}", file=sys.stderr)
+
+
+def _values(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None") -> "dict[str, torch.Tensor]":
+    """Return the parameters at the end of the replay, by name."""
+    from topotrain.config.private_files import read_bytes
+    from topotrain.extensions.decision_record.process_order import joined_values, values_of
+    from topotrain.training.final_parameters import from_bytes
+
+    if until is None:
+        path = Path(job.workspace) / "final.safetensors"
+        return from_bytes(read_bytes(path), str(path))
+    servers = [server for server in record.servers if server.group == until[0]]
+    paths = [run.folder / values_of(server) for server in servers]
+    shapes: list[tuple[str, list[int], list[int]]] = json.loads(paths[0].with_suffix(".json").read_text())
+    return joined_values(shapes, [from_bytes(read_bytes(path), str(path)) for path in paths])
+
+
+def _warn_of_versions(record: "DecisionFile") -> None:
+    """Warn where another version may compute other bits."""
+    from importlib.metadata import version
+
+    for name in ("torch", "topotrain"):
+        known, here = record.versions.get(name, ""), version(name)
+        if known and known != here:
+            text = f"recorded with {name} {known}, and this is {here}: the bits may differ"
+            print(f"topotrain: warning: {text}", file=sys.stderr)
+
+
+def _compare(first: "DecisionFile", second: "DecisionFile", name: Path, other: Path, as_json: bool) -> int:
+    """Show the first difference; return 1 if there is one."""
+    from topotrain.tools.replay.compare_records import first_difference
+
+    found = first_difference(first, second)
+    if as_json:
+        print(json.dumps({"same": found is None, "difference": None if found is None else found.as_data()}, indent=2))
+    elif found is None:
+        print("both recordings have the same decisions")
+    else:
+        print(f"{found.server} decides differently behind version {found.version}:")
+        print(f"  {name}: {found.first}\n  {other}: {found.second}")
+    return 0 if found is None else 1
