@@ -1,7 +1,7 @@
 """A whole job in virtual time, with the costs of a probe: the product's servers, clients and workers.
 
-No rule of the product is written here a second time. Replies, their order and which process waits for which come from the
-product's code. Only the transport, the cores, the clock and the script's computing are simulated.
+No rule of the product is written here a second time. Replies, their order and which process waits for which come from
+the product's code. Only the transport, the cores, the clock and the script's computing are simulated.
 """
 
 from collections.abc import Mapping
