@@ -80,6 +80,8 @@ ALONE = (
     "islands",
     "islands_loss",
     "watch_cost",
+    "predictions",
+    "predictions_held_out",
 )
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 

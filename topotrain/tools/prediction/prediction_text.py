@@ -6,7 +6,7 @@ from topotrain.tools.plan.layout_plan import columns
 from topotrain.tools.prediction.prediction import LinkLoad, Method, Prediction
 
 _SHOWN = 4
-_BUSY = 0.5
+_BUSY = 0.8
 """A resource that is busy for a larger share of the time bounds the job."""
 
 
@@ -40,10 +40,10 @@ def _table(found: Prediction) -> Iterator[str]:
     whole = parts.total or 1.0
     for name, text in (
         ("compute", "script, forward and backward"),
-        ("push", "until the last gradient is there"),
-        ("wait", "for the gradients of other workers"),
-        ("apply", "until the servers have new values"),
-        ("pull", "until the new values are here"),
+        ("push", "until the last gradient, and the commit, are on their servers"),
+        ("wait", "for those of other workers"),
+        ("apply", "servers add up, agree and update"),
+        ("pull", "until the mean, and the new values, are here"),
     ):
         seconds = getattr(parts, name)
         rows.append((f"  {name}", f"{milliseconds(seconds):>10}  {seconds / whole:4.0%}  {text}"))
@@ -53,7 +53,7 @@ def _table(found: Prediction) -> Iterator[str]:
 
 def _told(found: Prediction) -> Iterator[str]:
     for resource in found.busiest[:1]:
-        tail = ": it bounds the step" if resource.share > _BUSY else ""
+        tail = ": it bounds the job" if resource.share > _BUSY else ""
         yield f"{resource.name}: busy for {resource.share:.0%} of the time{tail}"
     rest = ", ".join(f"{each.name} {each.share:.0%}" for each in found.busiest[1:_SHOWN] if each.share >= 0.005)
     if rest:
@@ -64,7 +64,7 @@ def _told(found: Prediction) -> Iterator[str]:
     yield _staleness(found)
     most = max(found.memory, key=lambda each: each.nbytes, default=None)
     if most is not None:
-        yield f"memory: at most {size(most.nbytes)} of training state in a process ({most.process}), without activations"
+        yield f"memory: {size(most.nbytes)} of training state in {most.process}, the most of all; without activations"
     yield f"start: {found.start_s:,.3g} s until the first step"
     if found.goodput is not None:
         yield (

@@ -18,13 +18,13 @@ from topotrain.core.protocol import Message
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.prediction.counted_operations import OperationCosts
-from topotrain.tools.prediction.host_resources import HostCores
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.message_records import MessageRecords
-from topotrain.tools.prediction.process_work import ProcessWork, ScriptWaiter, VirtualClock
-from topotrain.tools.prediction.rehearsed_network import HostLinks, RehearsedTransport, Routes
-from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepObserver
+from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
+from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, RehearsedTransport, Routes
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
@@ -18,8 +17,9 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsal import Rehearsal
-from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
 
 _SHOWN_WAIT_S = 1e-6
 
@@ -67,34 +67,40 @@ class RehearsalResult:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[StepParts, tuple[Wait, ...]]:
-        rows = list[tuple[float, ...]]()
+        spent: dict[str, float] = defaultdict(float)
         waited: dict[Address, float] = defaultdict(float)
         for script in self._rehearsal.scripts:
             for record in script.records[self._first :]:
-                cuts, last = self._cuts(script.me, record)
-                rows.append(tuple(end - begin for begin, end in pairwise(cuts)))
-                if last is not None:
-                    waited[last] += cuts[3] - cuts[2]
-        compute, push, wait, apply, pull = (fmean(column) for column in zip(*rows, strict=True))
-        found = [Wait(str(worker), seconds / len(rows)) for worker, seconds in waited.items()]
-        waits = sorted((each for each in found if each.seconds > _SHOWN_WAIT_S), key=lambda each: -each.seconds)
-        return StepParts(compute, push, apply, pull, wait), tuple(waits)
+                at = record.begun
+                for part, moment, who in self._moments(script.me, record):
+                    # In their order: what was over before takes no time of its own.
+                    until = min(max(at, moment), record.ended)
+                    spent[part] += until - at
+                    if part == "wait":
+                        waited[who] += until - at
+                    at = until
+        count = len(self._steps)
+        parts = StepParts(**{name: spent[name] / count for name in ("compute", "push", "apply", "pull", "wait")})
+        waits = [Wait(str(who), seconds / count) for who, seconds in sorted(waited.items(), key=lambda each: -each[1])]
+        return parts, tuple(wait for wait in waits if wait.seconds > _SHOWN_WAIT_S)
 
-    def _cuts(self, me: Address, record: StepRecord) -> tuple[tuple[float, ...], Address | None]:
-        """Return begin, computed, pushed, waited, applied and end of a step, and who was waited for."""
+    def _moments(self, me: Address, record: StepRecord) -> Iterator[tuple[str, float, Address]]:
+        """Yield the parts of a step in their order: the name, the end, and of a wait who is waited for."""
+        yield "compute", record.computed, me
         messages, step = self._rehearsal.messages, record.number
-        there = messages.contributions(me.group, step)
-        last = max(there, key=lambda worker: there[worker], default=None)
-        moments = (
-            messages.pushed(me, step) if record.exchanged else None,
-            None if last is None or last == me or not record.exchanged else there[last],
-            messages.answered(me, step) if record.exchanged else None,
-        )
-        cuts = [record.begun, record.computed]
-        for moment in moments:
-            # In their order: what was over before the backward takes no time of its own.
-            cuts.append(min(max(cuts[-1], moment or 0.0), record.ended))
-        return (*cuts, record.ended), None if last == me else last
+        if record.exchanged:
+            for sent, left, here in (
+                (Moment.PUSHED, Moment.REDUCED, Moment.MEAN),
+                (Moment.COMMITTED, Moment.ANSWERED, None),
+            ):
+                last = messages.last(sent, me.group, step)
+                yield "push", messages.time(sent, me, step) or 0.0, me
+                if last is not None:
+                    yield "wait", last[1], last[0]
+                yield "apply", messages.time(left, me, step) or 0.0, me
+                if here is not None:
+                    yield "pull", messages.time(here, me, step) or 0.0, me
+        yield "pull", record.ended, me
 
     def _staleness(self) -> Staleness:
         seen = sorted(float(value) for record in self._steps for value in record.staleness)
@@ -122,9 +128,10 @@ class RehearsalResult:
             measured = scripts[worker].records[self._first :]
             # A worker that makes steps alone exchanges in some of them only.
             exchanged = sorted({record.number for record in measured if record.exchanged})
-            nbytes, count = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs else (0, 0)
+            numbered = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs else (0, 0)
             rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
-            nbytes, count = nbytes / len(measured) + sum(rest) / mean, count / len(measured) + len(rest) / mean
+            nbytes = numbered[0] / len(measured) + sum(rest) / mean
+            count = numbered[1] / len(measured) + len(rest) / mean
             if count:
                 yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
 

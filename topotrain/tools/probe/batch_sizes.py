@@ -73,7 +73,8 @@ class CutBatches:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         # A new one: workers of an earlier pass may have read ahead.
-        self.sizes = sizes = deque()
+        sizes: deque[int] = deque()
+        self.sizes = sizes
         return self._cut(sizes)
 
     def _cut(self, sizes: deque[int]) -> Iterator[Sequence[Any]]:
@@ -117,5 +118,5 @@ def _samples(batch: Any) -> int:
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
         return next((found for found in map(_samples, batch) if found), 0)
-    shape = getattr(batch, "shape", ())
+    shape: Any = getattr(batch, "shape", ())
     return int(shape[0]) if len(shape) else 0

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -34,7 +33,7 @@ from topotrain.tools.probe.probe_file import (
     ProbedTransport,
 )
 from topotrain.tools.probe.probed_processes import ProbedProcess, ProbedProgram, ProcessEnded
-from topotrain.tools.probe.small_job import SmallJobFailed, run_small_job
+from topotrain.tools.probe.small_job import SmallJob, SmallJobFailed, run_small_job
 
 LEAST_S = 10.0
 """A shorter probe would measure the start of torch."""
@@ -71,11 +70,13 @@ class ProbeRequest:
         program: a script, or "-m MODULE".
         args: of the script.
         seconds: that the probe may take, about.
+        forkserver: the socket of a running forkserver; "": the probe starts its own.
     """
 
     program: str
     args: tuple[str, ...] = ()
     seconds: float = 30.0
+    forkserver: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds >= LEAST_S):
@@ -95,9 +96,11 @@ def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         progress.stage("torch is loaded")
         began = time.monotonic()
-        server = stack.enter_context(closing(forkserver.start(folder / "forkserver.log")))
-        client = stack.enter_context(closing(forkserver.ForkserverClient(server.path)))
-        return _Stages(request, progress, folder, server.path, client, began).measure()
+        path = request.forkserver
+        if not path:
+            path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
+        client = stack.enter_context(closing(forkserver.ForkserverClient(path)))
+        return _Stages(request, progress, folder, path, client, began).measure()
 
 
 class _Stages:
@@ -116,13 +119,13 @@ class _Stages:
         self._path, self._client, self._began = path, client, began
         self._cores = allowed_cores()
         self._made = 0
+        self._loaded_s = 0.0
+        """Until the first process has answered: torch is loaded then."""
 
     def measure(self) -> Probe:
         """Go through all stages."""
         request = self._request
-        # A fork that does nothing but end: then torch is loaded.
         transports = self._transports()
-        loaded_s = self._loaded_s
         program = self._start(1)
         alone, kernels, script_s = self._alone(program)
         sharing = self._sharing(alone)
@@ -142,9 +145,9 @@ class _Stages:
             kernels=ProbedKernels(**kernels["kernels"]),
             transports=transports,
             worker_step_s=job.worker_step_s(shm),
-            server_message_s=job.server_message_s(shm, optimizer),
+            server_message_s=job.server_message_s(optimizer),
             sharing=sharing,
-            start_s=loaded_s + job.start_s + script_s,
+            start_s=self._loaded_s + job.start_s + script_s,
         )
 
     # --- the program ---------------------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ class _Stages:
             text = str(error) or "no answer in time"
             raise ConfigError("probe", None, f"a process that measures messages has ended: {text}") from None
 
-    def _small_job(self, parameters: int) -> Any:
+    def _small_job(self, parameters: int) -> SmallJob:
         try:
             return run_small_job(self._folder, self._path, parameters, _JOB * self._request.seconds)
         except SmallJobFailed as failed:

@@ -1,23 +1,24 @@
 """A job of one worker and one server with next to nothing to compute: what the product itself costs.
 
-What its step takes by the clock is the sum of what the script, the worker, the messages and the server take, because
-each of them waits for the one before. So the share of the server is what is left.
+The worker's share is measured by the processor time of the script's thread, with the job and without it. The server's
+share is what `run --profile` records of it.
 """
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.python_module import as_program
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
+from topotrain.core.profiling.spans import from_json
 from topotrain.core.protocol.message import KINDS
 from topotrain.launch.agent.workspace import SPANS
 from topotrain.launch.local import LocalLauncher
-from topotrain.tools.monitor.trace_export import collect
 from topotrain.tools.probe.probe_file import ProbedOptimizer, ProbedTransport
 from topotrain.tools.probe.small_program import PROFILED
 
@@ -38,11 +39,10 @@ class SmallJob:
 
     Attributes:
         start_s: from its start until its first step.
-        plain_s: of a step as plain Python, by the clock.
-        plain_core_s: the same, of the script's core.
-        step_s, core_s: of a step in the job.
+        plain_s, step_s: of a step by the clock, as plain Python and in the job.
+        plain_core_s, core_s: the same, of the script's core.
+        server_s: for which the server handles the messages of a step, without sending its answers.
         sent: messages that the worker sends in a step.
-        received: messages that it receives.
     """
 
     start_s: float
@@ -50,19 +50,16 @@ class SmallJob:
     plain_core_s: float
     step_s: float
     core_s: float
+    server_s: float
     sent: int
-    received: int
 
     def worker_step_s(self, transport: ProbedTransport) -> float:
         """Return the seconds of a core that the product adds to a worker's step, without its messages."""
         return max(0.0, self.core_s - self.plain_core_s - self.sent * transport.send_message_s)
 
-    def server_message_s(self, transport: ProbedTransport, optimizer: ProbedOptimizer) -> float:
+    def server_message_s(self, optimizer: ProbedOptimizer) -> float:
         """Return the seconds that a server takes for each message that it handles."""
-        # The worker's last message and the server's answer: those before travel while the worker goes on.
-        last = transport.send_message_s + transport.receive_message_s + transport.latency_s
-        mine = self.plain_s + self.worker_step_s(transport) + (self.sent - 1) * transport.send_message_s
-        return max(0.0, self.step_s - mine - 2 * last - optimizer.fixed_s) / max(1, self.sent)
+        return max(0.0, self.server_s - optimizer.fixed_s) / max(1, self.sent)
 
 
 def run_small_job(folder: Path, forkserver: str, parameters: int, seconds: float) -> SmallJob:
@@ -86,10 +83,16 @@ def run_small_job(folder: Path, forkserver: str, parameters: int, seconds: float
         text = outcome.cause.text if outcome.cause is not None else f"exit code {outcome.code}"
         raise SmallJobFailed(f"the job of one worker and one server failed: {text}", outcome.code)
     found = json.loads(result.read_text())
-    sent, received = _messages(folder / "small" / "run" / SPANS)
+    handled = _handled(folder / "small" / "run" / SPANS)
     plain, own = found["plain"], found["job"]
     return SmallJob(
-        found["first"] - began, plain["wall_s"], plain["core_s"], own["wall_s"], own["core_s"], sent, received
+        start_s=found["first"] - began,
+        plain_s=plain["wall_s"],
+        plain_core_s=plain["core_s"],
+        step_s=own["wall_s"],
+        core_s=own["core_s"],
+        server_s=handled.seconds,
+        sent=handled.messages,
     )
 
 
@@ -100,8 +103,31 @@ class IgnoredEvents:
         """Drop the event."""
 
 
-def _messages(spans: Path) -> tuple[int, int]:
-    """Return how many messages a server handles, and how many it sends, in the profiled step."""
-    names = Counter(span.name for each in collect(spans) if each.serves for span in each.spans)
+@dataclass(frozen=True)
+class _Handled:
+    """The messages of workers that a server handles in a step, and the seconds that they take together."""
+
+    messages: int
+    seconds: float
+
+
+def _handled(folder: Path) -> _Handled:
+    """Read the spans of the server: medians over the steps before the profiled one."""
     handled, sent = {kind.HANDLED for kind in KINDS.values()}, {kind.SENT for kind in KINDS.values()}
-    return sum(names[name] for name in handled), sum(names[name] for name in sent)
+    seconds: dict[int, float] = defaultdict(float)
+    messages: Counter[int] = Counter()
+    for file in folder.glob("*.json"):
+        process = from_json(file.read_text(encoding="utf-8"))
+        for span in process.spans if process.serves else ():
+            step = span.numbers.get("step", 0)
+            # The spans of what is sent lie inside those of what is handled.
+            if span.name in handled:
+                seconds[step] += (span.end - span.start) / 1e9
+                # A server has messages to itself, too.
+                messages[step] += "index" in span.numbers
+            elif span.name in sent:
+                seconds[step] -= (span.end - span.start) / 1e9
+    late = [step for step in seconds if PROFILED // 2 < step < PROFILED]
+    if not late:
+        return _Handled(0, 0.0)
+    return _Handled(round(median(messages[step] for step in late)), median(seconds[step] for step in late))

@@ -1,6 +1,6 @@
 """A program whose steps cost next to nothing: what remains is the product's part of a step.
 
-    python -m topotrain.tools.probe.small_program RESULT PARAMETERS SECONDS [STEPS]
+    python -m topotrain.tools.probe.small_program RESULT PARAMETERS SECONDS
 
 The model has as many parameters as the probed one, of a few elements each. Its steps are made as plain Python first,
 and then in the job. The result is a file of JSON. Processor time is that of the script's thread: it is not used up by
@@ -12,17 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 
 import torch
 from torch import nn
 
-import topotrain as tt
 from topotrain.config.private_files import write_text
-from topotrain.training import context
+from topotrain.training.api import prepare
 
 _ELEMENTS = 64
-_WARM = 20
+_WARM = 60
 _BLOCK = 10
 """Steps of which one figure is taken: the clock of a thread's processor time is coarse."""
 PROFILED = _WARM
@@ -48,7 +47,7 @@ def main(result: str, parameters: str, seconds: str) -> None:
     plain = _measured(lambda: _backward(alone), float(seconds) / 4)
     # A rate of 0: however many steps there are, the values stay as they are.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer = tt.prepare(model, optimizer)
+    model, optimizer = prepare(model, optimizer)
 
     def step() -> None:
         _backward(model)
@@ -57,9 +56,7 @@ def main(result: str, parameters: str, seconds: str) -> None:
     step()
     first = time.time()
     in_job = _measured(step, float(seconds))
-    here = context.current()
-    buckets = 0 if here is None or here.worker is None else len(here.worker.map.buckets)
-    found = {"first": first, "plain": plain, "job": in_job, "buckets": buckets}
+    found = {"first": first, "plain": plain, "job": in_job}
     write_text(Path(result), json.dumps(found))
 
 
@@ -69,17 +66,22 @@ def _backward(model: SmallModel) -> None:
 
 
 def _measured(step: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Return medians of a step: seconds by the clock, and of this thread's core."""
+    """Return the first quarter of a step's times: seconds by the clock, and of this thread's core.
+
+    Other processes only ever add to what is so short.
+    """
     for _ in range(_WARM):
         step()
-    walls, cores, until = [], [], time.perf_counter() + seconds
+    walls: list[float] = []
+    cores: list[float] = []
+    until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(walls) < 3:
         wall, core = time.perf_counter(), time.thread_time()
         for _ in range(_BLOCK):
             step()
         walls.append((time.perf_counter() - wall) / _BLOCK)
         cores.append((time.thread_time() - core) / _BLOCK)
-    return {"wall_s": median(walls), "core_s": median(cores)}
+    return {"wall_s": quantiles(walls)[0], "core_s": quantiles(cores)[0]}
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
         return None
 
     def middle(name: str) -> float:
-        return median(getattr(step, name) for step in found)
+        return float(median(getattr(step, name) for step in found))
 
     times = {name: middle(name) for name in ("forward", "backward", "optimizer", "other")}
     return SizeTimes(samples, len(found), **times, spread=_spread([step.own for step in found]))
@@ -73,7 +73,7 @@ def _spread(values: Sequence[float]) -> float:
     if len(values) < 2 * LEAST_STEPS:
         return 0.0
     cuts = quantiles(values, n=6)
-    return (cuts[4] - cuts[0]) / 2 / median(values)
+    return float((cuts[4] - cuts[0]) / 2 / median(values))
 
 
 class StepListener:
@@ -216,7 +216,8 @@ class StepRecorder(PrepareObserver):
         self._ready_at, self._ready = [0.0] * len(tensors), [[] for _ in tensors]
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(partial(self._gradient_ready, index))
+                # torch has no types for this one.
+                tensor.register_post_accumulate_grad_hook(partial(self._gradient_ready, index))  # type: ignore[no-untyped-call]
 
 
 def _aside(made: PreparedObjects) -> list[nn.Parameter]:

@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.cli.job_arguments import AsJson, Conf, Emulate, Sets, check_writable, load_job, refusing, with_link
+from topotrain.tools.cli.job_arguments import (
+    AsJson,
+    BadInput,
+    Conf,
+    Emulate,
+    Sets,
+    check_writable,
+    load_job,
+    refusing,
+    with_link,
+)
 from topotrain.tools.monitor.monitored_run import complain
 
 EXAMPLE = """\b
@@ -62,9 +72,11 @@ def predict(
             raise ConfigError(
                 "--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts"
             )
-        from topotrain.tools.prediction.machines import parse_machines
-        from topotrain.tools.probe.probe_file import load_probe
-
+        try:
+            from topotrain.tools.prediction.machines import parse_machines
+            from topotrain.tools.probe.probe_file import load_probe
+        except ImportError:
+            raise BadInput("this installation has no predictions (package topotrain.tools.prediction)") from None
         machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
         job = with_link(load_job(conf, sets, None, None, needs_program=False), emulate)
         found = load_probe(probe)

@@ -11,6 +11,7 @@ import typer
 
 from topotrain.tools.cli.job_arguments import (
     BadInput,
+    Forkserver,
     Program,
     Quiet,
     check_program,
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
         ),
         as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
         quiet: Quiet = False,
+        forkserver: Forkserver = "",
     ) -> None:
         """Measure a program on this machine, for `predict` and `advise`.
 
@@ -64,7 +66,7 @@ def register(app: typer.Typer) -> None:
             check_writable("--out", out)
             from topotrain.tools.probe.program_probe import ProbeRequest, measure
 
-            request = ProbeRequest(words, tuple(more or ()), seconds)
+            request = ProbeRequest(words, tuple(more or ()), seconds, forkserver)
             began = time.monotonic()
             with _stages(quiet) as progress:
                 found = measure(request, progress)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
-from topotrain.tools.prediction.counted_operations import CountedOperations, OperationCosts, WorkMeter
+from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, OperationCosts, WorkMeter
 from topotrain.tools.prediction.host_resources import HostCores
 from topotrain.tools.simulator.sim_network import Simulation
 

@@ -98,7 +98,7 @@ class WorkMeter:
             self.pending += self._costs.optimizer_s(values)
 
 
-class CountedOperations(TorchDispatchMode):
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of the thread that is inside, and leaves large ones in place out.
 
     Args:
@@ -106,7 +106,7 @@ class CountedOperations(TorchDispatchMode):
     """
 
     def __init__(self, meter: WorkMeter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
 
     def __torch_dispatch__(

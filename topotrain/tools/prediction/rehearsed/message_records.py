@@ -1,14 +1,29 @@
 """What was sent in a rehearsal: bytes and messages of each step, and when contributions were there."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 
 _CONTRIBUTIONS = (m.Push, m.BackwardEnd, m.GradientOverride)
-"""Messages that a step of a group waits for. A commit comes at the end of a wait for a mean."""
+_MEANS = (m.ReducedGradient, m.BackwardReduced)
+
+
+class Moment(Enum):
+    """Moments of a worker's step.
+
+    PUSHED, COMMITTED: the last gradient, or the commit, is at its server. REDUCED, ANSWERED: the last mean, or the last
+    answer to the commit, has left a server. MEAN: the last mean is at the worker.
+    """
+
+    PUSHED = auto()
+    REDUCED = auto()
+    MEAN = auto()
+    COMMITTED = auto()
+    ANSWERED = auto()
 
 
 @dataclass(slots=True)
@@ -36,9 +51,8 @@ class MessageRecords:
         """What has a step's number, by sender and receiver."""
         self.others: dict[tuple[Address, Address], list[tuple[float, int]]] = defaultdict(list)
         """Time and bytes of messages without one."""
-        self._there: dict[tuple[int, int], dict[Address, float]] = defaultdict(dict)
-        self._pushed: dict[tuple[Address, int], float] = {}
-        self._answered: dict[tuple[Address, int], float] = {}
+        self._times: dict[tuple[Moment, Address, int], float] = {}
+        self._there: dict[tuple[Moment, int, int], dict[Address, float]] = defaultdict(dict)
 
     def sent(self, me: Address, to: Address, message: m.Message, nbytes: int, now: float) -> None:
         """A message between two processes is sent."""
@@ -55,26 +69,29 @@ class MessageRecords:
         """A message has left its process."""
         step = step_of(message)
         if step is not None and me.role is Role.SERVER and to.role is Role.WORKER:
-            self._answered[to, step] = now
+            moment = Moment.REDUCED if isinstance(message, _MEANS) else Moment.ANSWERED
+            self._times[moment, to, step] = now
 
     def arrived(self, me: Address, to: Address, message: m.Message, now: float) -> None:
         """A message is at its receiver."""
         step = step_of(message)
-        if step is not None and me.role is Role.WORKER and isinstance(message, _CONTRIBUTIONS):
-            self._there[me.group, step][me] = now
-            self._pushed[me, step] = now
+        if step is None:
+            return
+        if isinstance(message, _MEANS):
+            self._times[Moment.MEAN, to, step] = now
+        elif me.role is Role.WORKER and isinstance(message, (*_CONTRIBUTIONS, m.Commit)):
+            moment = Moment.COMMITTED if isinstance(message, m.Commit) else Moment.PUSHED
+            self._times[moment, me, step] = now
+            self._there[moment, me.group, step][me] = now
 
-    def pushed(self, worker: Address, step: int) -> float | None:
-        """Return when the last contribution of a worker to a step was at its receiver."""
-        return self._pushed.get((worker, step))
+    def time(self, moment: Moment, worker: Address, step: int) -> float | None:
+        """Return when the last message of a kind came, or went, in a step of a worker."""
+        return self._times.get((moment, worker, step))
 
-    def answered(self, worker: Address, step: int) -> float | None:
-        """Return when the last message about a step has left a server for a worker."""
-        return self._answered.get((worker, step))
-
-    def contributions(self, group: int, step: int) -> Mapping[Address, float]:
-        """Return by worker when its last contribution to a step of a group was there."""
-        return self._there.get((group, step), {})
+    def last(self, moment: Moment, group: int, step: int) -> tuple[Address, float] | None:
+        """Return the worker of a group of which the last message of a kind was there last in a step, and when."""
+        there = self._there.get((moment, group, step))
+        return max(there.items(), key=lambda each: each[1]) if there else None
 
 
 def step_of(message: m.Message) -> int | None:

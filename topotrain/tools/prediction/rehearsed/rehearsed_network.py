@@ -12,8 +12,8 @@ from topotrain.config.job import Link, TransportChoice
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message, encode
 from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime
-from topotrain.tools.prediction.message_records import MessageRecords
-from topotrain.tools.prediction.process_work import ProcessWork, SerialWork
+from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SerialWork
 from topotrain.tools.probe.probe_file import Probe, ProbedTransport
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 

@@ -1,0 +1,307 @@
+"""Predicted against measured: the time of a step, and whether the fastest layout was known before it ran.
+
+Three models, five layouts, five networks. A probe of each model is made first, on the same machine. Then each case is
+predicted, run as a real job, and measured: the time of a step is that of a worker, over all samples of the job. Cases
+run in shuffled order, so that a slow minute of the machine is nobody's own.
+
+Cases of HELD_OUT are left out, so that constants can be looked at with the others. `--held-out` runs these cases only,
+and writes a table of its own.
+
+    python -m benchmarks.predictions --cases 6 --trial       the first six of the shuffled cases; nothing is written
+    python -m benchmarks.predictions --held-out              at the end, once
+
+The regret of a model on a network is the measured time of the layout that is predicted to be the fastest, over that of
+the layout that is the fastest; both for as many samples, whatever an update of stale values is worth.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import Figure, Row, absent, row
+from benchmarks.record import run_table, say
+from benchmarks.sides import Refused, Side, Sides, cluster, environment
+
+if TYPE_CHECKING:
+    from topotrain.tools.prediction.prediction import Prediction
+    from topotrain.tools.probe.probe_file import Probe
+
+NAME, TITLE = "predictions", "Predicted against measured"
+HELD_OUT_NAME, HELD_OUT_TITLE = "predictions_held_out", "Predicted against measured: cases that nothing was tuned on"
+PROGRAM = Path(__file__).parent / "programs" / "predicted_steps.py"
+WORKERS = 2
+STRAGGLER, FACTOR = 1, 4
+TURNS = 3
+TURN_S = 3.0
+FEWEST, MOST = 2, 200
+"""Steps of a turn."""
+SYNC_FREQ = 8
+MEDIAN_GOAL, NINE_OF_TEN_GOAL, REGRET_GOAL = "<= 10", "<= 25", "<= 1.05"
+
+MODELS = ("char", "small", "cnn")
+OUTER = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to train with two workers.
+
+    period: steps after which it does the same again, and after which groups wait for one another. 0: they never wait.
+    """
+
+    workers: int
+    servers: int = 1
+    groups: int = 1
+    server_groups: int = 1
+    separate: bool = True
+    inside: str = ""
+    period: int = 1
+
+    def conf(self, network: "Network") -> str:
+        inside = " ".join(filter(None, (self.inside, network.inside)))
+        return cluster(self.workers, self.servers, self.groups, self.server_groups, self.separate, inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What lies between the processes, and whether one worker is slow."""
+
+    inside: str = ""
+    transport: str = ""
+    straggler: bool = False
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "Sandblaster": Layout(WORKERS),
+    "AllReduce": Layout(WORKERS, WORKERS, separate=False),
+    "Downpour": Layout(1, groups=WORKERS, period=0),
+    "Hogwild": Layout(1, groups=WORKERS, server_groups=WORKERS, separate=False, period=0),
+    "islands": Layout(1, groups=WORKERS, inside=f"sync_freq: {SYNC_FREQ} {OUTER}", period=SYNC_FREQ),
+}
+NETWORKS: Mapping[str, Network] = {
+    "shared memory": Network(),
+    "TCP": Network(transport="kTcp"),
+    "100 Mbit/s, 20 ms": Network("link { bandwidth: 100 delay: 20 }"),
+    "1 Gbit/s, 1 ms": Network("link { bandwidth: 1000 delay: 1 }"),
+    "straggler": Network(straggler=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model, in one layout, on one network."""
+
+    model: str
+    layout: str
+    network: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether nothing may be tuned on this case."""
+        return self in HELD_OUT
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.layout}, {self.network}"
+
+
+CASES = tuple(Case(model, layout, network) for model in MODELS for layout in LAYOUTS for network in NETWORKS)
+_CHOSEN = Random(19).sample([case for case in CASES if case.model != "cnn"], 15)
+HELD_OUT = frozenset({*_CHOSEN, *(case for case in CASES if case.model == "cnn")})
+"""All cases of one model, and fifteen of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A case with both figures: seconds of a step of one worker."""
+
+    case: Case
+    predicted: float
+    measured: Figure
+
+    @property
+    def job_s(self) -> float:
+        """Measured seconds for as many samples as one batch of the loader has."""
+        return self.measured.value / LAYOUTS[self.case.layout].groups
+
+    @property
+    def predicted_job_s(self) -> float:
+        """The same, as it was predicted."""
+        return self.predicted / LAYOUTS[self.case.layout].groups
+
+    @property
+    def error(self) -> float:
+        """The relative error of the prediction; above 0 it was too long."""
+        return self.predicted / self.measured.value - 1
+
+    def row(self) -> Row:
+        note = f"predicted {self.predicted * 1e3:.1f} ms, {100 * self.error:+.0f} %"
+        return row("", str(self.case), self.measured.times(1e3), "ms", note=note)
+
+
+# --- predicting ---
+
+
+def probe(model: str, folder: Path, seconds: float) -> "Probe":
+    """Probe the program with this model, as a user does. Raises Refused."""
+    from topotrain.tools.probe.probe_file import load_probe
+
+    file = folder / f"{model}.json"
+    command = [sys.executable, "-m", "topotrain", "probe", str(PROGRAM), "--seconds", f"{seconds:g}", "--quiet"]
+    command += ["--out", str(file), "--", "--way", model]
+    done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Refused(f"probe of {model}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    return load_probe(file)
+
+
+def prediction(case: Case, known: "Probe") -> "Prediction":
+    """What the product says about a case."""
+    from topotrain.config import job_file
+    from topotrain.tools.prediction.machines import Machines
+    from topotrain.tools.prediction.predict import predict
+
+    network = NETWORKS[case.network]
+    sets = [f"cluster.transport={network.transport}"] if network.transport else []
+    job = job_file.loads(LAYOUTS[case.layout].conf(network), str(case), sets)
+    stragglers = {STRAGGLER: float(FACTOR)} if network.straggler else {}
+    return predict(job, known, Machines(stragglers=stragglers).with_job(job))
+
+
+def step_s(found: "Prediction", known: "Probe", layout: Layout) -> float:
+    """The time of a step of one worker, from the samples of the whole job in a second."""
+    return WORKERS * known.batch.size / layout.workers / found.samples_per_s
+
+
+# --- measuring ---
+
+
+def start(sides: Sides, case: Case) -> Side:
+    """The job of a case. Raises Refused."""
+    network = NETWORKS[case.network]
+    way = f"{case.model}/{STRAGGLER}x{FACTOR}" if network.straggler else case.model
+    conf = LAYOUTS[case.layout].conf(network)
+    return sides.job(str(case), conf, WORKERS, way, network.transport, script=PROGRAM)
+
+
+def measure_case(case: Case, predicted_s: float) -> Figure:
+    """Seconds of a step of one worker, from a real job. Raises Refused."""
+    layout = LAYOUTS[case.layout]
+    with Sides() as sides:
+        side = start(sides, case)
+        period = max(1, layout.period)
+        turn(side, layout, FEWEST * period, predicted_s)
+        count = min(MOST, max(FEWEST, round(TURN_S / max(predicted_s, 1e-4))))
+        found = [turn(side, layout, period * math.ceil(count / period), predicted_s) for _ in range(TURNS)]
+    return Figure(median(found), min(found), max(found))
+
+
+def turn(side: Side, layout: Layout, count: int, predicted_s: float) -> float:
+    """Seconds of a step of one worker, in a turn of about so many steps."""
+    if layout.period:
+        answers = side.ask(steps=count)
+        return max(answer["seconds"] / answer["made"] for answer in answers)
+    # Groups at their own pace: each makes as many steps as it can.
+    answers = side.ask(lasting=max(TURN_S, count * predicted_s))
+    return WORKERS / sum(answer["made"] / answer["seconds"] for answer in answers)
+
+
+# --- the table ---
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[Row]:
+    """The errors over all cases, and the regret of each model on each network."""
+    if not outcomes:
+        return []
+    errors = sorted(100 * abs(outcome.error) for outcome in outcomes)
+    nine = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
+    what = f"error of the predicted step, {len(errors)} cases"
+    rows = [
+        row("", f"{what}: median", Figure(median(errors), errors[0], errors[-1]), "%", MEDIAN_GOAL),
+        row("", f"{what}: nine of ten are below", nine, "%", NINE_OF_TEN_GOAL),
+    ]
+    regrets = [found for found in map(_regret, _together(outcomes)) if found is not None]
+    if regrets:
+        worst = max(value for value, _ in regrets)
+        how = "; ".join(text for value, text in regrets if value > 1)
+        what = (
+            f"measured time of the layout that is predicted to be the fastest, over the fastest, {len(regrets)} times"
+        )
+        values = [value for value, _ in regrets]
+        rows.append(row("", what, Figure(worst, min(values), worst), "×, at worst", REGRET_GOAL, how))
+    return rows
+
+
+def _together(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """The outcomes of each model on each network."""
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault((outcome.case.model, outcome.case.network), []).append(outcome)
+    return list(found.values())
+
+
+def _regret(group: Sequence[Outcome]) -> tuple[float, str] | None:
+    """The regret of the advice, and what it was."""
+    if len(group) < 2:
+        return None
+    advised = min(group, key=lambda outcome: outcome.predicted_job_s)
+    best = min(group, key=lambda outcome: outcome.job_s)
+    where = f"{best.case.model}, {best.case.network}"
+    regret = advised.job_s / best.job_s
+    return regret, f"{where}: {advised.case.layout} instead of {best.case.layout}, {regret:.2f}"
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this table."""
+    parser.add_argument("--held-out", action="store_true", help="only the cases that are kept apart")
+    parser.add_argument("--cases", type=int, default=0, metavar="N", help="only the first N of them; 0: all")
+    parser.add_argument("--only", default="", metavar="WORDS", help='only cases with all of these, as in "char TCP"')
+    parser.add_argument("--seed", type=int, default=1, help="of the order")
+    parser.add_argument("--probe-seconds", type=float, default=30.0)
+    parser.add_argument("--trial", action="store_true", help="write nothing")
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases to run, in their order."""
+    cases = [case for case in CASES if case.held_out == options.held_out]
+    cases = [case for case in cases if all(word.lower() in str(case).lower() for word in options.only.split())]
+    Random(options.seed).shuffle(cases)
+    return cases[: options.cases or None]
+
+
+def measure(options: argparse.Namespace) -> Sequence[Row]:
+    """All rows: of each case, and of all together."""
+    # Predictions are made by this process, and must not take more cores than the jobs.
+    os.environ.update({name: value for name, value in environment().items() if name.endswith("_NUM_THREADS")})
+    rows: list[Row] = []
+    outcomes: list[Outcome] = []
+    probes: dict[str, Probe] = {}
+    cases = chosen(options)
+    with Sides() as sides:
+        folder = sides.room("probes")
+        for model in dict.fromkeys(case.model for case in cases):
+            say(f"  probe of {model}")
+            probes[model] = probe(model, folder, options.probe_seconds)
+        for number, case in enumerate(cases, 1):
+            try:
+                known = probes[case.model]
+                predicted = step_s(prediction(case, known), known, LAYOUTS[case.layout])
+                outcomes.append(Outcome(case, predicted, measure_case(case, predicted)))
+                rows.append(outcomes[-1].row())
+                say(f"  [{number}/{len(cases)}] {case}: {rows[-1].figure:.1f} ms, {rows[-1].note}")
+            except (Refused, ValueError) as reason:
+                say(f"  [{number}/{len(cases)}] {case}: {reason}")
+                rows.append(absent("", str(case), "ms", str(reason).splitlines()[0]))
+    return [*summary(outcomes), *sorted(rows, key=lambda found: found.what)]
+
+
+if __name__ == "__main__":
+    held_out = "--held-out" in sys.argv
+    run_table(HELD_OUT_NAME if held_out else NAME, HELD_OUT_TITLE if held_out else TITLE, measure, declare)

@@ -1,0 +1,111 @@
+"""The command `topotrain predict`: what it prints, and the lines that refuse its input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_probe import made_probe
+
+from topotrain.tools.cli import app
+
+CONF = "cluster { nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true }\n"
+Ask = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs the command in a folder with job.conf and probe.json: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.conf").write_text(CONF)
+    (tmp_path / "probe.json").write_text(made_probe((10_000,) * 3).to_json())
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            app.main(("predict", *argv))
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_the_text_names_what_bounds_the_job(ask: Ask) -> None:
+    code, out, err = ask("job.conf", "--link", "1mbit")
+    assert (code, err) == (0, "")
+    assert out.startswith("Downpour (asynchronous), 4 workers and servers\n")
+    assert any(f"'s link {way}: busy for " in out for way in ("in", "out"))
+    assert "updates: not those of one process; a gradient is" in out
+    assert "rehearsed with the job's own servers and workers in virtual time (seed 0)" in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_full_cores_are_said_to_bound_the_job(ask: Ask) -> None:
+    code, out, _ = ask("job.conf", "--cores", "1")
+    assert code == 0
+    assert "host 0's cores: busy for 100% of the time: it bounds the job\n" in out
+
+
+def test_json_has_all_fields(ask: Ask) -> None:
+    code, out, _ = ask("job.conf", "--link", "100mbit,20ms", "--mtbf", "30d", "--seed", "7", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["version"] == 1
+    assert found["seed"] == 7
+    assert found["method"] == "rehearsal"
+    assert 0.9 < found["goodput"] < 1
+    assert {"compute", "push", "apply", "pull", "wait"} == set(found["parts"])
+    assert {link["name"] for link in found["links"]} >= {"worker 0/0 > server 0/0", "server 0/1 > worker 1/0"}
+    # Two round trips of 40 ms, and the computing.
+    assert found["step_s"] > 0.09 + 0.08
+
+
+def test_a_trace_is_that_of_a_profile(ask: Ask, tmp_path: Path) -> None:
+    assert ask("job.conf", "--link", "100mbit,20ms", "--trace", "step.json")[0] == 0
+    trace = json.loads((tmp_path / "step.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {"step", "backward", "push", "reduce", "apply"} <= {event["name"].split()[0] for event in spans}
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"worker 0/0", "worker 1/0", "server 0/0", "server 0/1"}
+    (backward,) = {event["dur"] for event in spans if event["name"] == "backward"}
+    assert backward == pytest.approx(60_000, rel=0.01)
+    # Arrows lead from a push to its server.
+    assert any(event["ph"] == "s" for event in trace["traceEvents"])
+
+
+def test_an_emulated_job_shares_the_cores_of_one_machine(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text(made_probe((10_000,), cores=1).to_json())
+    apart = json.loads(ask("job.conf", "--link", "1gbit", "--json")[1])
+    together = json.loads(ask("job.conf", "--emulate", "1gbit", "--json")[1])
+    assert together["step_s"] == pytest.approx(2 * apart["step_s"], rel=0.1)
+    assert together["busiest"][0]["name"] == "the machine's cores"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--link", "fast"), "--link = 'fast': 'fast' is not a part of a link"),
+        (("--hosts", "none"), "--hosts = 'none': must be a whole number, 1 to 65536"),
+        (("--straggler", "9x2"), "--straggler = 9: must be the number of a worker, 0 to 1"),
+        (("--straggler", "fast"), "'fast' is no straggler: must be such as 1x4"),
+        (("--memory", "1kB"), "--memory = '1e-06 GB': is too little: host 0 needs"),
+        (("--mtbf", "never"), "--mtbf = 'never': must be a time above 0"),
+        (("--probe", "other.json"), "other.json: cannot be read as a probe"),
+        (("--probe", "job.conf"), "job.conf: is no probe"),
+        (("--link", "1gbit", "--emulate", "1gbit"), "--emulate = '1gbit': must not be given with --link"),
+        (("--set", "cluster.replicas=2"), "cluster.replicas = 2: must be 1"),
+        (("--trace", "."), "--trace"),
+    ],
+)
+def test_bad_input_is_one_line(ask: Ask, argv: tuple[str, ...], line: str) -> None:
+    code, out, err = ask("job.conf", *argv)
+    assert (code, out) == (2, "")
+    assert line in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.journey
+def test_the_command_line_needs_no_torch_for_a_plan() -> None:
+    code = "import sys; import topotrain.tools.cli.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,88 @@
+"""What is recorded of a step, by a script whose parts take known times."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from topotrain.tools.probe.batch_sizes import BatchWatch
+from topotrain.tools.probe.step_recorder import StepListener, StepRecorder, StepTimes, medians
+from topotrain.training.parameters.prepared_objects import sort_objects
+
+FORWARD_S, BACKWARD_S, REST_S, OPTIMIZER_S = 0.01, 0.03, 0.02, 0.015
+
+
+class Slow(torch.autograd.Function):
+    """Takes its time in both directions."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class SlowModel(nn.Module):
+    """The gradient of `last` is there at once, that of `first` after the wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.idle = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Slow.apply(self.first(x)))
+
+
+class SlowSgd(torch.optim.SGD):
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        time.sleep(OPTIMIZER_S)
+        return super().step(closure)
+
+
+@pytest.fixture
+def plain_backward() -> None:
+    """The recorder replaces torch's function, as its process does nothing else."""
+    before = torch.autograd.backward
+    yield
+    torch.autograd.backward = before
+
+
+@pytest.mark.usefixtures("plain_backward")
+def test_the_parts_of_a_step() -> None:
+    recorder = StepRecorder(BatchWatch(), StepListener())
+    model = SlowModel()
+    optimizer, loader = SlowSgd(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.zeros(12, 2)), batch_size=3)
+    recorder.prepared(sort_objects((model, optimizer, loader)))
+    for (x,) in loader:
+        optimizer.zero_grad()
+        time.sleep(REST_S)
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)  # an evaluation is no part of a forward
+    found = medians(recorder.steps[1:], 3)
+    assert found is not None and found.steps == 3
+    assert medians(recorder.steps, 4) is None
+    for name, least in (("forward", FORWARD_S), ("backward", BACKWARD_S), ("optimizer", OPTIMIZER_S)):
+        assert least <= getattr(found, name) < 2 * least, name
+    assert REST_S + FORWARD_S <= found.other < 2 * (REST_S + FORWARD_S)
+    ready = dict(zip([p.name for p in recorder.parts.parameters], recorder.ready(), strict=True))
+    assert ready["last.weight"] < 0.3 < 0.7 < ready["first.weight"] <= 1.0
+    assert ready["idle.weight"] == 1.0
+
+
+def test_a_single_long_step_is_no_spread() -> None:
+    steps = [StepTimes(1, 0.01, 0.0, 0.0, 0.0)] * 30
+    even = medians(steps, 1)
+    outlier = medians([*steps, StepTimes(1, 1.0, 0.0, 0.0, 0.0)], 1)
+    uneven = medians([StepTimes(1, 0.01 + 0.001 * (number % 7), 0.0, 0.0, 0.0) for number in range(70)], 1)
+    assert even is not None and outlier is not None and uneven is not None
+    assert even.spread == outlier.spread == pytest.approx(0.0, abs=1e-9)
+    # The standard deviation of 0 to 6 is 2.
+    assert uneven.spread == pytest.approx(0.002 / 0.013, rel=0.3)

@@ -1,0 +1,1 @@
+"""The processes of a rehearsal: their work, their messages, and the script of a worker."""
