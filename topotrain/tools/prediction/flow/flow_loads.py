@@ -215,7 +215,7 @@ class Loads:
 
     def of_hosts(self, far: Load) -> Amounts:
         """Bytes over the link of each host. far: messages that leave it, or come to it."""
-        return np.bincount(self.places.host, weights=far.nbytes, minlength=self.places.hosts)
+        return np.bincount(self.places.host, weights=far.nbytes, minlength=self.places.hosts).astype(np.float64)
 
     @property
     def sent_far(self) -> Load:
