@@ -20,6 +20,10 @@ USERS = {
         "tools/dashboard/web_routes.py",
         "__init__.py",
     },
+    "tools/advice": {
+        *(f"tools/cli/performance/{name}.py" for name in ("advise_command", "automatic_job", "shown_search")),
+        "__init__.py",
+    },
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -109,6 +113,23 @@ for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
 """
 
 
+ADVICE = """
+from topotrain.config.job import Cluster, ConfigError
+from topotrain.tools.cli import app
+
+try:
+    Cluster(auto=True)
+except ConfigError as error:
+    assert "cluster.auto = true: needs topotrain.tools.advice" in str(error), error
+else:
+    raise AssertionError("auto was not refused")
+try:
+    app.main(["advise", "train.py"])
+except SystemExit as ended:
+    assert ended.code == 2, ended.code
+"""
+
+
 @pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "then"),
@@ -117,6 +138,7 @@ for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
         ("compat/tensorflow/session", SESSION),
         ("tools/dashboard", DASHBOARD),
         ("tools/exporters", EXPORTS),
+        ("tools/advice", ADVICE),
     ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:
