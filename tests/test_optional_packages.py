@@ -22,6 +22,10 @@ USERS = {
         "tools/dashboard/web_routes.py",
         "__init__.py",
     },
+    "tools/advice": {
+        *(f"tools/cli/performance/{name}.py" for name in ("advise_command", "automatic_job", "shown_search")),
+        "__init__.py",
+    },
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -128,6 +132,23 @@ else:
 """
 
 
+ADVICE = """
+from topotrain.config.job import Cluster, ConfigError
+from topotrain.tools.cli import app
+
+try:
+    Cluster(auto=True)
+except ConfigError as error:
+    assert "cluster.auto = true: needs topotrain.tools.advice" in str(error), error
+else:
+    raise AssertionError("auto was not refused")
+try:
+    app.main(["advise", "train.py"])
+except SystemExit as ended:
+    assert ended.code == 2, ended.code
+"""
+
+
 @pytest.mark.journey
 @pytest.mark.parametrize(
     ("package", "then"),
@@ -137,6 +158,7 @@ else:
         ("tools/dashboard", DASHBOARD),
         ("tools/exporters", EXPORTS),
         ("tools/replay", REPLAY),
+        ("tools/advice", ADVICE),
     ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:

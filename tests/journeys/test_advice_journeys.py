@@ -10,7 +10,7 @@ import pytest
 import torch
 from arithmetic_predictor import timed_probe
 from job_runner import PROGRAMS
-from launch_targets import wait_for
+from launch_targets import MARK, marked, wait_for
 from safetensors.torch import load_file
 from shells import Shell, Shells, ended
 
@@ -29,7 +29,7 @@ def probe_in(folder: Path) -> str:
 
 
 def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, served_at: str) -> None:
-    run = ("run", "--forkserver", served_at)
+    run = ("run", "--forkserver", served_at, "--set", "checkpoint_freq=20")
     (shells.folder / "auto.conf").write_text('name: "job" cluster { auto: true workspace: "auto" }\n')
     (said,) = ended([topotrain(shells, *run, "auto.conf", STEADY, "--epochs", "2")], [0])
     found = re.search(r"auto: by hand this is (cluster \{.*\})", said)
@@ -43,7 +43,7 @@ def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, se
     for name, value in chosen.items():
         assert torch.equal(value, by_hand[name]), name
     # What resumes keeps the layout, and measures nothing.
-    (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", STEADY, "--epochs", "2")], [0])
+    (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", STEADY, "--epochs", "3")], [0])
     assert "auto:" not in said and "measuring" not in said
 
 
@@ -64,29 +64,16 @@ def test_the_best_layouts_are_tried(shells: Shells) -> None:
     assert tried["measured"] > 0 < tried["predicted"]
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that carry a mark in their environment."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != os.getpid():
-            try:
-                if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
-                    found.append(int(name))
-            except OSError:
-                continue
-    return found
-
-
 def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
-    mark = f"TOPOTRAIN_TEST_MARK={shells.folder}"
-    shells.environ["TOPOTRAIN_TEST_MARK"] = str(shells.folder)
+    shells.environ[MARK] = mark = shells.folder.name
     words = ("advise", STEADY, "--probe", probe_in(shells.folder), "--sync", "--within", "1s", "--try", "1")
     asked = topotrain(shells, *words, "--", "--epochs", "100000")
-    wait_for(lambda: [pid for pid in marked(mark) if pid != asked.pid], "the trial has begun")
+    # Processes of its job, and not only the command that starts them.
+    wait_for(lambda: len(marked(mark)) > 2, 90)
     os.killpg(asked.pid, signal.SIGINT)
     asked.communicate(timeout=60)
     assert asked.returncode == 130
-    wait_for(lambda: not marked(mark), "all processes have ended")
+    wait_for(lambda: not marked(mark), 30)
 
 
 def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
@@ -103,7 +90,7 @@ def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
         times = [float(time) for time in re.findall(r'"event":"StepDone".*?"time":([\d.]+)', text)]
         return bool(times) and max(times) > 8
 
-    wait_for(trains, "the job has trained for some seconds")
+    wait_for(trains, 90)
     asked = topotrain(shells, "advise", "--running", "job", "--probe", probe, "--within", "2s")
     (said,) = ended([asked], [0])
     assert said.splitlines()[0].startswith("now: Downpour, 2 groups of 1 worker, 1 server apart: "), said

@@ -67,6 +67,14 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
     assert all(factor >= 1 for factor in found.sharing.values()) and 2 in found.sharing
 
 
+def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at: str) -> None:
+    script(shells.folder, step="assert len(x) == 256; optimizer.step()")
+    ended([probing(shells, served_at, "train.py", "--quiet")], [0])
+    found = load_probe(shells.folder / "probe.json")
+    assert (found.batch.size, found.batch.per_sample_s, found.batch.fixed_s) == (256, 0.0, 0.0)
+    assert found.batch.compute_s(128) == pytest.approx((found.batch.forward_s + found.batch.backward_s) / 2)
+
+
 @pytest.mark.parametrize(
     ("before", "step", "words"),
     [

@@ -1,4 +1,4 @@
-"""The command `topotrain advise` with an invented probe: what it refuses, prints and writes. Nothing is started."""
+"""The command `topotrain advise` with a probe that is made up: what it refuses, prints and writes."""
 
 import json
 from collections.abc import Callable

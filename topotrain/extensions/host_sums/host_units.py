@@ -39,9 +39,12 @@ def host_units(topology: Topology, group: int) -> tuple[HostUnit, ...]:
     servers = topology.servers(topology.server_group_of(group))
     found = []
     for workers in topology.sum_tree(group):
+        # First: in a layout of thousands to look at each server from each unit would take minutes.
+        if len(workers) == 1:
+            continue
         first = Address(Role.WORKER, group, workers[0])
         away = frozenset(server.index for server in servers if not topology.together(first, server))
-        if len(workers) > 1 and away:
+        if away:
             found.append(HostUnit(group, tuple(workers), away))
     return tuple(found)
 

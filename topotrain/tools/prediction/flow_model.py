@@ -8,7 +8,7 @@ with the product's own sizes. The time of a step is the longest of these:
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,19 +152,17 @@ class FlowModel:
         factors = (
             tuple(slow.get(first + index, 1.0) for index in range(self.topology.workers_per_group)) if slow else ()
         )
-        sg = self.topology.server_group_of(group)
-        homes = {self.topology.host_of(each) for each in self._of_servers(sg)}
-        beside = tuple(self.topology.host_of(worker) in homes for worker in self._of_workers(group))
+        homes = self._homes[self.topology.server_group_of(group)]
+        size = self.topology.workers_per_group
+        beside = tuple(host in homes for host in self.places.host[first : first + size].tolist())
         return factors, beside
 
-    def _of_servers(self, sg: int) -> Sequence[Address]:
-        # Of many servers each is a host like the others, or none is.
-        servers = self.topology.servers(sg)
-        return servers if len(servers) <= MOST_PAIRS or self.topology.worker_groups == 1 else servers[:MOST_PAIRS]
-
-    def _of_workers(self, group: int) -> Sequence[Address]:
-        workers = self.topology.workers(group)
-        return workers[:1] if self.topology.worker_groups == 1 else workers
+    @cached_property
+    def _homes(self) -> Sequence[Collection[int]]:
+        """The hosts of the servers of each server group."""
+        places, shards = self.places, self.topology.shards
+        hosts = places.host[places.workers :].reshape(-1, shards).tolist()
+        return [set(each) for each in hosts]
 
     def _times(self, group: int) -> StepTimes:
         shares = [parameter.ready for parameter in self.probe.model]

@@ -1,7 +1,7 @@
 """What each process and each host sends and gets in a mean step, without a list of all pairs."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ class Places:
         addresses = [w for g in range(topology.worker_groups) for w in topology.workers(g)]
         addresses += [s for g in range(topology.server_groups) for s in topology.servers(g)]
         self.addresses: Sequence[Address] = addresses
-        self.process: Sequence[tuple[int, int]] = [_process(topology, address) for address in addresses]
+        self.process: Sequence[tuple[int, int]] = list(_processes(topology, addresses))
         """By number: what is the same for the workers and servers of one process."""
         hosts = [topology.host_of(address) for address in addresses]
         numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
@@ -72,11 +72,14 @@ class Places:
         return Members(numbers, by_host)
 
 
-def _process(topology: Topology, address: Address) -> tuple[int, int]:
-    if address.role is Role.WORKER:
-        return -1 - address.group, address.index
-    # A server process has all servers of its unit. Where workers run their servers themselves, it has none.
-    return (-1 - address.group, address.index) if topology.inline else (topology.unit_of(address), 0)
+def _processes(topology: Topology, addresses: Sequence[Address]) -> Iterator[tuple[int, int]]:
+    inline = topology.inline  # which looks at all of them
+    for address in addresses:
+        if address.role is Role.WORKER or inline:
+            yield -1 - address.group, address.index
+        else:
+            # A server process has all servers of its unit. Where workers run their servers themselves, it has none.
+            yield topology.unit_of(address), 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from topotrain.tools.probe.probe_file import (
     ProbedTransport,
 )
 
-HOSTS = (1, 2, 4, 10, 30, 100, 300, 1000, 3000, 10_000)
+HOSTS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
 LINKS: Mapping[str, Link] = {
     "100 Mbit/s, 20 ms": Link(bandwidth=100.0, delay=20.0),
     "1 Gbit/s, 1 ms": Link(bandwidth=1000.0, delay=1.0),
