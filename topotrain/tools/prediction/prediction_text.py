@@ -6,8 +6,8 @@ from topotrain.tools.plan.layout_plan import columns
 from topotrain.tools.prediction.prediction import LinkLoad, Method, Prediction
 
 _SHOWN = 4
-_BUSY = 0.8
-"""A resource that is busy for a larger share of the time bounds the job."""
+_BUSY, _IDLE = 0.8, 0.3
+"""A resource that is busy for a larger share of the time bounds the job. Below the other one it does not matter."""
 
 
 def prediction_text(found: Prediction) -> str:
@@ -54,6 +54,8 @@ def _table(found: Prediction) -> Iterator[str]:
 def _told(found: Prediction) -> Iterator[str]:
     for resource in found.busiest[:1]:
         tail = ": it bounds the job" if resource.share > _BUSY else ""
+        if resource.share < _IDLE:
+            tail = ": no resource is full, and messages on their way take the rest of the time"
         yield f"{resource.name}: busy for {resource.share:.0%} of the time{tail}"
     rest = ", ".join(f"{each.name} {each.share:.0%}" for each in found.busiest[1:_SHOWN] if each.share >= 0.005)
     if rest:

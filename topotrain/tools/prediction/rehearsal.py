@@ -1,7 +1,7 @@
 """A whole job in virtual time, with the costs of a probe: the product's servers, clients and workers.
 
-No rule of the product is written here a second time. Replies, their order and who waits for whom come from the
-product's code. Only the transport, the cores, the clock and the script's computing are simulated.
+No rule of the product is written here a second time. Replies, their order and which process waits for which come from
+the product's code. Only the transport, the cores, the clock and the script's computing are simulated.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,10 @@ from topotrain.core.protocol import Message
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
 from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
+from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
 from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
 from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, RehearsedTransport, Routes
@@ -30,9 +31,10 @@ from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport
 from topotrain.tools.simulator.sim_unit_links import reduction_of
 
-WARM_UP, MEASURED = 3, 24
-"""Steps of each worker before the measured ones, and those."""
-_FEW = 8
+WARM_UP = 3
+"""Steps of each worker before the measured ones."""
+MEASURED = ((8, 24), (24, 12), (MOST_PROCESSES, 6))
+"""Workers and servers at most, and the measured steps of each worker then."""
 _LIMIT_S = 1e9
 
 
@@ -173,7 +175,7 @@ class Rehearsal(SimCluster, StepObserver):
         """The numbers of a worker's own steps that are measured at least."""
         cluster = self.job.cluster
         period = max(1, cluster.sync_freq, cluster.n_push, cluster.n_fetch)
-        few = MEASURED if len(self.work) <= _FEW else MEASURED // 2
+        few = next(steps for most, steps in MEASURED if len(self.work) <= most)
         # Whole rounds.
         first = -(-WARM_UP // period) * period
         return range(first, first + -(-few // period) * period)

@@ -17,8 +17,8 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
-from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
 
 _SHOWN_WAIT_S = 1e-6

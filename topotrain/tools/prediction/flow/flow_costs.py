@@ -9,8 +9,8 @@ from statistics import NormalDist
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Topology
 from topotrain.tools.prediction.flow.flow_frames import Parcel
-from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.host_resources import slowdown
+from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.training.data.sampling import cut
 

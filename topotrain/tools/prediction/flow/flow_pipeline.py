@@ -18,7 +18,6 @@ from topotrain.tools.prediction.flow.flow_costs import Computing, Costs
 from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_votes import commit_to
 
-
 Step = Callable[[float, int], None]
 """What happens to a bucket (its number) at a time."""
 

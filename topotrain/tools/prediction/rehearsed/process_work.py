@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
-from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, OperationCosts, WorkMeter
 from topotrain.tools.prediction.host_resources import HostCores
+from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, OperationCosts, WorkMeter
 from topotrain.tools.simulator.sim_network import Simulation
 
 Action = Callable[[], None]
@@ -74,6 +74,7 @@ class ProcessWork:
         self._out: list[tuple[float, Action]] = []
         self._script_runs = on_script
         self._since = self._elapsed = 0.0
+        self._news = True
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class ProcessWork:
             with self._operations:
                 handle()
         finally:
-            self.handling = False
+            self.handling, self._news = False, True
         out, self._out = deque(self._out), []
         self._finish(out, self.meter.take())
 
@@ -115,6 +116,7 @@ class ProcessWork:
     def _end(self) -> None:
         self.busy = False
         self.busy_s += self._sim.now - self._since
+        self._news = True
         self._next()
 
     def send(self, seconds: float, leave: Action) -> None:
@@ -145,16 +147,19 @@ class ProcessWork:
             self._sim.sleep(idle)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the script wait."""
+        """Let the script wait. Only a message that is handled here can make `ready()` true."""
         self.spend()
-        if not self._on_script:
-            self._sim.wait(ready)
-            return
+        self._news = True
         self._script_runs = False
         self._next()
-        # The thread goes on only when the message at hand is done.
-        self._sim.wait(lambda: not self.busy and ready())
-        self._script_runs = True
+        self._sim.wait(lambda: self._goes_on(ready))
+        self._script_runs = self._on_script
+
+    def _goes_on(self, ready: Callable[[], bool]) -> bool:
+        # The simulation asks after each event, most of which are of other processes.
+        # With messages on the script's thread, it goes on only when the one at hand is done.
+        self._news = self._news and not (self._on_script and self.busy) and ready()
+        return self._news
 
     def now(self) -> float:
         """Return the time for what is running now, with the work that it has done since the last event."""
