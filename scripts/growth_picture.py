@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.monitor.loss_plot import COLORS, DASHES, MARKERS, MISSING, available
@@ -31,7 +32,12 @@ def draw(points: Sequence[GrowthPoint], path: Path) -> None:
 
     links = list(dict.fromkeys(point.link for point in points))
     # Text stays text, so that it can be searched. Without a salt each run has other names inside.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "growth", "text.color": INK, "axes.labelcolor": INK}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "growth",
+        "text.color": INK,
+        "axes.labelcolor": INK,
+    }
     with matplotlib.rc_context(settings | {"xtick.color": INK, "ytick.color": INK, "axes.edgecolor": INK}):
         figure = Figure(figsize=(4.2 * len(links), 4.6), layout="constrained")
         FigureCanvasSVG(figure)

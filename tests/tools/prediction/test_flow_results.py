@@ -97,7 +97,7 @@ def test_a_permanent_straggler_holds_up_a_group_and_no_other_one() -> None:
     assert rates(bound, {1: 4.0}) == pytest.approx(rates(bound, {}) / 4, rel=WITHIN)
 
 
-def test_the_straggler_is_who_is_waited_for() -> None:
+def test_the_straggler_is_waited_for() -> None:
     probe = without_growth(probe_of(model_of(0.1, 4), 0.1, 0.2))
     job = Job(cluster=Cluster(nworkers_per_group=70, nservers_per_group=2, server_worker_separate=True))
     found = predict_flow(job, probe, Machines(link=GIGABIT, stragglers={3: 2.0}))

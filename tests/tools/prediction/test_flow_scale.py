@@ -26,6 +26,7 @@ print(json.dumps([time.process_time() - began, used.ru_maxrss * 1024, found.samp
 """
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_ten_thousand_nodes(framework: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from topotrain.tools.prediction.flow.growth_curves import FRAMEWORKS, HOSTS, LINKS
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +26,7 @@ def words_of(picture: Path) -> str:
     return " ".join("".join(each.itertext()) for each in ElementTree.parse(picture).iter() if each.tag.endswith("text"))
 
 
+@pytest.mark.journey
 def test_one_command_draws_it(tmp_path: Path) -> None:
     out = tmp_path / "growth.svg"
     ended = run(str(out), "--hosts", "1", "4", "--json")
@@ -40,6 +43,7 @@ def test_the_picture_of_the_docs_has_all_lines_up_to_ten_thousand_hosts() -> Non
     assert all(name in words_of(PICTURE) for name in (*FRAMEWORKS, *LINKS))
 
 
+@pytest.mark.journey
 def test_errors_are_one_line(tmp_path: Path) -> None:
     for words, told in (
         ((str(tmp_path / "growth.png"),), "must end with .svg"),

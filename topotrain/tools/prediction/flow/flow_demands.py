@@ -95,8 +95,8 @@ class Demands:
 
         alone: those of a group that has all for itself. counts: how many groups there are of each kind.
 
-        A resource works for at most all of the time, and is there for whoever asks. So slow groups keep their pace, and
-        all others get one that is the same.
+        A resource works for at most all of the time, and serves those that ask first. So slow groups keep their pace,
+        and all others get one that is the same.
         """
         need, groups = self.most_needed, sum(counts)
         each = need / groups

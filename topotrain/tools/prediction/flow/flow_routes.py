@@ -1,4 +1,4 @@
-"""Who sends to whom: sets of equal processes, and what each member of one sends to each member of another.
+"""Sets of equal processes, and what each member of one sends to each member of another.
 
 A set of ten thousand workers is one object. `expanded` names all pairs, which is for small layouts.
 """

@@ -1,8 +1,8 @@
 """The messages of a mean step of a whole job, by sets of equal processes.
 
 A mean step is one step of each worker. What is sent less often, such as the exchanges of server groups, counts in part.
-Sizes come from the product's slice map and messages, places from its topology. Here is only who sends what to whom, and
-a test compares it with what the product's servers and clients send.
+Sizes come from the product's slice map and messages, places from its topology. Here are only senders and receivers, and
+a test compares them with what the product's servers and clients send.
 
 Data leases, and the begin and the end of a job, belong to no step.
 """
