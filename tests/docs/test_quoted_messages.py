@@ -14,7 +14,7 @@ PACKAGE = ROOT / "topotrain"
 HOLE = "\0"
 SEPARATORS = re.compile(r"[:;,]\s|\n|`|\(|\)")
 QUOTED_LINE = re.compile(r"topotrain: |  snapshot ")
-WORDS = re.compile(r"[\w']+")
+WORDS = re.compile(r"https?://\S+|[\w']+")
 SENTENCE = re.compile(r"(?:[a-zA-Z']+ ){2}[a-zA-Z']+")
 
 
