@@ -14,8 +14,7 @@ PACKAGE = ROOT / "topotrain"
 HOLE = "\0"
 SEPARATORS = re.compile(r"[:;,]\s|\n|`|\(|\)")
 QUOTED_LINE = re.compile(r"topotrain: |  snapshot ")
-WORDS = re.compile(r"[\w']+")
-URL = re.compile(r"https?://\S+")
+WORDS = re.compile(r"https?://\S+|[\w']+")
 SENTENCE = re.compile(r"(?:[a-zA-Z']+ ){2}[a-zA-Z']+")
 
 
@@ -42,8 +41,8 @@ def known() -> dict[str, frozenset[str]]:
 
 
 def is_known(clause: str) -> bool:
-    """A text of the package has this clause, and at least half of its words outside its holes. A URL fills a hole."""
-    words = WORDS.findall(URL.sub(" ", clause))
+    """A text of the package has this clause, and at least half of its words outside its holes."""
+    words = WORDS.findall(clause)
     return any(
         2 * len(constant & set(words)) >= len(set(words))
         and re.fullmatch(".+?".join(map(re.escape, text.split(HOLE))), clause) is not None
