@@ -3,7 +3,7 @@
     python scripts/page_pictures.py
 
 Trains examples/digits.py under two frameworks, kills a worker of the first job, and slows a third job down. It takes
-about a minute, and writes the pictures that README.md and docs/ show.
+some minutes on two cores, and writes the pictures that README.md and docs/ show.
 
 The exit code is 0 if all pictures are made, 1 if a page complains or a picture is too large, 3 without a browser.
 """

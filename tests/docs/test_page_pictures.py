@@ -28,7 +28,7 @@ def test_each_picture_is_there_small_and_shown() -> None:
 
 def script(*words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.journey
