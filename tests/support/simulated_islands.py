@@ -15,11 +15,10 @@ from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Upda
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
-from topotrain.core.profiling.spans import Clock
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
 from topotrain.tools.simulator.group_churn import ElasticTrial
-from topotrain.tools.simulator.sim_network import Simulation
+from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.tools.simulator.sim_processes import Killed
 from topotrain.tools.simulator.trial import TrialScript
 from topotrain.training.adopted_optimizer import adopt
@@ -28,19 +27,6 @@ from topotrain.training.worker import Worker, WorkerMemory
 
 STEP_S = 0.01
 """Virtual seconds of a step of a worker with speed 1. A message takes 0.5 to 2 ms."""
-
-
-class SimClock(Clock):
-    """The clock of a simulation."""
-
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
-
-    def now(self) -> int:
-        return int(self._sim.now * 1e9)
-
-    def thread(self) -> str:
-        return "simulated"
 
 
 class Cells(nn.Module):

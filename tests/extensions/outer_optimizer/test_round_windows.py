@@ -12,7 +12,6 @@ from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client_context import StepEnd
 from topotrain.core.model.schema import PrivateMemory
-from topotrain.core.profiling.spans import Clock
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import TimerHost
 from topotrain.core.transport_contract import MessageSender
@@ -22,6 +21,7 @@ from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeT
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.extensions.replication.replica_host import StandbyFactory
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.tools.simulator.sim_network import SimClock
 
 WORKER = Address(Role.WORKER, 0, 0)
 
@@ -156,17 +156,6 @@ STEPS = 4
 """Of a worker between two pushes."""
 
 
-class VirtualClock(Clock):
-    def __init__(self, cluster: ScriptedCluster) -> None:
-        self._cluster = cluster
-
-    def now(self) -> int:
-        return int(self._cluster.sim.now * 1e9)
-
-    def thread(self) -> str:
-        return ""
-
-
 class Decoupled:
     """Workers that never wait for a round, with these seconds for a step. Each begins `apart` after the one before."""
 
@@ -181,7 +170,7 @@ class Decoupled:
     def _train(self, worker: ScriptedWorker) -> None:
         worker.open()
         client, sim, group = worker.client, self.cluster.sim, worker.me.group
-        client.channel.measure_waits(VirtualClock(self.cluster))
+        client.channel.measure_waits(SimClock(self.cluster.sim))
         sim.sleep(0.05 + self.apart * group - sim.now)
         made = pushed_at = 0
         pushing = False
