@@ -117,9 +117,7 @@ class TrialRun:
     def __init__(self, job: Job, folder: Path, seconds: float) -> None:
         # Snapshots and evaluations would be measured, too.
         cluster = replace(job.cluster, workspace=str(folder / "workspace"))
-        self._job = replace(
-            job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous=""
-        )
+        self._job = replace(job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous="")
         self._folder, self._seconds = folder, seconds
 
     def measure(self) -> tuple[float | None, str]:
