@@ -84,6 +84,8 @@ def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand() -> 
     )
     chosen_counts = (found.job.cluster.nworkers_per_group, found.job.cluster.nworker_groups)
     assert chosen_counts == (2, 1)
+    # Of equally fast layouts the one without a process for servers.
+    assert found.advice.winner.candidate.processes == 3
     assert not found.job.cluster.auto
     assert (found.job.cluster.workspace, found.job.cluster.slice_bytes) == ("w", 65536)
     written = replace(by_hand, **{name: getattr(found.job.cluster, name) for name in LAYOUT_FIELDS})

@@ -139,7 +139,7 @@ def host_traffic(one: Rehearsed) -> float:
 def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:
     best = max(each.samples_per_s for each in rehearsed)
     even = [each for each in rehearsed if each.samples_per_s >= best * (1 - EVEN)]
-    return min(even, key=lambda each: (not each.is_exact, each.prediction.processes, -each.samples_per_s))
+    return min(even, key=lambda each: (not each.is_exact, each.candidate.processes, -each.samples_per_s))
 
 
 def _nothing(candidates: Sequence[Candidate], refused: Sequence[LeftOut], left_out: Sequence[LeftOut]) -> ConfigError:

@@ -104,6 +104,14 @@ class Candidate:
         return not self.changes
 
     @property
+    def processes(self) -> int:
+        """Processes that the job has: one for each worker, and one for the servers of each unit."""
+        topology = self.topology
+        workers = topology.worker_groups * topology.workers_per_group
+        # Where each worker has a server beside it on one host, its process does the work of both.
+        return workers + (0 if topology.inline else sum(bool(unit.servers) for unit in topology.units))
+
+    @property
     def server_count(self) -> int:
         """Servers of one group."""
         return 0 if self.topology.implicit else self.topology.shards

@@ -93,19 +93,20 @@ class LayoutSearch:
         for each, _ in bounded:
             firsts.setdefault(each.family, each)
         chosen = frozenset(map(id, firsts.values()))
+        # What computes the same as one process comes first: time may run out.
+        exact = [pair for pair in bounded if id(pair[0]) in chosen and pair[0].is_exact]
+        other = [pair for pair in bounded if id(pair[0]) in chosen and not pair[0].is_exact]
+        rest = [pair for pair in bounded if id(pair[0]) not in chosen]
         done = 0
-        for first in (True, False):
-            for each, bound in bounded:
-                if (id(each) in chosen) is not first:
-                    continue
-                why = "" if first else self._needless(each, bound)
-                why = why or self._over(done, self.clock.now() - began, bound)
-                if why:
-                    self.left_out.append(LeftOut(each.label, why))
-                    continue
-                done += 1
-                self.listener.rehearsing(done, min(len(bounded), self.wishes.most), each)
-                self._rehearse(each, bound)
+        for each, bound in (*exact, *other, *rest):
+            why = "" if id(each) in chosen else self._needless(each, bound)
+            why = why or self._over(done, self.clock.now() - began, bound)
+            if why:
+                self.left_out.append(LeftOut(each.label, why))
+                continue
+            done += 1
+            self.listener.rehearsing(done, min(len(bounded), self.wishes.most), each)
+            self._rehearse(each, bound)
         self.rehearsed.sort(key=lambda found: -found.samples_per_s)
 
     def _rehearse(self, candidate: Candidate, bound: SpeedBound) -> None:
