@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Cluster, ConfigError, Grads, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile, load_decisions
-from topotrain.tools.replay.job_record import check_recordable
+from topotrain.tools.replay.job_record import JobRecord, check_recordable
 from topotrain.tools.replay.replay_command import parse_until, replayed_job
 
 JOB = Job(program="train.py", args=("--epochs", "3"), cluster=Cluster(nworker_groups=2, server_worker_separate=True))
@@ -159,3 +160,14 @@ def test_other_blocks_and_models_are_not_compared() -> None:
         first_difference(RECORD, other(ModelKnown(b"87654321"), *STEPS[1:]))
     with pytest.raises(ConfigError, match="same cluster block"):
         first_difference(RECORD, other(*STEPS, job=replace(JOB, cluster=replace(JOB.cluster, nworker_groups=3))))
+
+
+def test_server_groups_that_exchange_write_no_snapshots_while_they_are_recorded() -> None:
+    """An exchange waits for a snapshot, and a snapshot for the clock."""
+    hogwild = replace(JOB, cluster=replace(JOB.cluster, nserver_groups=2))
+    made = JobRecord(hogwild, layout(hogwild.cluster))
+    assert made.drops_snapshots
+    assert not wants_snapshots(made.job)
+    downpour = JobRecord(JOB, layout(JOB.cluster))
+    assert not downpour.drops_snapshots
+    assert wants_snapshots(downpour.job)

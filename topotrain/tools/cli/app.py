@@ -331,6 +331,7 @@ def run(
         if lecture is not None:
             check_lecture(lecture, topology)
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
+        job = job if recording is None else recording.job
         stack.enter_context(watched(watch_port, watch_host, job.workspace))
         exports = stack.enter_context(exports_of(job, logs or (), metrics))
         from topotrain.launch.shared_forkserver import for_one_job
@@ -347,7 +348,7 @@ def run(
             show_trace(job, terminal, quiet)
         code = result.outcome.code
         if recording is not None and record is not None:
-            saved = _save_recording(recording, job, code == 0, record, terminal if not quiet else None)
+            saved = _save_recording(recording, code == 0, record, terminal if not quiet else None)
             code = code or (0 if saved else 1)
         raise typer.Exit(code)
 
@@ -360,13 +361,17 @@ def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "Jo
 
     check_recordable(job, topology, resumed)
     check_writable("--record", file)
-    return JobRecord()
+    made = JobRecord(job, topology)
+    if made.drops_snapshots:
+        text = "no snapshots are written with --record, where server groups exchange what they have learned"
+        print(f"topotrain: warning: {text}", file=sys.stderr)
+    return made
 
 
-def _save_recording(recording: "JobRecord", job: Job, whole: bool, file: Path, terminal: "Console | None") -> bool:
+def _save_recording(recording: "JobRecord", whole: bool, file: Path, terminal: "Console | None") -> bool:
     """Write a recording; whether that was possible."""
     try:
-        recording.collect(job, whole).save(file)
+        recording.collect(whole).save(file)
     except ConfigError as error:
         complain(str(error))
         return False

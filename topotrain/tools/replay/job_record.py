@@ -1,7 +1,9 @@
 """The recording of a job that this process starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.topology import Topology
@@ -12,9 +14,19 @@ OPTION = "--record"
 
 
 class JobRecord(RunFolder):
-    """Lets the processes of a job record, and collects what they have written."""
+    """Lets the processes of a job record, and collects what they have written.
 
-    def __init__(self) -> None:
+    Args:
+        job, topology: of the job that is asked for.
+    """
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self._asked = job
+        self.job = job
+        """The job to run."""
+        # A snapshot comes by the clock, and exchanges of server groups wait for it.
+        if topology.synced and wants_snapshots(job):
+            self.job = replace(job, snapshot_s=0.0, checkpoint_freq=0)
         self._folder = Path()
         self._starts = 0
 
@@ -24,7 +36,12 @@ class JobRecord(RunFolder):
         self._starts += 1
         make_folder(self._folder)
 
-    def collect(self, job: Job, whole: bool) -> DecisionFile:
+    @property
+    def drops_snapshots(self) -> bool:
+        """Whether the job writes no snapshots because it is recorded."""
+        return self.job is not self._asked
+
+    def collect(self, whole: bool) -> DecisionFile:
         """Return the recording of the job that has ended.
 
         whole: it came to its end.
@@ -36,7 +53,7 @@ class JobRecord(RunFolder):
         if self._starts > 1:
             accepted = "is not written: the whole job was started again, and a recording is of one start"
             raise ConfigError(OPTION, None, accepted)
-        return recorded(job, whole, self._folder)
+        return recorded(self.job, whole, self._folder)
 
 
 def check_recordable(job: Job, topology: Topology, resumed: bool) -> None:
