@@ -77,6 +77,7 @@ class Launcher:
         shared: object = None,
         watch: object = None,
         pause_s: float = 0.0,
+        folder: object = None,
     ) -> "Launcher":
         self.profiles.append(profile)
         self.pauses.append(pause_s)
