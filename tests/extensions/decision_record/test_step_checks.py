@@ -47,13 +47,19 @@ def test_a_state_for_a_snapshot_is_in_no_check() -> None:
     state = WorkerStatePart(1, 0, 4, 0, 1, 16, body=torch.ones(16, dtype=torch.uint8))
     assert checks_of(push(0, GRADIENT), state) == checks_of(push(0, GRADIENT))
     order = MessageOrder(Job())
-    assert not order.has_order(state)
-    assert order.has_order(WorkerStatePart(1, 0, EPOCH, 0, 1, 16))
-    assert not order.has_order(m.StepDecision(3, 0, 1, False, 0.0, SNAPSHOT))
-    assert order.has_order(m.StepDecision(3, 0, 1, False, 0.0, RESTARTS))
+    assert not order.has_order(WORKER, state)
+    assert order.has_order(WORKER, WorkerStatePart(1, 0, EPOCH, 0, 1, 16))
+    assert not order.has_order(WORKER, m.StepDecision(3, 0, 1, False, 0.0, SNAPSHOT))
+    assert order.has_order(WORKER, m.StepDecision(3, 0, 1, False, 0.0, RESTARTS))
 
 
 def test_gradients_have_an_order_only_where_they_are_applied_at_once() -> None:
-    assert not MessageOrder(Job()).has_order(push(0, GRADIENT))
-    assert MessageOrder(Job(apply=Apply.kOnArrival, grads=Grads.kHidden)).has_order(push(0, GRADIENT))
-    assert MessageOrder(Job()).has_order(COMMIT)
+    assert not MessageOrder(Job()).has_order(WORKER, push(0, GRADIENT))
+    assert MessageOrder(Job(apply=Apply.kOnArrival, grads=Grads.kHidden)).has_order(WORKER, push(0, GRADIENT))
+    assert MessageOrder(Job()).has_order(WORKER, COMMIT)
+
+
+def test_only_between_servers_the_start_has_an_order() -> None:
+    order, first = MessageOrder(Job()), m.Init(0, body=GRADIENT)
+    assert not order.has_order(WORKER, first)
+    assert order.has_order(Address(Role.SERVER, 0, 0), first)

@@ -9,13 +9,14 @@ import zlib
 import torch
 
 from topotrain.config.job import Apply, Job
-from topotrain.config.topology import Address
+from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.decision_record.order_entries import CHECKS
 
 # By name, because the extensions of some messages may be deleted.
 _END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest ModelBufferValue BufferRequest"
+_START = frozenset({"SchemaPart", "SharedBuffer", "Init", "StateRequest", "StatePart"})
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
@@ -37,9 +38,12 @@ class MessageOrder:
         # Otherwise a gradient changes nothing before its step is decided.
         self._free = frozenset([*free, *(() if job.apply is Apply.kOnArrival else _GRADIENTS.split())])
 
-    def has_order(self, message: m.Message) -> bool:
+    def has_order(self, sender: Address, message: m.Message) -> bool:
         """Whether it matters when this message is handled."""
         name = type(message).__name__
+        # All workers describe the same model. Without it, a server has no memory for what follows.
+        if name in _START:
+            return sender.role is Role.SERVER
         if name == "WorkerStatePart":  # those with a number belong to a snapshot
             return bool(getattr(message, "number", 0) < 0)
         # Snapshots come by the clock, and change no value.

@@ -86,7 +86,7 @@ class RecordingServer(Server):
 
     def _entry(self, sender: Address, message: m.Message) -> Entry | None:
         """Return the entry of a message. None: its order does not matter."""
-        if not self._order.has_order(message):
+        if not self._order.has_order(sender, message):
             if sender.role is Role.WORKER:
                 self._checks.add(sender, message)
             return None

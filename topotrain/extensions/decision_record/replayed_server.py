@@ -117,10 +117,10 @@ class ReplayedServer(Server):
         self._begin()
         if sender == self.me:
             # The recording has what timers and the launcher have sent, and when.
-            timed = self._order.has_order(message) and not self._over
+            timed = self._order.has_order(sender, message) and not self._over
             return [] if timed else super().handle(sender, message)
         aside = is_aside(message.KIND)
-        if self._order.has_order(message) and not aside:
+        if self._order.has_order(sender, message) and not aside:
             # In the recording the process was dead by now.
             if self._is_whole(sender):
                 return []
@@ -200,12 +200,12 @@ class ReplayedServer(Server):
         """Handle the first messages of a sender that have no order."""
         out: Out = []
         for box in (self._boxes.get((sender, aside)) for aside in (False, True)):
-            while box and not self._stopped and (self._over or not self._ordered(box[0])):
+            while box and not self._stopped and (self._over or not self._ordered(sender, box[0])):
                 out += self._carry(sender, box.popleft())
         return out
 
-    def _ordered(self, message: m.Message | _Lost) -> bool:
-        return isinstance(message, _Lost) or self._order.has_order(message)
+    def _ordered(self, sender: Address, message: m.Message | _Lost) -> bool:
+        return isinstance(message, _Lost) or self._order.has_order(sender, message)
 
     def _carry(self, sender: Address, message: m.Message | _Lost) -> Out:
         """Handle a message now, and compare what has followed."""
@@ -214,7 +214,7 @@ class ReplayedServer(Server):
                 self._checks.forget(sender)
                 out = super().lost(sender)
             else:
-                if sender.role is Role.WORKER and not self._order.has_order(message):
+                if sender.role is Role.WORKER and not self._order.has_order(sender, message):
                     self._checks.add(sender, message)
                     # Its gradient may be in its own memory, and it is killed before the turn of its commit.
                     life, _ = self._received.get(sender, (0, 0))
