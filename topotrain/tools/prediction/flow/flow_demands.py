@@ -105,12 +105,14 @@ class Demands:
             apart: the groups do not wait for each other.
         """
         least = [max(each, self.most_needed) for each in alone]
-        if not apart or sum(counts) == 1:
+        # Each server group serves its part of the groups.
+        parts = self._costs.topology.server_groups
+        sharing = sum(counts) / parts
+        if not apart or sharing <= 1:
             return least
-        groups = sum(counts)
-        demands = np.array([amount / groups for amount in self._shared()])
+        demands = np.array(self._shared()) / sharing
         rest = np.maximum(0.0, np.array(alone) - demands.sum())
-        number = np.array(counts, dtype=np.float64)
+        number = np.array(counts, dtype=np.float64) / parts
         queues = np.outer(number, np.full(len(demands), 1 / len(demands)))
         stay = np.tile(demands, (len(counts), 1))
         for _ in range(_ROUNDS):
@@ -121,13 +123,11 @@ class Demands:
         return [max(float(step), own) for step in rest + stay.sum(axis=1)]
 
     def _shared(self) -> Sequence[float]:
-        """Seconds of the busiest resources of each sort that all groups use, for a step of every group."""
+        """Seconds of the busiest resource of each sort at the servers, for a step of every group."""
         hosts = np.unique(self._places.host[self._places.workers :])
         servers = self.work[self._places.workers :]
-        # Each server group serves its part of the groups.
-        scale = self._costs.topology.server_groups
         sorts = (self.links_in[hosts], self.links_out[hosts], servers)
-        return [float(amounts.max(initial=0.0)) * scale for amounts in sorts]
+        return [float(amounts.max(initial=0.0)) for amounts in sorts]
 
     def _own(self) -> float:
         """Seconds of the busiest resource that one group has for itself."""
