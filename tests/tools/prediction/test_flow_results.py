@@ -172,14 +172,14 @@ def test_a_slow_network_hurts_those_least_that_exchange_least() -> None:
 
 
 def test_server_groups_share_nothing_in_a_step() -> None:
-    def samples(groups: int, homes: int) -> float:
+    def samples(groups: int, homes: int, apart: bool = False) -> float:
         probe = probe_of(model_of(MEGABYTES), 0.1, 0.2)
-        cluster = Cluster(nworker_groups=groups, nserver_groups=homes, sync_freq=16)
+        cluster = Cluster(nworker_groups=groups, nserver_groups=homes, sync_freq=16, server_worker_separate=apart)
         return FlowModel(Job(cluster=cluster), probe, Machines(link=GIGABIT)).samples_per_s
 
     assert samples(100, 100) == pytest.approx(100 * samples(1, 1), rel=WITHIN)
     # Two groups of each server group meet there, as in a job of two.
-    assert samples(100, 50) == pytest.approx(50 * samples(2, 1), rel=WITHIN)
+    assert samples(100, 50, apart=True) == pytest.approx(50 * samples(2, 1, apart=True), rel=WITHIN)
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
