@@ -113,7 +113,11 @@ class FlowModel:
     @cached_property
     def demands(self) -> Demands:
         """For how long a mean step takes each resource."""
-        return Demands(self.costs, self.places, self.loads, self.shapes)
+        loads = self.loads
+        if self.topology.synced:
+            # Exchanges of server groups wait for the links, and no step waits for them.
+            loads = Loads(self.places).take(step_routes(self.job, self.topology, self.shapes, exchanges=False))
+        return Demands(self.costs, self.places, loads, self.shapes)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -122,14 +126,15 @@ class FlowModel:
         """The steps of all worker groups, by kinds of groups."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for group in range(self.topology.worker_groups):
-            kinds.setdefault(self._kind(group), []).append(group)
-        alone = [(groups, self._times(groups[0])) for groups in kinds.values()]
-        least = [self._step_alone(groups[0], times) for groups, times in alone]
+            # Groups that make each round together are one.
+            kinds.setdefault(() if self._has_rounds else self._kind(group), []).append(group)
+        alone = [(each, self._times(each if self._has_rounds else each[:1])) for each in kinds.values()]
+        least = [self._step_alone(times) for _, times in alone]
         if self._in_step:
             # All wait for the slowest in each round.
             least = [max(least)] * len(least)
         counts = [len(groups) for groups, _ in alone]
-        paces = self.demands.paces(least, counts)
+        paces = self.demands.paces(least, counts, apart=not self._in_step)
         size = self.topology.workers_per_group * (self.topology.worker_groups if self._in_step else 1)
         found = []
         for (groups, times), pace in zip(alone, paces, strict=True):
@@ -141,9 +146,13 @@ class FlowModel:
     @property
     def _in_step(self) -> bool:
         """Whether several worker groups wait for each other."""
-        cluster = self.job.cluster
-        rounds = cluster.outer is not None and not cluster.quorum
-        return self.topology.worker_groups > 1 and (rounds or cluster.max_staleness is not None)
+        waits = self._has_rounds or self.job.cluster.max_staleness is not None
+        return self.topology.worker_groups > 1 and waits
+
+    @property
+    def _has_rounds(self) -> bool:
+        """Whether all worker groups exchange together."""
+        return self.job.cluster.outer is not None and not self.job.cluster.quorum
 
     def _kind(self, group: int) -> tuple[object, ...]:
         """What the time of a group's step depends on."""
@@ -164,13 +173,13 @@ class FlowModel:
         hosts = places.host[places.workers :].reshape(-1, shards).tolist()
         return [set(each) for each in hosts]
 
-    def _times(self, group: int) -> StepTimes:
+    def _times(self, groups: Sequence[int]) -> StepTimes:
         shares = [parameter.ready for parameter in self.probe.model]
         ready = list(ready_shares(self.shapes, shares))
         if self.job.cluster.outer is not None:
             # What is pushed is there at once: it is the difference to earlier values.
             ready = [1.0] * len(ready)
-        return StepPipeline(self.costs, self.shapes, ready, group, self._exchanged()).run()
+        return StepPipeline(self.costs, self.shapes, ready, groups, self._exchanged()).run()
 
     def _exchanged(self) -> Sequence[int]:
         """The buckets of one exchange."""
@@ -178,7 +187,7 @@ class FlowModel:
             return range(len(self.shapes.all))
         return [number for number, shape in enumerate(self.shapes.all) if shape.fragment == 0]
 
-    def _step_alone(self, group: int, times: StepTimes) -> float:
+    def _step_alone(self, times: StepTimes) -> float:
         """Seconds of a step of a group that has its servers and links for itself, as a mean over many."""
         cluster = self.job.cluster
         if cluster.outer is None:

@@ -10,6 +10,9 @@ from topotrain.tools.prediction.flow.flow_costs import Costs
 from topotrain.tools.prediction.flow.flow_frames import BucketShapes
 from topotrain.tools.prediction.flow.flow_loads import Amounts, Loads, Places
 
+_ROUNDS = 300
+"""Of the iteration for waits at servers, which converges in a few dozen."""
+
 
 class Demands:
     """The demands of a job.
@@ -90,28 +93,45 @@ class Demands:
 
     # --- the pace ----------------------------------------------------------------------------------------------------
 
-    def paces(self, alone: Sequence[float], counts: Sequence[int]) -> list[float]:
+    def paces(self, alone: Sequence[float], counts: Sequence[int], apart: bool) -> list[float]:
         """Return the seconds of a step of each kind of groups, when all share what there is.
 
-        alone: those of a group that has all for itself. counts: how many groups there are of each kind.
+        Groups that do not wait for each other meet at the servers by chance. Their waits there are those of a closed
+        network of queues (mean value analysis: Reiser and Lavenberg, 1980, as Schweitzer has approximated it).
 
-        A resource works for at most all of the time, and serves those that ask first. So slow groups keep their pace,
-        and all others get one that is the same.
+        Args:
+            alone: of a step of a group that has all for itself.
+            counts: how many groups there are of each kind.
+            apart: the groups do not wait for each other.
         """
-        need, groups = self.most_needed, sum(counts)
-        each = need / groups
+        least = [max(each, self.most_needed) for each in alone]
+        # Each server group serves its part of the groups.
+        parts = self._costs.topology.server_groups
+        sharing = sum(counts) / parts
+        if not apart or sharing <= 1:
+            return least
+        demands = np.array(self._shared()) / sharing
+        rest = np.maximum(0.0, np.array(alone) - demands.sum())
+        number = np.array(counts, dtype=np.float64) / parts
+        queues = np.outer(number, np.full(len(demands), 1 / len(demands)))
+        stay = np.tile(demands, (len(counts), 1))
+        for _ in range(_ROUNDS):
+            # A group finds all others there, and not itself.
+            stay = demands * (1 + queues.sum(axis=0) - queues / number[:, None])
+            queues = (number / np.maximum(1e-12, rest + stay.sum(axis=1)))[:, None] * stay
+        own = self._own()
+        return [max(float(step), own) for step in rest + stay.sum(axis=1)]
 
-        def used(pace: float) -> float:
-            return sum(count * each / max(pace, own) for own, count in zip(alone, counts, strict=True))
+    def _shared(self) -> Sequence[float]:
+        """Seconds of the busiest resource of each sort at the servers, for a step of every group."""
+        hosts = np.unique(self._places.host[self._places.workers :])
+        servers = self.work[self._places.workers :]
+        sorts = (self.links_in[hosts], self.links_out[hosts], servers)
+        return [float(amounts.max(initial=0.0)) for amounts in sorts]
 
-        # The time of the fastest group at which the busiest resource has no pause.
-        low, high = 0.0, max(need, *alone)
-        if used(0.0) <= 1:
-            return list(alone)
-        for _ in range(100):
-            middle = (low + high) / 2
-            low, high = (middle, high) if used(middle) > 1 else (low, middle)
-        return [max(high, own) for own in alone]
+    def _own(self) -> float:
+        """Seconds of the busiest resource that one group has for itself."""
+        return float(self.work[: self._places.workers].max(initial=0.0))
 
     @cached_property
     def most_needed(self) -> float:

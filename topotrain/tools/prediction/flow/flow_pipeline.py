@@ -73,21 +73,26 @@ class StepPipeline:
         costs: of the job.
         shapes: of its model.
         ready: by bucket, the share of the backward after which its gradient is there.
-        group: the worker group.
+        groups: the worker group, or those that make each exchange together.
         buckets: those that are exchanged in this step (numbers).
     """
 
     def __init__(
-        self, costs: Costs, shapes: BucketShapes, ready: Sequence[float], group: int, buckets: Sequence[int]
+        self,
+        costs: Costs,
+        shapes: BucketShapes,
+        ready: Sequence[float],
+        groups: Sequence[int],
+        buckets: Sequence[int],
     ) -> None:
         self._costs, self._shapes, self._ready = costs, shapes, ready
         self._job, self._topology = costs.job, costs.topology
-        self._size = costs.topology.workers_per_group
+        self._size, self._groups = costs.topology.workers_per_group * len(groups), len(groups)
         self._visible = _sees_means(costs.job, costs.topology)
         self._on_arrival = costs.job.apply is Apply.kOnArrival
         self._buckets = [number for number in buckets if shapes.all[number].trained]
         self._all = list(buckets)
-        self._classes, self._home = host_classes(costs, group)
+        self._classes, self._home = host_classes(costs, groups)
         self._senders = [each for each in self._classes if each.workers]
         self._tree = costs.topology.server_collective and costs.job.cluster.algorithm is not Algorithm.kNaive
         self._hops = depth(costs.job.cluster.algorithm, costs.topology.shards) if self._tree else 0
@@ -112,8 +117,9 @@ class StepPipeline:
         decided = self._decide(sent)
         applied = self._apply(decided)
         self._go_on()
-        end = max(applied, self._shown, *self._values.values()) if self._values else max(applied, self._shown)
-        end += self._costs.delay_s + self._topology.shards * self._costs.receive_s(frames.APPLIED, self._near)
+        # The reply to the commit comes with the values.
+        end = max(applied + (0.0 if self._near else self._costs.delay_s), self._shown)
+        end += self._topology.shards * self._costs.receive_s(frames.APPLIED, self._near)
         if self._job.pull is Pull.kLazy:
             end = self._lazy_end(sent)
         return StepTimes(computed, slowest, max(self._left, slowest), committed, applied, end)
@@ -230,7 +236,8 @@ class StepPipeline:
             home.out = max(home.out, now) + whole / home.count
             each.into = max(each.into, now) + costs.seconds(parcel.nbytes * each.copies * far)
             here = max(here, home.out, each.into, now + whole)
-        self._at(here + costs.delay_s + costs.receive_s(parcel, self._near), then, number)
+        here += 0.0 if self._near else costs.delay_s
+        self._at(here + costs.receive_s(parcel, self._near), then, number)
 
     def _home_of(self, number: int) -> HostClass:
         """The hosts of which one has the server of a bucket."""
@@ -272,7 +279,11 @@ class StepPipeline:
         staged = max(staged, *self._summed.values()) if self._summed else staged
         if shards == 1:
             return staged
-        votes = (shards - 1) * (costs.handle_s(frames.VOTE, self._near) + costs.send_s(frames.DECISION, self._near))
+        votes = (
+            self._groups
+            * (shards - 1)
+            * (costs.handle_s(frames.VOTE, self._near) + costs.send_s(frames.DECISION, self._near))
+        )
         return staged + 2 * delay + votes + costs.handle_s(frames.DECISION, self._near)
 
     def _apply(self, now: float) -> float:
@@ -302,18 +313,18 @@ def _sees_means(job: Job, topology: Topology) -> bool:
     return job.grads is Grads.kVisible and topology.workers_per_group > 1 and job.cluster.outer is None
 
 
-def host_classes(costs: Costs, group: int) -> tuple[list[HostClass], Sequence[int]]:
-    """Return the classes of the hosts that a worker group uses, and the class of each of its servers."""
+def host_classes(costs: Costs, groups: Sequence[int]) -> tuple[list[HostClass], Sequence[int]]:
+    """Return the classes of the hosts that worker groups use, and the class of each of their servers."""
     topology = costs.topology
-    sg = topology.server_group_of(group)
+    sg = topology.server_group_of(groups[0])
     workers: dict[int, list[Computing]] = {}
-    for worker in topology.workers(group):
+    for worker in (each for group in groups for each in topology.workers(group)):
         workers.setdefault(topology.host_of(worker), []).append(costs.computing(worker))
     homes = [topology.host_of(each) for each in topology.servers(sg)]
     servers: dict[int, int] = {}
     for home in homes:
         servers[home] = servers.get(home, 0) + 1
-    summed = topology.cluster.nworkers_per_procs > 1 and bool(used_units(costs.job, topology, group))
+    summed = topology.cluster.nworkers_per_procs > 1 and bool(used_units(costs.job, topology, groups[0]))
     naive = topology.server_collective and costs.job.cluster.algorithm is Algorithm.kNaive
     classes: dict[tuple[object, ...], int] = {}
     found: list[HostClass] = []

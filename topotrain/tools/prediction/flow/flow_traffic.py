@@ -33,13 +33,14 @@ def refuse_unknown(job: Job, topology: Topology) -> None:
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
 
 
-def step_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Sequence[Route]:
-    """Return all that is sent in a mean step."""
+def step_routes(job: Job, topology: Topology, shapes: BucketShapes, exchanges: bool = True) -> Sequence[Route]:
+    """Return all that is sent in a mean step. exchanges: with those of server groups."""
     if job.cluster.outer is not None:
         return tuple(island_routes(job, topology, shapes))
     if topology.server_collective:
         return tuple(collective_routes(job, topology, shapes))
-    return (*_group_routes(job, topology, shapes), *_exchange_routes(job, topology, shapes))
+    between = _exchange_routes(job, topology, shapes) if exchanges else ()
+    return (*_group_routes(job, topology, shapes), *between)
 
 
 # --- workers and their servers ---------------------------------------------------------------------------------------
