@@ -45,7 +45,10 @@ def count(option: str, text: str) -> int:
 
 
 def nbytes(option: str, text: str) -> int:
-    """Return the bytes of "16GB" or "512MiB". Raises ConfigError for anything else, and for 0."""
+    """Return the bytes of "16GB" or "512MiB".
+
+    Raises ConfigError for anything else, and for 0.
+    """
     found = _SIZE.fullmatch(text.strip().lower())
     size = int(float(found[1]) * _SIZES[found[2]]) if found else 0
     if size < 1:

@@ -84,7 +84,10 @@ class ReplayedExchanges(ExchangeChoices):
         return self._is_next(step, ExchangeKind.TAKE)
 
     def fragment(self, step: int, now: int) -> int:
-        """As `ExchangeChoices.fragment`. Raises ConfigError for a push that the recording does not have."""
+        """As `ExchangeChoices.fragment`.
+
+        Raises ConfigError for a push that the recording does not have.
+        """
         if not self._choices and not self._whole:
             return now  # in the recording the process has died before
         found = self._choices.popleft() if self._choices else None

@@ -44,7 +44,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class OwnMessage:
-    """A message that a server gets from its own process, such as that of a timer. meta: as `codec.encode` makes it."""
+    """A message that a server gets from its own process, such as that of a timer.
+
+    meta: as `codec.encode` makes it.
+    """
 
     kind: int
     meta: bytes
@@ -52,7 +55,10 @@ class OwnMessage:
 
 @dataclass(frozen=True, slots=True)
 class StepMade:
-    """A step of a worker group is over. version: of the values then. skipped: they have not changed."""
+    """A step of a worker group is over.
+
+    version: of the values then. skipped: they have not changed.
+    """
 
     group: int
     version: int

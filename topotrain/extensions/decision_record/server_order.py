@@ -27,7 +27,10 @@ class ServerOrder(ABC):
         sender: MessageSender | None,
         start: StartPoint | None,
     ) -> Server:
-        """Return the server at an address, without extensions. The arguments are those of `Server`."""
+        """Return the server at an address, without extensions.
+
+        The arguments are those of `Server`.
+        """
 
 
 class VersionObserver:

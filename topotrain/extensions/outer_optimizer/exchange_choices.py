@@ -2,10 +2,16 @@
 
 
 class ExchangeChoices:
-    """Leaves each choice as it is. A recording writes it down, and a replay makes the recorded one."""
+    """Leaves each choice as it is.
+
+    A recording writes it down, and a replay makes the recorded one.
+    """
 
     def pushes(self, step: int, now: bool) -> bool:
-        """Whether the worker pushes behind its own step (from 1). It is asked several times."""
+        """Whether the worker pushes behind its own step (from 1).
+
+        It is asked several times.
+        """
         return now
 
     def takes(self, step: int, now: bool) -> bool:

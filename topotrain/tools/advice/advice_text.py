@@ -97,7 +97,10 @@ def speed(one: Rehearsed) -> str:
 
 
 def job_text(advice: Advice, job: Job) -> str:
-    """Return the text of a job file, with the reason as a comment. job: that of the winner, with its program."""
+    """Return the text of a job file, with the reason as a comment.
+
+    job: that of the winner, with its program.
+    """
     winner = advice.winner
     hosts = max(1, advice.machines.hosts)
     where = "one host" if hosts == 1 else f"{hosts} hosts, one unit on each"

@@ -43,7 +43,10 @@ class AutomaticLayout:
 def choose(
     job: Job, probe: Probe, predictor: Predictor | None = None, listener: SearchListener | None = None
 ) -> AutomaticLayout:
-    """Choose the layout of a job on the machine of the probe. Raises ConfigError where none fits."""
+    """Choose the layout of a job on the machine of the probe.
+
+    Raises ConfigError where none fits.
+    """
     memory = probe.machine.memory_bytes or None
     machines = replace(Machines(hosts=0, cores=probe.machine.cores).with_job(job), memory_bytes=memory)
     advice = advise(probe, machines, job, Wishes(True, MOST, WITHIN_S), predictor, listener)

@@ -10,7 +10,10 @@ from topotrain.tools.prediction.machines import Machines
 
 
 class Family(str, Enum):
-    """A family of layouts. The advice rehearses at least one candidate of each, as far as there are any."""
+    """A family of layouts.
+
+    The advice rehearses at least one candidate of each, as far as there are any.
+    """
 
     OWN = "the block of the job file"
     ONE = "one worker"

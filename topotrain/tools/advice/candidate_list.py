@@ -80,7 +80,10 @@ class CandidateSource:
         return CandidateList(tuple(candidates.values()), tuple(refused), (*left_out, *self._settings()))
 
     def candidate(self, family: Family, job: Job) -> Candidate:
-        """Return the candidate of a job. Raises ConfigError where its fields do not fit the machines or the script."""
+        """Return the candidate of a job.
+
+        Raises ConfigError where its fields do not fit the machines or the script.
+        """
         topology = replace(self.machines, stragglers={}).topology(job)
         replica_placement.check(job, topology)
         members, batch = topology.workers_per_group, self.probe.batch.size

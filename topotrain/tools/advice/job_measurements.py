@@ -83,7 +83,10 @@ def measured(workspace: Path, option: str) -> JobMeasurement:
 
 
 def from_history(summary: Mapping[str, Any], view: Mapping[str, Any], option: str, place: str) -> JobMeasurement:
-    """Return the measurement of a summary and a view. Raises ConfigError where it is too early."""
+    """Return the measurement of a summary and a view.
+
+    Raises ConfigError where it is too early.
+    """
     rates = {each["of"]: _steps_per_s(each["points"]) for each in view["series"] if each["metric"] == "samples_per_s"}
     addresses = {each["name"]: (each["group"], each["index"]) for each in view["processes"] if each["role"] == "worker"}
     found, away = [], set()

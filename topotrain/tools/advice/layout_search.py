@@ -42,7 +42,10 @@ class SearchListener(Protocol):
     """Is told how far a search is."""
 
     def rehearsing(self, number: int, of: int, candidate: Candidate) -> None:
-        """Take note that a candidate is rehearsed. number: from 1. of: how many there can be."""
+        """Take note that a candidate is rehearsed.
+
+        number: from 1. of: how many there can be.
+        """
         ...
 
 

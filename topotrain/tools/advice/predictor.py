@@ -17,7 +17,10 @@ class Predictor(Protocol):
 
 
 class RehearsalPredictor:
-    """Predicts by a rehearsal with the product's own servers and clients. seed: of the random draws."""
+    """Predicts by a rehearsal with the product's own servers and clients.
+
+    seed: of the random draws.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         # Now and not in the first prediction, whose time is limited: it imports torch.

@@ -138,7 +138,10 @@ class RunningComparison:
     predictor: Predictor
 
     def compare(self, wishes: Wishes, listener: SearchListener | None = None) -> RunningAdvice:
-        """Return the advice. Raises ConfigError where the job's own layout cannot be predicted."""
+        """Return the advice.
+
+        Raises ConfigError where the job's own layout cannot be predicted.
+        """
         job = replace(self.job, cluster=self._present())
         probe, machines = self.calibrated(), self._machines()
         # With its own numbers: a straggler of a running job is a worker.

@@ -54,7 +54,9 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
 
 @contextmanager
 def exports_of_unit(job: Job | None, rank: int, logs: Sequence[str], metrics: str) -> "Iterator[JobExports | None]":
-    """Yield the exports of a job of several units in unit 0, and None in the others. Raises ConfigError.
+    """Yield the exports of a job of several units in unit 0, and None in the others.
+
+    Raises ConfigError.
 
     job: None: this unit was started without one.
     """
@@ -77,7 +79,10 @@ def announce(exports: "JobExports | None") -> None:
 
 
 def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
-    """Return the same options as words for `topotrain unit`, which may run elsewhere. Raises ConfigError."""
+    """Return the same options as words for `topotrain unit`, which may run elsewhere.
+
+    Raises ConfigError.
+    """
     if not logs and not metrics:
         return ()
     _check_packages(logs, metrics)

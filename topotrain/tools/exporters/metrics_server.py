@@ -38,7 +38,10 @@ class MetricsAddress:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of the value of `--metrics`; no host: "". Raises ConfigError."""
+    """Return host and port of the value of `--metrics`; no host: "".
+
+    Raises ConfigError.
+    """
     host, colon, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
         raise ConfigError(OPTION, text, "must be PORT or ADDRESS:PORT, such as 9400 or 10.0.0.1:9400")

@@ -288,7 +288,10 @@ class FlowModel:
             yield LinkLoad(name, parcel.nbytes / count, parcel.messages / count, self.places.hosts > 1)
 
     def pairs(self) -> Mapping[tuple[Address, Address], Parcel]:
-        """What each process sends to each other one in a mean step. For layouts that are small."""
+        """What each process sends to each other one in a mean step.
+
+        For layouts that are small.
+        """
         found: dict[tuple[Address, Address], Parcel] = {}
         for route in self.routes:
             for sender, receiver, parcel in route.expanded():

@@ -75,7 +75,10 @@ def parse_cores(text: str) -> int:
 
 
 def parse_stragglers(text: str) -> Mapping[int, float]:
-    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5". Raises ConfigError."""
+    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5".
+
+    Raises ConfigError.
+    """
     found: dict[int, float] = {}
     for part in text.replace(" ", "").split(","):
         match = _STRAGGLER.fullmatch(part)
@@ -92,7 +95,10 @@ def parse_stragglers(text: str) -> Mapping[int, float]:
 def parse_machines(
     hosts: str = "", link: str = "", straggler: str = "", memory: str = "", mtbf: str = "", cores: str = ""
 ) -> Machines:
-    """Return the machines of these options, as text. Empty: not given. Raises ConfigError."""
+    """Return the machines of these options, as text.
+
+    Empty: not given. Raises ConfigError.
+    """
     return Machines(
         parse_hosts(hosts) if hosts else 0,
         parse_cores(cores) if cores else None,

@@ -47,7 +47,10 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A process that the others wait for. seconds: in a step, as a mean over the workers that wait."""
+    """A process that the others wait for.
+
+    seconds: in a step, as a mean over the workers that wait.
+    """
 
     process: str
     seconds: float
@@ -55,7 +58,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class BusyResource:
-    """A resource such as "server 0/1's link out" or "cores of host 0". share: of the time in which it is busy."""
+    """A resource such as "server 0/1's link out" or "cores of host 0".
+
+    share: of the time in which it is busy.
+    """
 
     name: str
     share: float

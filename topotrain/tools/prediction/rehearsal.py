@@ -130,7 +130,10 @@ class Rehearsal(SimCluster, StepObserver):
         return work
 
     def host_of(self, me: Address) -> int:
-        """Return the number of the machine of an endpoint. Emulated hosts are on one machine."""
+        """Return the number of the machine of an endpoint.
+
+        Emulated hosts are on one machine.
+        """
         return 0 if self.machines.emulated else self.topology.host_of(me)
 
     def cores_of(self, me: Address) -> HostCores:

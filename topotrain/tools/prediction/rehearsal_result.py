@@ -33,7 +33,10 @@ class RehearsalResult:
         self._steps = [record for script in rehearsal.scripts for record in script.records[self._first :]]
 
     def prediction(self) -> Prediction:
-        """Return the prediction. Raises ConfigError where a host has too little memory, or failures end the job."""
+        """Return the prediction.
+
+        Raises ConfigError where a host has too little memory, or failures end the job.
+        """
         rehearsal = self._rehearsal
         job, topology = rehearsal.job, rehearsal.topology
         times = sorted(record.ended - record.begun for record in self._steps)

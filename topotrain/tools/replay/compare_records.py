@@ -26,7 +26,10 @@ _END = "the recording ends"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two recordings differ. version: of the server's values before. first, second: what each recording has."""
+    """Where two recordings differ.
+
+    version: of the server's values before. first, second: what each recording has.
+    """
 
     server: str
     version: int

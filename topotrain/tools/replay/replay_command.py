@@ -102,7 +102,10 @@ class Shown:
 
 
 def replayed_job(recorded: Job, program: str | None, args: list[str] | None, workspace: str) -> Job:
-    """Return the recorded job with this program, in a workspace of its own. Raises BadInput."""
+    """Return the recorded job with this program, in a workspace of its own.
+
+    Raises BadInput.
+    """
     words = tuple(args or ()) if program else recorded.args
     job = replace(recorded, program=program or recorded.program, args=words, rendezvous="", resume=False)
     check_program(job.program)

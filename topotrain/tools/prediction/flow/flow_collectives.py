@@ -81,7 +81,10 @@ def _all(shapes: Sequence[BucketShape], parcel: Callable[[BucketShape], Parcel])
 
 @lru_cache(maxsize=4096)
 def _part(shape: BucketShape) -> Parcel:
-    """A part of the sum of a bucket, or its mean. Without a gradient it tells that no part is missing."""
+    """A part of the sum of a bucket, or its mean.
+
+    Without a gradient it tells that no part is missing.
+    """
     return _hop(0, shape.pieces, shape.nbytes if shape.trained else 0)
 
 

@@ -129,7 +129,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Seconds of a worker in a step. before: the script and the forward. backward: the backward."""
+    """Seconds of a worker in a step.
+
+    before: the script and the forward. backward: the backward.
+    """
 
     before: float
     backward: float

@@ -16,7 +16,10 @@ Amounts = npt.NDArray[np.float64]
 
 
 class Places:
-    """The number of each process, and of the host that it is on. Workers come first, group after group."""
+    """The number of each process, and of the host that it is on.
+
+    Workers come first, group after group.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._per_group, self._shards = topology.workers_per_group, topology.shards

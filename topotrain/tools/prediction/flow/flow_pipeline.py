@@ -343,7 +343,10 @@ def host_classes(costs: Costs, groups: Sequence[int]) -> tuple[list[HostClass], 
 
 
 def ready_shares(shapes: BucketShapes, shares: Sequence[float]) -> Iterator[float]:
-    """Return of each bucket the share of the backward after which it is complete. shares: of each parameter."""
+    """Return of each bucket the share of the backward after which it is complete.
+
+    shares: of each parameter.
+    """
     slice_map = shapes.map
     for bucket in slice_map.buckets:
         parameters = (slice_map.segments[piece.segment].parameter for piece in bucket.pieces)

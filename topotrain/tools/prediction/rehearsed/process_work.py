@@ -147,7 +147,10 @@ class ProcessWork:
             self._sim.sleep(idle)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the script wait. Only a message that is handled here can make `ready()` true."""
+        """Let the script wait.
+
+        Only a message that is handled here can make `ready()` true.
+        """
         self.spend()
         self._news = True
         self._script_runs = False

@@ -232,7 +232,10 @@ class IslandScript(TrialScript):
         return range(max(known), self._trial.epochs) if known else self._epochs
 
     def _train(self, worker: Worker, cells: range, place: tuple[int, int]) -> None:
-        """Make the step of one batch. The gradient of this worker is -1 in its own one of these cells."""
+        """Make the step of one batch.
+
+        The gradient of this worker is -1 in its own one of these cells.
+        """
         for cell in cells:
             self._islands.made(cell, self._process)
         worker.drawn(*place, 1.0, 1)
