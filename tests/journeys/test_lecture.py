@@ -33,7 +33,7 @@ def explained(text: str, kind: FrameworkKind) -> Counter[tuple[str, str]]:
     """How often each (receiver, word) was explained, read back from the sentences. No other line may look like one."""
     patterns = {}
     for what, template in SENTENCES[kind].items():
-        fields = {"who": "(?P<who>[a-z]+ [0-9]/[0-9])", "to": "(?P<to>[a-z]+ [0-9]/[0-9])", "step": "[1-9][0-9]*"}
+        fields = {"sender": "(?P<sender>[a-z]+ [0-9]/[0-9])", "to": "(?P<to>[a-z]+ [0-9]/[0-9])", "step": "[1-9][0-9]*"}
         parts = {name: f"@{name}@" for name in (*fields, "part")}
         pattern = re.escape(template.format(**parts))
         for name, value in {**fields, "part": "(slice [0-9]+|all its slices)"}.items():

@@ -123,9 +123,10 @@ def check_program(program: str) -> None:
 def check_writable(what: str, file: Path, private: bool = False) -> None:
     """Check before hours of training that `file` can be written; its content stays.
 
-    private: it is for this user alone.
+    A file that was not there is not there afterwards. private: it is for this user alone.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    was_there = os.path.lexists(file)
     try:
         if private:
             make_folder(file.parent)
@@ -134,6 +135,8 @@ def check_writable(what: str, file: Path, private: bool = False) -> None:
             # The user has named this file, so its mode is what the umask gives.
             file.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
+        if not was_there:
+            file.unlink()
     except OSError as error:
         raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
 
