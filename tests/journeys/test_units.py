@@ -107,7 +107,7 @@ def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner:
 def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     job = Job(
-        runner, f"nworker_groups: 3 {APART}", "ledger.py", ["--epochs", "30", "--step-s", "0.03"], [None] * 4, url
+        runner, f"nworker_groups: 3 {APART}", "ledger.py", ["--epochs", "300", "--step-s", "0.03"], [None] * 4, url
     )
     job.url += "?job=ledger"
     job.conf.write_text(f"{ELASTIC} snapshot_s: 0.3\n{job.conf.read_text()}")
