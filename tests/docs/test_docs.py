@@ -126,6 +126,8 @@ class Command:
         """The same, quick: one epoch for every training."""
         if not re.search(r"examples/\w+\.py", self.text) or "examples/trainer.py" in self.text:
             return self.text  # how long that one trains stands in its job file
+        if self.text.startswith("topotrain probe"):
+            return self.text  # it ends the program itself
         if "--epochs" in self.text:
             return re.sub(r"--epochs \d+", "--epochs 1", self.text)
         return re.sub(r"(examples/\w+\.py)", r"\1 --epochs 1", self.text)

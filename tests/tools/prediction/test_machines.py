@@ -3,7 +3,7 @@
 import pytest
 from made_probe import made_job
 
-from topotrain.config.job import ConfigError, Link
+from topotrain.config.job import ConfigError, Link, TransportChoice
 from topotrain.tools import amounts
 from topotrain.tools.prediction.machines import Machines, parse_machines
 
@@ -67,3 +67,19 @@ def test_an_emulated_link_of_the_job_is_on_one_machine():
     assert found.link == Link(bandwidth=100.0)
     # Hosts that were given are real ones.
     assert not Machines(link=Link()).with_job(job).emulated
+
+
+@pytest.mark.parametrize(
+    ("machines", "transport", "mbit"),
+    [
+        (Machines(), "kAuto", 0.0),
+        (Machines(), "kTcp", 9000.0),
+        (Machines(hosts=2), "kAuto", 9000.0),
+        (Machines(link=Link(bandwidth=100.0)), "kAuto", 100.0),
+        (Machines(link=Link(bandwidth=40000.0)), "kAuto", 9000.0),
+        (Machines(link=Link(delay=20.0)), "kAuto", 9000.0),
+    ],
+)
+def test_slices_follow_the_speed_that_a_job_would_measure(machines, transport, mbit):
+    job = made_job(nworkers_per_group=2, server_worker_separate=True, transport=TransportChoice[transport])
+    assert machines.topology(job, tcp_mbit=9000.0).link_mbit == mbit

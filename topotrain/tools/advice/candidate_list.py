@@ -84,7 +84,7 @@ class CandidateSource:
 
         Raises ConfigError where its fields do not fit the machines or the script.
         """
-        topology = replace(self.machines, stragglers={}).topology(job)
+        topology = replace(self.machines, stragglers={}).topology(job, self.probe.transports["tcp"].mbit)
         replica_placement.check(job, topology)
         members, batch = topology.workers_per_group, self.probe.batch.size
         if not job.per_worker_batch and members > batch:

@@ -156,7 +156,7 @@ class RunningComparison:
             except ConfigError as error:
                 left_out.append(LeftOut(how, str(error)))
         advice = advise(probe, self._by_host(machines), job, wishes, self.predictor, listener)
-        present = Candidate(Family.OWN, job, machines.topology(job), machines)
+        present = Candidate(Family.OWN, job, machines.topology(job, probe.transports["tcp"].mbit), machines)
         others = tuple(
             _other(scale, advice, each) for each in advice.rehearsed if each.candidate.job.cluster != job.cluster
         )

@@ -82,7 +82,7 @@ class FlowModel:
 
     def __init__(self, job: Job, probe: Probe, machines: Machines) -> None:
         self.job, self.probe, self.machines = job, probe, machines.with_job(job)
-        self.topology = self.machines.topology(job)
+        self.topology = self.machines.topology(job, probe.transports["tcp"].mbit)
         refuse_unknown(job, self.topology)
         self.places = Places(self.topology)
 

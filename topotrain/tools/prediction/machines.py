@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from topotrain.config.job import ConfigError, Job, Link
+from topotrain.config.job import ConfigError, Job, Link, TransportChoice
 from topotrain.config.topology import Topology, layout
 from topotrain.tools import amounts
 
@@ -43,8 +43,13 @@ class Machines:
             self.hosts, self.cores, emulated, self.stragglers, self.memory_bytes, self.mtbf_s, emulated=True
         )
 
-    def topology(self, job: Job) -> Topology:
+    def topology(self, job: Job, tcp_mbit: float = 0.0) -> Topology:
         """Place a job on these hosts: units in their order, each host with about as many.
+
+        Args:
+            job: the job.
+            tcp_mbit: the speed of TCP where no link bounds it, in Mbit/s; 0: not known. As in a job, the size of the
+                slices follows the speed of the slowest link.
 
         Raises:
             ConfigError: the counts of the cluster do not fit together, or no worker has the number of a straggler.
@@ -57,7 +62,15 @@ class Machines:
                 raise ConfigError("--straggler", number, f"must be the number of a worker, 0 to {workers - 1}")
         hosts = min(self.hosts or (1 if self.link is None else units), units)
         # With an emulated link each unit counts as a host in any case.
-        return layout(job.cluster, tuple(rank * hosts // units for rank in range(units)))
+        numbers = tuple(rank * hosts // units for rank in range(units))
+        return layout(job.cluster, numbers, self._link_mbit(job, hosts, tcp_mbit))
+
+    def _link_mbit(self, job: Job, hosts: int, tcp_mbit: float) -> float:
+        """Return what a job would measure as the speed of its slowest link; 0: nothing."""
+        if hosts == 1:
+            return tcp_mbit if job.cluster.transport is TransportChoice.kTcp else 0.0
+        bandwidth = None if self.link is None else self.link.bandwidth
+        return tcp_mbit if bandwidth is None else min(bandwidth, tcp_mbit or bandwidth)
 
 
 def parse_hosts(text: str) -> int:

@@ -30,7 +30,7 @@ def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Pa
         OSError: the trace cannot be written.
     """
     job, machines = steady(job), machines.with_job(job)
-    topology = machines.topology(job)
+    topology = machines.topology(job, probe.transports["tcp"].mbit)
     check(job, topology)
     # First: a job that does not fit need not be rehearsed.
     planned_memory(job, probe, machines, topology)

@@ -99,7 +99,7 @@ class Rehearsal(SimCluster, StepObserver):
     # --- how it is made ------------------------------------------------------------------------------------------
 
     def _place(self, job: Job) -> Topology:
-        return self.machines.topology(job)
+        return self.machines.topology(job, self.probe.transports["tcp"].mbit)
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
         """Each worker describes its model itself."""

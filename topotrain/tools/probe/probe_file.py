@@ -144,6 +144,12 @@ class ProbedTransport:
     receive_byte_s: float
     latency_s: float
 
+    @property
+    def mbit(self) -> float:
+        """Mbit/s of large messages, of which the sender and the receiver each work on their own; 0: without bound."""
+        slower = max(self.send_byte_s, self.receive_byte_s)
+        return 8e-6 / slower if slower > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Probe:
