@@ -1,4 +1,4 @@
-"""The advice: the candidates that were rehearsed, those that were not, and the winner."""
+"""The advice: the rehearsed candidates, the other ones, and the winner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from topotrain.tools.probe.probe_file import Probe
 
 VERSION = 1
 EVEN = 0.02
-"""Layouts whose speeds differ by less count as equally fast: the one that changes nothing, or is smaller, is taken."""
+"""Layouts with speeds that differ by less are equally fast: the one that changes nothing, or is smaller, is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What was rehearsed, the fastest first, and what was not.
+    """The rehearsed layouts, the fastest first, and those that were not rehearsed.
 
     Attributes:
         machines: where the job is to run.
@@ -45,7 +45,7 @@ class Advice:
 
     @property
     def best_exact(self) -> Rehearsed | None:
-        """The fastest layout whose updates are those of one process; None: there is none."""
+        """The fastest layout with the updates of one process. None: there is none."""
         exact = [each for each in self.rehearsed if each.is_exact]
         return _winner(exact) if exact else None
 
@@ -130,7 +130,10 @@ def host_memory(one: Rehearsed) -> int:
 
 
 def host_traffic(one: Rehearsed) -> float:
-    """Return the bytes that all processes send to other hosts, for each step of a worker; on one host to each other."""
+    """Return the bytes that all processes send to other hosts, per worker step.
+
+    If all processes are on one host, these are the bytes that they send to each other.
+    """
     links = one.prediction.links
     between = [link for link in links if link.between_hosts]
     return sum(link.nbytes for link in between or links)

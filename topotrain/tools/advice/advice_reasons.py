@@ -35,7 +35,10 @@ def reason(one: Rehearsed, others: Sequence[Rehearsed]) -> str:
 
 
 def _with_less(one: Rehearsed, others: Sequence[Rehearsed]) -> str:
-    """Return how busy this kind of resource is with another number of servers; "": not less."""
+    """Return how busy this kind of resource is with another number of servers.
+
+    "": it is not less busy with any other number.
+    """
     resource = one.prediction.busiest[0]
     best, share = None, resource.share * LESS
     for other in others:

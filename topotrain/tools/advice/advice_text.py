@@ -1,4 +1,7 @@
-"""An advice as text: one table, a sentence for each layout, and the winner's job file."""
+"""An advice as text.
+
+The text has one table, a sentence for each layout, and the winner's job file.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence

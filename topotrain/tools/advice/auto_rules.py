@@ -43,6 +43,6 @@ COMBINATIONS = (
 
 
 def without_layout(job: Job) -> Job:
-    """Return a job whose cluster block says nothing about its layout."""
+    """Return a job with a cluster block that says nothing about the layout."""
     bare = replace(job.cluster, auto=False, **{name: _DEFAULTS[name] for name in LAYOUT_FIELDS})
     return replace(job, cluster=bare)

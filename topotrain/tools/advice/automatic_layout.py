@@ -1,4 +1,7 @@
-"""The layout of a job with `cluster { auto: true }`: the fastest synchronous one on this machine."""
+"""The layout of a job with `cluster { auto: true }`.
+
+It is the fastest synchronous layout on this machine.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +23,7 @@ MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class AutomaticLayout:
-    """What was chosen. job: as if its cluster block had been written by hand."""
+    """The chosen layout. job: as if its cluster block had been written by hand."""
 
     job: Job
     advice: Advice

@@ -1,4 +1,7 @@
-"""A candidate of an advice: a whole job, its family, and what it changes of the result."""
+"""A candidate of an advice.
+
+It is a whole job with its family, and with its changes of the result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +91,10 @@ class Candidate:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What makes the updates others than those of one process; empty: nothing does."""
+        """The reasons why the updates differ from those of one process.
+
+        Empty: they do not differ.
+        """
         cluster, topology = self.job.cluster, self.topology
         several = topology.worker_groups > 1
         conditions = {
@@ -108,7 +114,10 @@ class Candidate:
 
     @property
     def processes(self) -> int:
-        """Processes that the job has: one for each worker, and one for the servers of each unit."""
+        """The number of processes of the job.
+
+        Each worker has one, and the servers of each unit have one.
+        """
         topology = self.topology
         workers = topology.worker_groups * topology.workers_per_group
         # Where each worker has a server beside it on one host, its process does the work of both.

@@ -20,7 +20,10 @@ CLEAR = 1.25
 
 @dataclass(frozen=True, slots=True)
 class CandidateList:
-    """What can be rehearsed, what does not fit into memory, and what is not considered."""
+    """The candidates, and the layouts and settings that are no candidates.
+
+    candidates: can be rehearsed. refused: layouts that do not fit into memory. left_out: is not considered.
+    """
 
     candidates: tuple[Candidate, ...]
     refused: tuple[LeftOut, ...]
@@ -104,7 +107,10 @@ class CandidateSource:
                 left_out.append(LeftOut(_fields(proposal), str(error)))
 
     def workers_per_host(self) -> tuple[int, ...]:
-        """Return how many workers a host may get, from the times of processes that compute at once."""
+        """Return the numbers of workers that a host may get.
+
+        They follow from the times of processes that compute at once.
+        """
         cores = self.machines.cores or self.probe.machine.cores
         every = counts(cores)
         if self.hosts == 1:

@@ -1,6 +1,7 @@
-"""What a running job says about itself: the speed of each worker, its waiting, and the layout.
+"""The measurements of a running job.
 
-All is from the recording in its workspace, as `JobHistory` adds it up.
+They are the speed of each worker, its waiting, and the layout. All is from the recording in its workspace, as
+`JobHistory` adds it up.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""The cluster blocks that an advice considers, for a number of hosts and of workers on each.
+"""The cluster blocks that an advice considers.
+
+They are for a number of hosts, and for a number of workers on each host.
 
 With several hosts each unit is a host. So a layout with separate servers has fewer hosts with workers. With one host
 all units are on it.
@@ -42,7 +44,10 @@ def proposals(hosts: int, per_host: tuple[int, ...]) -> Iterator[Proposal]:
 
 
 def counts(most: int) -> tuple[int, ...]:
-    """Return numbers from 1 to `most`: powers of two, or of a larger factor, so that there are few."""
+    """Return a few numbers from 1 to `most`.
+
+    Below `most` they are powers of two. If these are too many, they are powers of a larger factor.
+    """
     factor = 2
     while factor ** (MOST_COUNTS - 1) < most:
         factor *= 2

@@ -1,8 +1,10 @@
-"""The search: which candidates are rehearsed, in which order, and which need not be.
+"""The search of an advice.
 
-First the candidate of each family with the highest bound, so that a user can compare the families. Then the others,
-by falling bound, as long as their bound is above the fastest layout of their kind. So the fastest one is always
-found, unless the time or the number of rehearsals ends the search.
+It decides which candidates are rehearsed, in which order, and which need no rehearsal.
+
+The candidate of each family with the highest bound is rehearsed first, so that a user can compare the families. The
+others follow by falling bound, as long as their bound is above the fastest layout of their kind. So the fastest one is
+always found, unless the time or the number of rehearsals ends the search.
 """
 
 import time

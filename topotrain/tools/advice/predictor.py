@@ -1,4 +1,7 @@
-"""What predicts a layout: a rehearsal, or another implementation that is passed in."""
+"""Predictors of layouts.
+
+A rehearsal is the usual one. Another implementation can be passed in.
+"""
 
 from typing import Protocol
 

@@ -1,8 +1,10 @@
-"""Whether another layout would be faster for a job that runs now, from what it has measured itself.
+"""Advice for a running job, from its own measurements.
+
+It says whether another layout would be faster for the job.
 
 The probe of its program is brought to what the job says: computing takes as long as its workers need, and the slow
-ones among them are stragglers. The layout that it has is predicted as well. What is measured over what is predicted
-is a factor for all other layouts.
+ones among them are stragglers. The layout that it has is predicted as well. The measured speed over the
+predicted one is a factor for all other layouts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +39,10 @@ class Change:
 
     Attributes:
         label: of the layout.
-        how: a command; empty: the job must be started again, with this block.
+        how: a command. Empty: the job must be started again, with this block.
         samples_per_s: predicted, times what is measured over what is predicted now.
         gain: over the present speed, 0.1 for a tenth more.
-        error: the expected relative error of the prediction; None: unknown.
+        error: the expected relative error of the prediction. None: unknown.
         changes: of the statistics.
         reason: in words.
     """
@@ -180,7 +182,10 @@ class RunningComparison:
         return replace(self.probe, batch=replace(batch, **slower))
 
     def _probed_s(self, worker: MeasuredWorker) -> float:
-        """Return how long a worker would compute by the probe, beside the others of its host."""
+        """Return how long a worker would compute by the probe.
+
+        The other workers of its host compute at the same time.
+        """
         batch = self.probe.batch
         beside = max(1, len(self.measurement.workers) // self.measurement.hosts)
         return (batch.compute_s(max(1, round(worker.samples))) + batch.other_s) * slowdown(self.probe, beside)
@@ -191,7 +196,10 @@ class RunningComparison:
         return replace(cluster, nworker_groups=cluster.nworker_groups - len(self.measurement.away))
 
     def _machines(self) -> Machines:
-        """Return the machines with the slow workers of the job, by their numbers among those that are there."""
+        """Return the machines with the slow workers of the job as stragglers.
+
+        The numbers of the stragglers are those among the present workers.
+        """
         given = replace(self.machines, hosts=0 if self.measurement.hosts == 1 else self.measurement.hosts)
         usual = median(worker.compute_s / self._probed_s(worker) for worker in self.measurement.workers)
         slow = {}
@@ -203,7 +211,10 @@ class RunningComparison:
         return replace(given, stragglers=slow).with_job(replace(self.job, cluster=self._present()))
 
     def _by_host(self, machines: Machines) -> Machines:
-        """Return the machines with stragglers as an advice takes them: hosts, where there are several."""
+        """Return the machines with stragglers as an advice takes them.
+
+        With several hosts the stragglers are hosts.
+        """
         if machines.hosts <= 1:
             return machines
         topology = replace(machines, stragglers={}).topology(replace(self.job, cluster=self._present()))
@@ -244,7 +255,10 @@ class RunningComparison:
     def _leaving(
         self, cluster: Cluster, slow: dict[int, float], left_out: list[LeftOut]
     ) -> Iterator[tuple[str, Cluster, dict[int, float]]]:
-        """Yield the leaving of each group that can leave: of slow ones each, of all others one."""
+        """Yield the leaving of groups that can leave.
+
+        Each slow group is among them, and one of all other groups.
+        """
         members, job = cluster.nworkers_per_group, replace(self.job, cluster=self.measurement.cluster)
         topology = layout(job.cluster)
         present = sorted({worker.group for worker in self.measurement.workers})

@@ -1,7 +1,9 @@
-"""Upper bounds of the speed of a layout, by arithmetic: the computing, and the bytes that links must carry.
+"""Upper bounds of the speed of a layout, by arithmetic.
+
+They count the computing, and the bytes that links must carry.
 
 A bound leaves out all that only a rehearsal knows: waiting, the work of servers, messages. So a layout is never faster
-than its bound, and one whose bound is below the speed of another layout needs no rehearsal.
+than its bound. A layout with a bound below the speed of another layout needs no rehearsal.
 """
 
 from collections.abc import Iterator
@@ -87,7 +89,10 @@ class BoundEstimate:
 
     @property
     def _received(self) -> float:
-        """The fewest bytes that come back to the workers of a host, for each exchange of all parameters."""
+        """The fewest bytes that come back to the workers of a host in an exchange.
+
+        Each exchange is one of all parameters.
+        """
         job, members = self.candidate.job, self.candidate.topology.workers_per_group
         # The script sees the mean of its group before the values.
         means = job.grads is Grads.kVisible and members > 1 and job.cluster.outer is None
@@ -112,7 +117,10 @@ class BoundEstimate:
         )
 
     def _away(self, group: int) -> dict[int, float]:
-        """Return, for each host with workers of a group, the share of the parameters that other hosts have."""
+        """Return the share of the parameters that other hosts have.
+
+        It is given for each host with workers of the group.
+        """
         topology = self.candidate.topology
         servers = [topology.host_of(server) for server in topology.servers(topology.server_group_of(group))]
         hosts = {topology.host_of(worker) for worker in topology.workers(group)}
@@ -138,6 +146,9 @@ class BoundEstimate:
 
 
 def slowdown(probe: Probe, number: int) -> float:
-    """Return how many times longer a step takes with so many processes on a host; that of fewer where unknown."""
+    """Return how many times longer a step takes with several processes on a host.
+
+    number: of these processes. Where it was not measured, the factor of the next smaller number counts.
+    """
     known = [count for count in probe.sharing if count <= number]
     return probe.sharing[max(known)] if known and number > 1 else 1.0

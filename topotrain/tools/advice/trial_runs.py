@@ -1,7 +1,9 @@
-"""Runs of advised layouts for a few seconds on this machine, to lay predicted beside measured figures.
+"""Short runs of advised layouts on this machine.
+
+They take a few seconds, and show predicted beside measured figures.
 
 Each is a `topotrain run` of its own, in a workspace that is deleted. Units that would be hosts are processes of this
-machine, with the link that was asked for between them, so the prediction beside it is of that.
+machine, with the link that was asked for between them. The prediction beside it is of these processes.
 """
 
 import contextlib
@@ -34,9 +36,9 @@ _LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A layout with what was predicted and measured on this machine, in samples per second.
+    """A layout with its predicted and measured speed on this machine.
 
-    measured: None where the run gave no figure. note: why not.
+    Speeds are in samples per second. measured: None where the run gave no figure. note: why not.
     """
 
     label: str

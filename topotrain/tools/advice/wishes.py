@@ -1,14 +1,14 @@
-"""What a user wishes of an advice."""
+"""The wishes of a user for an advice."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a user wishes of an advice, and how long it may look.
+    """The wishes of a user for an advice, and how long its search may take.
 
     Attributes:
-        sync: only layouts whose updates are those of one process.
+        sync: only layouts with the updates of one process.
         most: candidates that are rehearsed at most.
         within_s: seconds after which no further candidate is rehearsed.
     """
