@@ -1,1 +1,4 @@
-"""The order of decisions of a job: recorded by its servers and workers, and made again in a replay."""
+"""The order of decisions of a job, recorded and replayed.
+
+Servers and workers record their decisions. A replay makes the same decisions again.
+"""

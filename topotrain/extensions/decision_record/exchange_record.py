@@ -113,7 +113,9 @@ class ReplayedExchanges(ExchangeChoices):
 
 
 def decode_choices(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (step, kind, fragment) of the bytes of a worker; what is cut off at the end is left out.
+    """Yield (step, kind, fragment) of each choice in the bytes of a worker.
+
+    A choice that is cut off at the end is left out.
 
     Raises:
         ValueError: these are no choices.

@@ -7,8 +7,8 @@ The bytes of a server, with all numbers as unsigned LEB128:
 
 | first | then | meaning |
 |---|---|---|
-| 0 | role, group, index, kind | the next symbol is this sender and kind of message; kind 0: the end of a process |
-| 1 | group × 4 + skipped × 2 + advanced | a step of a worker group is over; advanced: it made a new version |
+| 0 | role, group, index, kind | this sender and kind of message get the next symbol. Kind 0: the end of a process |
+| 1 | group × 4 + skipped × 2 + advanced | a step of a worker group is over. Advanced: it made a new version |
 | 2 | group, zigzag(version now − shown) | a worker group was shown a version after a request |
 | 3 | kind, length, bytes | a message of the server's own process, such as a timer's |
 | 4 | 8 bytes | the digest of the model |

@@ -53,15 +53,18 @@ class MessageOrder:
 
 
 def is_aside(kind: int) -> bool:
-    """Whether a worker sends these messages beside those of its script, on the thread of a connection.
+    """Whether a worker sends this kind of message beside those of its script.
 
-    So among the messages of one sender their place is that of chance, too.
+    The thread of a connection sends it. So its place among the messages of one sender depends on chance, too.
     """
     return m.KINDS[kind].__name__ in _ASIDE if kind in m.KINDS else False
 
 
 class StepChecks:
-    """Two bytes for each step of a worker, by which a replay sees that a script computes something else."""
+    """Two bytes for each step of a worker, which a replay compares.
+
+    A difference shows that the script computes something else.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[Address, int] = {}  # of the gradients since the last commit

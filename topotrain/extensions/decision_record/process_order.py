@@ -177,7 +177,10 @@ def values_of(server: Address) -> str:
 
 
 def write_values(server: Server, path: Path) -> None:
-    """Write the present values of a server's part of the parameters, and the shapes of all of them."""
+    """Write the present values of a server's part of the parameters.
+
+    The shapes of all parameters are written, too.
+    """
     model = server.state.known
     tensors = {
         f"{segment.start} {segment.parameter}": _flat(model.flats.segment("values", segment)).clone()
@@ -188,7 +191,7 @@ def write_values(server: Server, path: Path) -> None:
     file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(file, "wb") as opened:
         opened.write(to_bytes(tensors))
-    # Behind the values: who sees this file finds all of them.
+    # Written after the values: a reader that sees this file finds all of them.
     write_text(path.with_suffix(".json"), json.dumps(shapes))
 
 

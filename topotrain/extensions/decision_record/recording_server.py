@@ -33,13 +33,16 @@ class RecordingSink(ABC):
 
 
 def model_digest(server: Server) -> bytes | None:
-    """Return the digest of the model that workers have described to a server; None: not known yet."""
+    """Return the digest of the model that workers have described to a server.
+
+    None: the model is not known yet.
+    """
     model = server.model
     return None if model is None else sha256(model.schema.text().encode()).digest()[:8]
 
 
 class RecordingServer(Server):
-    """A server whose order of messages is recorded.
+    """A server that records the order of its messages.
 
     Args:
         me, job, topology, memory, shared, sender, start: as for `Server`.

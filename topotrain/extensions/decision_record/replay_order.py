@@ -59,7 +59,7 @@ class RecordedLife:
 
 
 class ReplayOrder:
-    """What a server is to handle next, and what must follow from it.
+    """The events that a server is to handle, and the notes that must follow.
 
     Args:
         entries: of the server.
@@ -95,7 +95,7 @@ class ReplayOrder:
 
     @property
     def next(self) -> Arrival | OwnMessage | None:
-        """What the server is to handle next. None: the recording ends here."""
+        """The event that the server is to handle next. None: the recording ends here."""
         return self._events[0] if self._events else None
 
     def advance(self) -> None:
@@ -107,6 +107,9 @@ class ReplayOrder:
         return self._notes.popleft() if self._notes else None
 
     def life(self, worker: Address, number: int) -> RecordedLife | None:
-        """Return a process of a worker if the recording has seen it die before the end of its script."""
+        """Return a process of a worker that the recording has seen die.
+
+        None: the recording has not seen its death, or the script was over before.
+        """
         known = self.lives.get(worker, ())
         return known[number] if number < len(known) and not known[number].ended else None

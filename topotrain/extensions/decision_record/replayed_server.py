@@ -1,4 +1,7 @@
-"""A server that handles messages in a recorded order, and holds those that come too early."""
+"""A server that handles messages in a recorded order.
+
+It holds messages that come too early.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -50,7 +53,7 @@ _LOST = _Lost()
 
 
 def _with_own_body(message: m.Message) -> m.Message:
-    """Return a message whose body nothing else writes."""
+    """Return a message with a body that nothing else writes."""
     # The body of a shared buffer is the memory itself, which a copy would not be.
     if message.body is None or isinstance(message, m.SharedBuffer):
         return message
@@ -156,7 +159,10 @@ class ReplayedServer(Server):
         self._tell_of_life(sender)
 
     def _is_whole(self, worker: Address) -> bool:
-        """Whether all messages are here that the recording has of a process that it has seen die."""
+        """Whether all recorded messages of a worker's present process have arrived.
+
+        False for a process that the recording has not seen die before the end of its script.
+        """
         life, messages = self._received.get(worker, (0, 0))
         recorded = self._recorded.life(worker, life)
         return recorded is not None and recorded.messages == messages
@@ -222,7 +228,7 @@ class ReplayedServer(Server):
                         message = _with_own_body(message)
                 out = super().handle(sender, message)
         except m.ProtocolError as error:
-            # It may be of another sender than the one whose message has just come.
+            # It may be from another sender than the message that has just come.
             self._differ(f"{sender}: {error}")
             return []
         # A list of the queue, which it uses again.

@@ -1,4 +1,4 @@
-"""Who makes the servers of a job that is recorded or replayed, and what they tell of their decisions."""
+"""Makers of the servers of a recorded or replayed job, and notes of decisions."""
 
 from abc import ABC, abstractmethod
 
@@ -14,7 +14,7 @@ from topotrain.extensions.decision_record.order_entries import Note, StepMade, V
 
 
 class ServerOrder(ABC):
-    """Makes servers whose messages are recorded, or come in a recorded order."""
+    """Makes servers that record the order of their messages, or replay such an order."""
 
     @abstractmethod
     def make(
@@ -41,7 +41,9 @@ class VersionObserver:
 
 
 class DecisionNotes(ServerExtension):
-    """Notes what a server decides: the steps that are over, and the versions that it shows.
+    """Notes the decisions of a server.
+
+    These are the steps that are over, and the versions that the server shows.
 
     observer: is told of versions, while the values have them.
     """
@@ -77,5 +79,8 @@ class DecisionNotes(ServerExtension):
         return ()
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`: new processes number their requests from the start."""
+        """As `ServerExtension.reset_group`.
+
+        New processes number their requests from the start.
+        """
         self._rounds.pop(group, None)

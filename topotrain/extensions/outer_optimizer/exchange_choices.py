@@ -1,4 +1,7 @@
-"""The choices of a worker between two rounds that depend on when messages have come."""
+"""The choices of a worker between two rounds.
+
+They depend on when messages have come.
+"""
 
 
 class ExchangeChoices:
@@ -15,7 +18,10 @@ class ExchangeChoices:
         return now
 
     def takes(self, step: int, now: bool) -> bool:
-        """Whether the worker takes new values behind its own step (from 1), for which it waits if they are not here."""
+        """Whether the worker takes new values behind its own step (from 1).
+
+        If they are not here yet, the worker waits for them.
+        """
         return now
 
     def fragment(self, step: int, now: int) -> int:
@@ -23,7 +29,10 @@ class ExchangeChoices:
         return now
 
     def copies(self, now: int) -> int:
-        """The step behind which the optimizer's state is copied for another group, which asks behind this one."""
+        """The step behind which the optimizer's state is copied for another group.
+
+        now: the step behind which the other group asks.
+        """
         return now
 
     def is_copied(self, step: int) -> bool:

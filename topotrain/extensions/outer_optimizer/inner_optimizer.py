@@ -175,7 +175,10 @@ class InnerOptimizer(LocalOptimizer):
 
     @property
     def unsure_steps(self) -> float:
-        """The steps that are in no round, as far as this worker knows, counted as in `UntoldSteps.dropped`."""
+        """The steps that are in no round, as far as this worker knows.
+
+        They are counted as in `UntoldSteps.dropped`.
+        """
         # Those of a push that is under way are lost if the worker dies before its round is over.
         return self._untold.pending_steps + (self._untold.last_told if self._values.is_pushing else 0.0)
 

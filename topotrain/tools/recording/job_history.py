@@ -205,7 +205,7 @@ class JobHistory:
         self._tell("ended", "", "the job has ended" + ("" if well else f" with code {event.code}"))
 
     def _all_gone(self, state: str) -> None:
-        """Let the processes whose end was not reported end with the job."""
+        """Let all processes without a reported end stop with the job."""
         for process in self._processes.values():
             if process.states.now and process.is_present:
                 self._enter(process, state)

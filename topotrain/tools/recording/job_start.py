@@ -1,4 +1,7 @@
-"""A start of a job with its present layout, and the header that describes it in recordings and exports."""
+"""A start of a job with its present layout, and its header.
+
+The header describes the start in recordings and exports.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -28,7 +28,7 @@ def layout_data(topology: Topology, hosts: Sequence[str] = ()) -> dict[str, Any]
 
 
 class RecordedLayout:
-    """A layout as a recording has it. What cannot be read is left out."""
+    """A layout as a recording has it. Parts that cannot be read are left out."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = data

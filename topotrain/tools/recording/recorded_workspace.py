@@ -15,7 +15,10 @@ QUIET_S = 15.0
 
 
 def has_writer(workspace: Path) -> bool:
-    """Return whether a job may be recorded here now: its launcher holds the workspace, or has just written."""
+    """Return whether a job may be recorded here now.
+
+    This is so if its launcher holds the workspace, or has just written.
+    """
     try:
         quiet_s = time.time() - (workspace / FILE).stat().st_mtime
     except OSError:
@@ -25,9 +28,10 @@ def has_writer(workspace: Path) -> bool:
 
 
 def read_on(workspace: Path, follower: RecordingFollower, history: JobHistory) -> bool:
-    """Add to a history what has come in its recording; return whether there was something.
+    """Add the new lines of a recording to its history.
 
-    A job that has ended without a word is lost. Raises RecordingError or OSError.
+    Return whether the history may have changed. A job that has ended without a word is lost. Raises RecordingError or
+    OSError.
     """
     # Before the lines are read: a launcher that has ended by now has written all of them.
     written = history.has_ended or has_writer(workspace)

@@ -25,7 +25,10 @@ _Key = tuple[Hashable, ...]
 
 
 def _parts(values: object, loss: object) -> tuple[str, ...]:
-    """Return what a sample tells of that another one of its kind may not: logged values, and the loss of a step."""
+    """Return the parts of a sample that others of its kind may lack.
+
+    These are the names of logged values, and the loss of a step.
+    """
     names = sorted(map(str, values)) if isinstance(values, Mapping) else []
     return (*names, *(("loss",) if loss is not None else ()))
 
@@ -71,7 +74,7 @@ class SampleSlots:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLine:
-    """What the thinning knows of a line.
+    """The facts that the thinning knows of a line.
 
     index: its place in the file. start: the number of the start of the job. key: equal for samples of which a later one
     stands for the earlier ones; None for other events. kind: the name of the event.

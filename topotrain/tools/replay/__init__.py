@@ -1,1 +1,4 @@
-"""Recordings of the order of decisions: their file, the replay of a job, and comparisons."""
+"""Recordings of the order of decisions.
+
+The package has their file, the replay of a job, and comparisons.
+"""

@@ -1,4 +1,6 @@
-"""The file of a recording: a ZIP archive with a description, and one part for each process.
+"""The file of a recording.
+
+It is a ZIP archive with a description, and one part for each process.
 
 `record.json` has the format's version, the job's text, whether the job came to its end, and the versions of topotrain
 and torch. The parts are as `order_entries` describes them.
@@ -83,7 +85,7 @@ class DecisionFile:
 
 
 def recorded(job: Job, whole: bool, folder: Path) -> DecisionFile:
-    """Return the recording whose parts are in a folder. Raises OSError."""
+    """Return the recording that has its parts in a folder. Raises OSError."""
     parts = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if _PART.fullmatch(path.name)}
     return DecisionFile(job, whole, parts, time.time(), {name: version(name) for name in ("topotrain", "torch")})
 

@@ -57,7 +57,10 @@ class JobRecord(RunFolder):
 
 
 def check_recordable(job: Job, topology: Topology, resumed: bool) -> None:
-    """Raise ConfigError for a job whose order of decisions is not enough to make them again."""
+    """Raise ConfigError for a job that cannot be recorded.
+
+    The order of decisions is not enough to make the decisions of such a job again.
+    """
     cluster = job.cluster
     if resumed:
         raise ConfigError(OPTION, None, "cannot be used for a job that goes on from a snapshot")

@@ -1,4 +1,7 @@
-"""The command `topotrain replay`: run a recorded job again, with the same decisions, or compare two recordings."""
+"""The command `topotrain replay`.
+
+It runs a recorded job again with the same decisions, or compares two recordings.
+"""
 
 import json
 import re
@@ -94,7 +97,7 @@ def register(app: typer.Typer) -> None:
 
 
 class Shown:
-    """What a replay shows. dump: parameters. out: the file for them."""
+    """The output of a replay. dump: parameters. out: the file for them."""
 
     def __init__(self, dump: Sequence[str], out: Path | None, as_json: bool, quiet: bool, forkserver: str) -> None:
         self.dump, self.out = dump, out

@@ -1,4 +1,7 @@
-"""The launcher's part of a replay: it kills workers where the recording has, and ends the job where it is to stop."""
+"""The launcher's part of a replay.
+
+It kills workers where the recording has their deaths, and ends the job where the replay is to stop.
+"""
 
 import contextlib
 import json
@@ -20,7 +23,10 @@ Until = tuple[int, int]
 
 
 class ReplayStopped(Exception):
-    """The replay has come to the version at which it was to stop, or to the end of a job that was interrupted."""
+    """The replay has come to the place where it stops.
+
+    This is the version at which it was to stop, or the end of a job that was interrupted.
+    """
 
 
 class RecordedDeaths:
@@ -44,7 +50,12 @@ class RecordedDeaths:
                 self._by_group.setdefault((worker.group, life.number), set()).add((str(worker), str(server)))
 
     def due(self, worker: str, number: int, whole: Mapping[tuple[str, int], set[str]]) -> set[str]:
-        """Return the workers to kill now that all servers in `whole` have what they need of each process."""
+        """Return the workers that can be killed now.
+
+        Each server that needs messages of one of these processes has all of them. Otherwise the result is empty.
+
+        whole: worker and number of its process -> the servers that have all messages of this process.
+        """
         group = int(worker.split(" ")[1].split("/")[0])
         wanted = self._by_group.get((group, number), set())
         if all(server in whole.get((each, number), set()) for each, server in wanted):
