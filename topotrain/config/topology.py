@@ -324,7 +324,10 @@ def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) 
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigError for a count of `cluster` that does not fit the others, or where none is chosen yet."""
+    """Raise ConfigError for a count of `cluster` that does not fit the others.
+
+    It is also raised where no layout is chosen yet.
+    """
     if cluster.auto:
         raise ConfigError("cluster.auto", cluster.auto, _NOT_CHOSEN)
     groups, homes = cluster.nworker_groups, cluster.nserver_groups

@@ -43,7 +43,10 @@ _TIME = struct.Struct("d")
 
 
 def piece_bytes(rate: float) -> int:
-    """Return the bytes that a connection sends at once over a link of so many bytes per second."""
+    """Return the bytes that a connection sends at once over a link.
+
+    rate: bytes per second of the link.
+    """
     return min(max(int(rate * _PIECE_S), _LEAST_PIECE), _LARGEST_PIECE)
 
 

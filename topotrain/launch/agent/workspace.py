@@ -44,13 +44,13 @@ _PAUSE = "message-pause"
 
 
 class RunFolder:
-    """What a tool puts into the run directory of each start of a job.
+    """Files that a tool puts into the run directory of each start of a job.
 
     This class puts nothing there.
     """
 
     def fill(self, run_dir: Path) -> None:
-        """Put it there, before any process of the job starts. Raises OSError."""
+        """Put them there, before any process of the job starts. Raises OSError."""
 
 
 @contextlib.contextmanager

@@ -172,7 +172,10 @@ def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous
 
 @dataclass(slots=True)
 class _Window(JobWatch):
-    """The display of a unit while it runs, and what it writes if it leads: report, recording and exports."""
+    """The display of a unit while it runs.
+
+    A unit that leads also writes the report, the recording and the exports.
+    """
 
     rank: int
     quiet: bool

@@ -22,7 +22,7 @@ _BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """What counts of a request before it is carried out.
+    """The parts of a request that are checked before it is carried out.
 
     scheme: http or https. headers: lower-case names and values, as often as they came.
     """

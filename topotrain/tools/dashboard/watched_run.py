@@ -18,7 +18,7 @@ _MOST_DELTAS = 16
 
 @dataclass(frozen=True, slots=True)
 class RunUpdate:
-    """What a page is told: a whole view, or what is new behind a cursor.
+    """An update of a page: a whole view, or the changes behind a cursor.
 
     cursor: of the next update. event: "view" or "delta". text: JSON.
     """

@@ -56,7 +56,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class PageRoutes:
-    """What each address answers.
+    """The addresses of the server, and the answer of each.
 
     Args:
         ticker: has the runs.

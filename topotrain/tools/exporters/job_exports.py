@@ -19,7 +19,10 @@ _ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
 
 
 def check_values(logs: Sequence[str], metrics: str) -> None:
-    """Raise ConfigError for values of `--log` and `--metrics` that are wrong on every machine."""
+    """Raise ConfigError for wrong values of `--log` and `--metrics`.
+
+    Only values that are wrong on every machine are refused.
+    """
     for value in logs:
         if value.partition(":")[0] not in _KINDS:
             raise ConfigError(LOG, value, _ACCEPTED)

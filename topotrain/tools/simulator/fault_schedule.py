@@ -165,7 +165,10 @@ def draw_assigns(name: str, seed: int) -> bool:
 
 
 def draw_group_faults(name: str, seed: int, groups: int, workers: int) -> tuple[Fault, ...]:
-    """Draw faults of single workers of groups that add up their gradients among themselves."""
+    """Draw faults of single workers.
+
+    Their groups add up their gradients among themselves.
+    """
     # A generator of its own, as for `draw_moves`.
     rng = random.Random(f"{name} {seed} group")
     found = []

@@ -282,7 +282,10 @@ class SimulatedTransport:
             self._schedule(me, to, message, late=True)
 
     def _in_order(self, me: Address, to: Address) -> bool:
-        """Whether messages between these two arrive in order and once, whatever the faults of the network."""
+        """Whether messages between these two always arrive in order and once.
+
+        The faults of the network then do not affect them.
+        """
         return False
 
     def _schedule(self, me: Address, to: Address, message: Message, late: bool) -> None:

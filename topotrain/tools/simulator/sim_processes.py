@@ -88,7 +88,10 @@ class CrashableTransport(SimulatedTransport):
         return me.role is to.role is Role.WORKER
 
     def last_arrival(self, me: Address, to: Address) -> float:
-        """The time at which the last message of one process to another arrives, or has arrived."""
+        """The time at which the last message of one process to another arrives.
+
+        It may be in the past.
+        """
         return self._newest.get((me, to), 0.0)
 
     def _worker_connection(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:

@@ -1,1 +1,1 @@
-"""What a worker reports while it trains."""
+"""The reports of a worker while it trains."""

@@ -132,7 +132,7 @@ def _check_installed() -> None:
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
-    """Return the job whose layout is sought."""
+    """Return the job for which a layout is sought."""
     if conf is not None:
         return load_job(conf, None, program, args, needs_program=False)
     if program is not None:

@@ -1,4 +1,7 @@
-"""Replaces `cluster { auto: true }` by the layout that this machine trains fastest in, before a job starts."""
+"""The choice of a layout for `cluster { auto: true }`.
+
+Before a job starts, the block is replaced by the layout in which this machine trains fastest.
+"""
 
 import sys
 from dataclasses import replace
@@ -10,10 +13,10 @@ PROBE_S = 10.0
 
 
 def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -> Job:
-    """Return the job with a layout; the same job if it has one.
+    """Return the job with a layout. A job that has one is returned as it is.
 
-    A job that resumes keeps the layout of its snapshot. snapshot: its folder; "": none. quiet: nothing is shown.
-    forkserver: one that runs; "": none.
+    A job that resumes keeps the layout of its snapshot. snapshot: its folder, or "". quiet: nothing is shown.
+    forkserver: one that runs, or "".
 
     Raises:
         ConfigError: the program cannot be measured, or no layout fits.

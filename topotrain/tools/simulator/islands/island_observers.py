@@ -1,4 +1,7 @@
-"""Invariants of the values of simulated workers that train by themselves between rounds."""
+"""Invariants of the values of simulated islands.
+
+Islands are workers that train by themselves between rounds.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -51,7 +54,7 @@ class IslandObserver:
 
 
 class GroupReplicas:
-    """Checks that all workers of a group have the same values behind each of their steps.
+    """Checks that all workers of a group have the same values after each step.
 
     Args:
         workers: of each group.

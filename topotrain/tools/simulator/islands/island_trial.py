@@ -226,7 +226,10 @@ class IslandScript(TrialScript):
             raise Killed
 
     def _rest(self, client: Client) -> range:
-        """The epochs from the one on that the state of an earlier process of the group has."""
+        """The epochs that are left for this process.
+
+        If an earlier process of the group has left a state, they begin with the epoch in this state.
+        """
         states = client.extension(WorkerStateClient).load_group() if self._process.incarnation else []
         known = [int(left.view(torch.int64)) for left in states if left is not None]
         return range(max(known), self._trial.epochs) if known else self._epochs
