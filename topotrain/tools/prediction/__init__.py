@@ -1,1 +1,4 @@
-"""What a cluster block costs before it runs: step time, links, waits, staleness."""
+"""The costs of a cluster block before it runs.
+
+They are step time, links, waits and staleness.
+"""

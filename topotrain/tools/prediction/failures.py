@@ -1,4 +1,4 @@
-"""The goodput of a predicted job whose hosts fail."""
+"""The goodput of a predicted job with hosts that fail."""
 
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology

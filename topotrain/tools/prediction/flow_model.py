@@ -104,7 +104,7 @@ class FlowModel:
 
     @cached_property
     def costs(self) -> Costs:
-        """What messages and computing cost."""
+        """The costs of messages and computing."""
         hosts = self.places.host[: self.places.workers]
         # Hosts that are emulated share the cores of one machine.
         most = self.places.workers if self.machines.emulated else int(np.bincount(hosts).max())
@@ -155,7 +155,7 @@ class FlowModel:
         return self.job.cluster.outer is not None and not self.job.cluster.quorum
 
     def _kind(self, group: int) -> tuple[object, ...]:
-        """What the time of a group's step depends on."""
+        """The facts that determine the time of a group's step."""
         first = group * self.topology.workers_per_group
         slow = self.machines.stragglers
         factors = (
@@ -177,7 +177,7 @@ class FlowModel:
         shares = [parameter.ready for parameter in self.probe.model]
         ready = list(ready_shares(self.shapes, shares))
         if self.job.cluster.outer is not None:
-            # What is pushed is there at once: it is the difference to earlier values.
+            # A pushed bucket is there at once: it is the difference to earlier values.
             ready = [1.0] * len(ready)
         return StepPipeline(self.costs, self.shapes, ready, groups, self._exchanged()).run()
 
@@ -188,7 +188,10 @@ class FlowModel:
         return [number for number, shape in enumerate(self.shapes.all) if shape.fragment == 0]
 
     def _step_alone(self, times: StepTimes) -> float:
-        """Seconds of a step of a group that has its servers and links for itself, as a mean over many."""
+        """Seconds of a step of a group, as a mean over many steps.
+
+        The group has its servers and links for itself.
+        """
         cluster = self.job.cluster
         if cluster.outer is None:
             pushing = times.end / cluster.n_push
@@ -266,13 +269,16 @@ class FlowModel:
 
     def _busiest(self, step: float) -> Iterator[BusyResource]:
         rates = [len(kind.groups) / kind.step_s for kind in self.steps]
-        # What all groups do in a mean step, in the time of one.
+        # The work of all groups in a mean step, in the time of one.
         mean = self.topology.worker_groups / sum(rates) if rates else step
         for name, seconds in self.demands.largest(_NAMED):
             yield BusyResource(name, min(1.0, seconds / mean))
 
     def links(self) -> Iterator[LinkLoad]:
-        """What is sent in a step: between each two processes, or between sets of them where there are many."""
+        """The messages of a step between each two processes.
+
+        In large layouts they are between sets of processes.
+        """
         if self.places.count <= MOST_PAIRS:
             for (sender, receiver), parcel in sorted(self.pairs().items()):
                 far = self.places.far(sender, receiver)
@@ -288,9 +294,9 @@ class FlowModel:
             yield LinkLoad(name, parcel.nbytes / count, parcel.messages / count, self.places.hosts > 1)
 
     def pairs(self) -> Mapping[tuple[Address, Address], Parcel]:
-        """What each process sends to each other one in a mean step.
+        """The parcel that each process sends to each other one in a mean step.
 
-        For layouts that are small.
+        It is for small layouts.
         """
         found: dict[tuple[Address, Address], Parcel] = {}
         for route in self.routes:

@@ -19,9 +19,10 @@ _PIECES = 24
 
 
 def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
-    """Return how many times longer each of several computing processes takes on these cores.
+    """Return how many times longer each of several processes computes.
 
-    sharing: measured factors by the number of processes. Empty: cores are shared without loss.
+    processes: that compute at once. cores: of their host. sharing: measured factors by the number of processes. Empty:
+    cores are shared without loss.
     """
     if processes <= 1:
         return 1.0
@@ -102,9 +103,9 @@ class HostCores:
 
 
 class LinkTime(Meter):
-    """The time until which one direction of a host's link is taken; see `comm.emulation.link.Meter`.
+    """The time until which one direction of a host's link is taken.
 
-    rate: bytes per second.
+    See `comm.emulation.link.Meter`. rate: bytes per second.
     """
 
     def __init__(self, rate: float) -> None:
@@ -126,7 +127,10 @@ class LinkTime(Meter):
 
 @dataclass(slots=True)
 class _Parcel:
-    """A message on its way: bytes that have not left yet, and what follows its arrival."""
+    """A message on its way.
+
+    left: bytes that have not left yet. then: follows its arrival.
+    """
 
     left: int
     piece: int

@@ -1,4 +1,7 @@
-"""The machines of a prediction: hosts, their cores and memory, the links between them, stragglers, failures."""
+"""The machines of a prediction.
+
+A prediction knows their cores and memory, the links between them, stragglers and failures.
+"""
 
 import re
 from collections.abc import Mapping
@@ -21,8 +24,8 @@ class Machines:
         cores: of each host. None: as many as the probed machine has.
         link: of each host, full duplex. None: between hosts only the costs of a probed TCP transport.
         stragglers: number of a worker, over all groups -> how many times longer it computes.
-        memory_bytes: of each host; None: not limited.
-        mtbf_s: mean time between two failures of one host; None: none fails.
+        memory_bytes: of each host. None: not limited.
+        mtbf_s: mean time between two failures of one host. None: none fails.
         emulated: the hosts are units on one machine (`run --emulate`), and share its cores.
     """
 
@@ -35,7 +38,10 @@ class Machines:
     emulated: bool = False
 
     def with_job(self, job: Job) -> "Machines":
-        """Return these machines with the emulated link of a job, if it has one and these have none."""
+        """Return these machines with the emulated link of a job, if it has one.
+
+        A link that these machines have already is kept.
+        """
         emulated = job.cluster.link
         if self.link is not None or emulated is None:
             return self

@@ -69,7 +69,7 @@ class BusyResource:
 
 @dataclass(frozen=True, slots=True)
 class LinkLoad:
-    """What one process sends to another one in a step, as a mean.
+    """The messages from one process to another one in a step, as a mean.
 
     Attributes:
         name: sender and receiver, as in "worker 0/0 > server 0/1".
@@ -94,7 +94,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Updates of others between the values that a gradient was computed with and its own update."""
+    """The staleness of gradients, in updates of other workers.
+
+    It counts the updates between the values that a gradient was computed with and its own update.
+    """
 
     mean: float
     p95: float
@@ -103,7 +106,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one layout does.
+    """The predicted behavior of one layout.
 
     Attributes:
         framework: the name of the layout.
@@ -112,15 +115,15 @@ class Prediction:
         step_p95_s: of twenty steps one is longer.
         samples_per_s: of the whole job.
         parts: where the time of a step goes.
-        waits: who is waited for, the longest first.
+        waits: the processes that are waited for, the longest wait first.
         busiest: resources, the busiest first.
         links: between each two processes that exchange messages.
         memory: of each process, as `topotrain plan` estimates it.
         staleness: of the gradients.
         start_s: from the start of the job until the first step.
-        goodput: share of the time that is left of failures; None: no failures were asked for.
+        goodput: share of the time that is left of failures. None: no failures were asked for.
         method: how this was predicted.
-        error: the relative error to expect of `step_s`; None: it was never compared with a measured job like this one.
+        error: the relative error to expect of `step_s`. None: it was never compared with a measured job like this one.
         same_as_one_process: whether the updates are those of one process: synchronous, and nothing is lossy.
         seed: of the random draws.
     """

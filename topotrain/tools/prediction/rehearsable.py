@@ -15,7 +15,10 @@ def processes_of(topology: Topology) -> int:
 
 
 def steady(job: Job) -> Job:
-    """Return the job as it is after its start: all groups are there, and have warmed up."""
+    """Return the job as it is after its start.
+
+    All groups are there, and have warmed up.
+    """
     return replace(job, warmup_steps=0, start_groups=0)
 
 
@@ -39,7 +42,10 @@ def check(job: Job, topology: Topology) -> None:
 
 
 def same_as_one_process(job: Job) -> bool:
-    """Whether a job computes what one process would: its updates are synchronous, and nothing is lossy."""
+    """Whether a job computes the same as one process would.
+
+    Its updates are then synchronous, and nothing is lossy.
+    """
     cluster = job.cluster
     local = cluster.outer is not None or cluster.n_push > 1 or cluster.n_fetch > 1
     lossy = cluster.compression is not Compression.kNone

@@ -1,7 +1,8 @@
-"""A whole job in virtual time, with the costs of a probe: the product's servers, clients and workers.
+"""A whole job in virtual time, with the costs of a probe.
 
-No rule of the product is written here a second time. Replies, their order and which process waits for which come from
-the product's code. Only the transport, the cores, the clock and the script's computing are simulated.
+Its servers, clients and workers are those of the product. No rule of the product is written here a second time.
+Replies, their order and which process waits for which come from the product's code. Only the transport, the cores, the
+clock and the script's computing are simulated.
 """
 
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ class _Enough(BaseException):
 
 
 class RehearsedServer(SimServer):
-    """A server whose messages take time. work: of its process."""
+    """A server with messages that take time. work: of its process."""
 
     work: ProcessWork
 

@@ -1,4 +1,7 @@
-"""The prediction of a rehearsal that has run: times, parts of a step, waits, busy resources, and links."""
+"""The prediction of a rehearsal that has run.
+
+It has times, parts of a step, waits, busy resources, and links.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,7 @@ _SHOWN_WAIT_S = 1e-6
 
 
 class RehearsalResult:
-    """What a rehearsal has shown. rehearsal: it has run."""
+    """The result of a rehearsal. rehearsal: it has run."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
@@ -88,7 +91,10 @@ class RehearsalResult:
         return parts, tuple(wait for wait in waits if wait.seconds > _SHOWN_WAIT_S)
 
     def _moments(self, me: Address, record: StepRecord) -> Iterator[tuple[str, float, Address]]:
-        """Yield the parts of a step in their order: the name, the end, and of a wait who is waited for."""
+        """Yield the parts of a step in their order.
+
+        Each has a name, an end, and a process. The process of a wait is the one that is waited for.
+        """
         yield "compute", record.computed, me
         messages, step = self._rehearsal.messages, record.number
         if record.exchanged:

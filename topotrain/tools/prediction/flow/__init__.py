@@ -1,1 +1,4 @@
-"""Messages as flows between sets of equal processes, for layouts of thousands of them."""
+"""Messages as flows between sets of equal processes.
+
+They are for layouts of thousands of processes.
+"""

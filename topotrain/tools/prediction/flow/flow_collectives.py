@@ -1,6 +1,7 @@
-"""The messages of a step in which gradients are added up on their way from server to server.
+"""The messages of a step with a collective between servers.
 
-The trees are those of `collectives.algorithms`. Each worker speaks to the server beside it, and commits to all.
+Gradients are added up on their way from server to server. The trees are those of `collectives.algorithms`. Each worker
+speaks to the server beside it, and commits to all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,10 @@ def _beside(job: Job, shapes: BucketShapes, held: Sequence[Sequence[BucketShape]
 
 
 def _means_to_shards(algorithm: Algorithm, parts: Sequence[Parcel]) -> Iterator[Route]:
-    """Means that only the server of a bucket needs: none travels, unless the center is another rank."""
+    """Means that only the server of a bucket needs.
+
+    None travels, unless the center is another rank.
+    """
     for shard, parcel in enumerate(parts):
         if center(algorithm, shard) != shard:
             yield Flow(server(0, center(algorithm, shard)), server(0, shard), parcel)

@@ -1,4 +1,4 @@
-"""What messages and kernels cost, by a probe."""
+"""The costs of messages and kernels, by a probe."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Costs:
         link = self.machines.link
         if link is None or link.bandwidth is None:
             return math.inf
-        # What is lost takes the link again.
+        # Lost bytes take the link again.
         return link.bandwidth * 1e6 / _BITS * (1 - link.loss)
 
     @cached_property

@@ -1,4 +1,7 @@
-"""For how long a mean step takes each resource: links of hosts, processes, and the cores of hosts."""
+"""The seconds for which a mean step takes each resource.
+
+Resources are links of hosts, processes, and the cores of hosts.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -94,10 +97,11 @@ class Demands:
     # --- the pace ----------------------------------------------------------------------------------------------------
 
     def paces(self, alone: Sequence[float], counts: Sequence[int], apart: bool) -> list[float]:
-        """Return the seconds of a step of each kind of groups, when all share what there is.
+        """Return the seconds of a step of each kind of groups.
 
-        Groups that do not wait for each other meet at the servers by chance. Their waits there are those of a closed
-        network of queues (mean value analysis: Reiser and Lavenberg, 1980, as Schweitzer has approximated it).
+        All groups share the resources. Groups that do not wait for each other meet at the servers by chance. Their
+        waits there are those of a closed network of queues (mean value analysis: Reiser and Lavenberg, 1980, as
+        Schweitzer has approximated it).
 
         Args:
             alone: of a step of a group that has all for itself.
@@ -123,7 +127,10 @@ class Demands:
         return [max(float(step), own) for step in rest + stay.sum(axis=1)]
 
     def _shared(self) -> Sequence[float]:
-        """Seconds of the busiest resource of each sort at the servers, for a step of every group."""
+        """Seconds of the busiest resource of each sort at the servers.
+
+        They are for a step of every group.
+        """
         hosts = np.unique(self._places.host[self._places.workers :])
         servers = self.work[self._places.workers :]
         sorts = (self.links_in[hosts], self.links_out[hosts], servers)

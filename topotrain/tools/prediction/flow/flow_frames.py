@@ -1,6 +1,7 @@
-"""The bytes of the messages of a step, by the product's own messages and their encoding.
+"""The bytes of the messages of a step.
 
-Nothing here knows how long a message is. Each is made once with fields of the right length, and encoded.
+They come from the product's own messages and their encoding. Nothing here knows how long a message is. Each is made
+once with fields of the right length, and encoded.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ def bits(count: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """What the bytes of a bucket's messages depend on.
+    """The facts of a bucket that determine the bytes of its messages.
 
     Attributes:
         pushed, mean, values: bytes of its gradient, of the group's mean, and of its new values, as they travel.
@@ -134,7 +135,10 @@ class BucketShapes:
 
 
 def _sizes(kind: Compression, dtype: str, itemsize: int, ratio: float) -> Callable[[int], int]:
-    """Return the function of the number of elements that gives the bytes of an encoded bucket."""
+    """Return the function that gives the bytes of an encoded bucket.
+
+    Its argument is the number of elements.
+    """
     codec = codec_for(kind, torch_dtype(dtype), ratio)
     return (lambda count: count * itemsize) if codec is None else codec.size
 

@@ -1,4 +1,7 @@
-"""The messages of a step for units that add up the gradients of their workers before the link."""
+"""The messages of a step with sums of hosts.
+
+Units add up the gradients of their workers before the link.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +27,10 @@ from topotrain.tools.prediction.flow.flow_votes import commit_to
 def host_sum_routes(
     job: Job, topology: Topology, shapes: BucketShapes, group: int, units: Sequence[HostUnit]
 ) -> Iterator[Route]:
-    """What the workers of a group send and get, of which these units send sums to servers of other hosts."""
+    """The messages of the workers of a group, in both directions.
+
+    These units send sums of gradients to servers of other hosts.
+    """
     sg = topology.server_group_of(group)
     summed = {index for unit in units for index in unit.workers}
     alone = tuple(index for index in range(topology.workers_per_group) if index not in summed)
@@ -56,7 +62,10 @@ def _sees_means(job: Job) -> bool:
 
 
 def _between_all(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]:
-    """What each worker sends to a server itself, and gets: no bodies."""
+    """The parcels that each worker itself sends to a server, and gets.
+
+    They have no bodies.
+    """
     sent, back = commit_to(held), frames.APPLIED
     if _ends_backwards(job):
         sent += frames.backward_end(len(held))
@@ -66,7 +75,7 @@ def _between_all(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]
 
 
 def _bodies(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]:
-    """What a worker sends to a server of its host beside that, and gets."""
+    """The further parcels that a worker sends to a server of its host, and gets."""
     sent, back = total([frames.push(shape) for shape in held]), total([frames.values(shape) for shape in held])
     if _sees_means(job):
         back += total([frames.mean(shape) for shape in held])
@@ -100,7 +109,10 @@ def _over_lead(job: Job, unit: HostUnit, sg: int, shard: int, held: Sequence[Buc
 
 
 def _ends(job: Job, unit: HostUnit, buckets: int) -> Iterator[Route]:
-    """Each worker tells the other leads of its unit that its backward has ended, each of them once."""
+    """The messages that tell the leads of a unit that a backward has ended.
+
+    Each worker sends one to each other lead of its unit.
+    """
     if _ends_backwards(job):
         end = framed(HostBackwardEnd(0, 0, frames.bits(buckets)))
         for lead in sorted({unit.lead(shard) for shard in unit.shards}):

@@ -20,7 +20,10 @@ from topotrain.tools.prediction.flow.flow_votes import commit_to, vote_routes
 
 
 def in_fragments(job: Job, schema: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Return the parameters with the number of their fragment, as the servers' optimizers have them."""
+    """Return the parameters with the number of their fragment.
+
+    The servers' optimizers have them like this.
+    """
     if job.cluster.outer is None or job.cluster.fragments == 1:
         return tuple(schema)
     # The script's optimizer has all parameters, as in a rehearsal.
@@ -46,7 +49,7 @@ def island_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterato
 
 
 def _about_rounds(job: Job) -> tuple[Parcel, Parcel]:
-    """What a worker tells the coordinator with a push, and what it gets behind a round."""
+    """The parcels to the coordinator with a push, and from it after a round."""
     told, answered = Parcel(), Parcel()
     if job.cluster.paces_by_time:
         told += framed(StepTime(1.0))

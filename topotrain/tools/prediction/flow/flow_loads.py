@@ -1,4 +1,7 @@
-"""What each process and each host sends and gets in a mean step, without a list of all pairs."""
+"""The messages that processes and hosts send and get in a mean step.
+
+They are added up for each process and each host, without a list of all pairs.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,7 +147,7 @@ class Load:
 
 @dataclass
 class Loads:
-    """What the processes of a job send and get in a mean step.
+    """The messages that the processes of a job send and get in a mean step.
 
     Attributes:
         places: the processes.
@@ -222,10 +225,10 @@ class Loads:
 
     @property
     def sent_far(self) -> Load:
-        """What the processes send to other hosts."""
+        """The messages that the processes send to other hosts."""
         return self.sent.less(self.sent_near)
 
     @property
     def received_far(self) -> Load:
-        """What they get from other hosts."""
+        """The messages that the processes get from other hosts."""
         return self.received.less(self.received_near)

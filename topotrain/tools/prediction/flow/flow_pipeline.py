@@ -1,4 +1,6 @@
-"""One step of a worker group in time: buckets go over links and through servers, one behind the other.
+"""One step of a worker group in time.
+
+Buckets go over links and through servers, one after the other.
 
 Equal hosts are one: what each of them sends goes through the link of one of them. A bucket that some host of a class
 gets takes that host's link for its own time, and the link of the class for its share. So buckets for different servers
@@ -19,7 +21,7 @@ from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_votes import commit_to
 
 Step = Callable[[float, int], None]
-"""What happens to a bucket (its number) at a time."""
+"""An event of a bucket (its number) at a time."""
 
 
 @dataclass
@@ -175,7 +177,10 @@ class StepPipeline:
     def _over_link(
         self, now: float, sender: HostClass, receiver: HostClass, nbytes: float, senders: int
     ) -> tuple[float, float]:
-        """Each of the sending hosts sends so many bytes to one host; return when they have left and are there."""
+        """Send so many bytes from each of the sending hosts to one host.
+
+        Return when they have left, and when they are there.
+        """
         costs = self._costs
         # A host that is of both classes keeps its own part.
         far = (sender.count - 1) / sender.count if sender is receiver else 1.0
@@ -287,7 +292,10 @@ class StepPipeline:
         return staged + 2 * delay + votes + costs.handle_s(frames.DECISION, self._near)
 
     def _apply(self, now: float) -> float:
-        """Update all buckets, and send the new values; return when the last one is updated."""
+        """Update all buckets, and send the new values.
+
+        Return when the last bucket is updated.
+        """
         if self._on_arrival:
             return now
         last = now
@@ -314,7 +322,10 @@ def _sees_means(job: Job, topology: Topology) -> bool:
 
 
 def host_classes(costs: Costs, groups: Sequence[int]) -> tuple[list[HostClass], Sequence[int]]:
-    """Return the classes of the hosts that worker groups use, and the class of each of their servers."""
+    """Return the classes of the hosts that worker groups use.
+
+    The second result is the number of the class of each of their servers.
+    """
     topology = costs.topology
     sg = topology.server_group_of(groups[0])
     workers: dict[int, list[Computing]] = {}

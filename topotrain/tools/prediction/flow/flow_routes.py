@@ -1,4 +1,6 @@
-"""Sets of equal processes, and what each member of one sends to each member of another.
+"""Sets of equal processes, and the messages between them.
+
+Each member of one set sends the same to each member of another.
 
 A set of ten thousand workers is one object. `expanded` names all pairs, which is for small layouts.
 """
@@ -54,7 +56,10 @@ def servers(groups: Sequence[int], index: int) -> ProcessSet:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Each of the senders sends this parcel to each of the receivers but itself, in a step."""
+    """A parcel from each of the senders to each of the receivers, in a step.
+
+    No process sends the parcel to itself.
+    """
 
     senders: ProcessSet
     receivers: ProcessSet
@@ -70,12 +75,14 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class TreeFlow:
-    """Parcels of a collective between the servers of group 0, along the edges of one tree for each home.
+    """Parcels of a collective between the servers of group 0.
+
+    They go along the edges of one tree for each home.
 
     Attributes:
         parents: home -> the neighbor of each rank on its way to the center. The center is its own.
         parcels: by home, what travels along each edge of its tree.
-        upward: to the center; else away from it.
+        upward: to the center. Otherwise the parcels go away from it.
         size: ranks.
     """
 

@@ -1,8 +1,8 @@
 """The messages of a mean step of a whole job, by sets of equal processes.
 
-A mean step is one step of each worker. What is sent less often, such as the exchanges of server groups, counts in part.
-Sizes come from the product's slice map and messages, places from its topology. Here are only senders and receivers, and
-a test compares them with what the product's servers and clients send.
+A mean step is one step of each worker. Rarer messages, such as the exchanges of server groups, count in part. Sizes
+come from the product's slice map and messages, places from its topology. Here are only senders and receivers, and a
+test compares them with the messages of the product's servers and clients.
 
 Data leases, and the begin and the end of a job, belong to no step.
 """
@@ -75,7 +75,7 @@ def _group_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterato
 
 
 def _sent(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
-    """What a worker sends to the server of these buckets."""
+    """The parcel that a worker sends to the server of these buckets."""
     found = total([frames.push(shape) for shape in held]) + commit_to(held)
     if visible(job, topology) or job.apply is Apply.kOnArrival:
         found += frames.backward_end(len(held))
@@ -86,7 +86,7 @@ def _sent(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
 
 
 def _received(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
-    """What a worker gets from the server of these buckets."""
+    """The parcel that a worker gets from the server of these buckets."""
     found = frames.APPLIED.times(1 / job.cluster.n_push)
     found += total([frames.values(shape) for shape in held]).times(1 / job.cluster.n_fetch)
     if visible(job, topology) and job.apply is not Apply.kOnArrival:
@@ -95,7 +95,10 @@ def _received(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parc
 
 
 def _announced(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
-    """What a worker gets from the server of these buckets, if it sees its memory: no bodies."""
+    """The parcel that a worker gets from a server if they share memory.
+
+    It has no bodies. held: the server's buckets.
+    """
     found = frames.APPLIED.times(1 / job.cluster.n_push)
     if visible(job, topology) and job.apply is not Apply.kOnArrival:
         pieces = sum(shape.pieces for shape in held)
@@ -116,7 +119,10 @@ def _announced(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Par
 
 
 def _exchange_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterator[Route]:
-    """Exchanges of server groups, if every reply is there before the next exchange is due."""
+    """The exchanges of server groups.
+
+    It is assumed that every reply is there before the next exchange is due.
+    """
     if not topology.synced:
         return
     groups = range(topology.server_groups)

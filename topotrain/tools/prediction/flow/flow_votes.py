@@ -1,4 +1,7 @@
-"""The messages that decide on a step: commits of workers, and votes and decisions between servers."""
+"""The messages that decide on a step.
+
+They are commits of workers, and votes and decisions between servers.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,8 @@
 """How samples per second grow with hosts, for each framework, by the flow model.
 
 Each worker keeps its batch, so that twice the workers read twice the samples in a step (weak scaling). Every unit has a
-host of its own. What the servers of a layout cost is in it: where they have hosts of their own, these train nothing.
+host of its own. The costs of a layout's servers are included: where servers have hosts of their own, these hosts train
+nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,10 @@ def all_reduce(algorithm: Algorithm) -> Callable[[int], Cluster]:
 
 
 def _apart(hosts: int, per_server: int = HOSTS_PER_SERVER) -> tuple[int, int]:
-    """Return how many of the hosts are workers and servers, where servers have hosts of their own."""
+    """Return how many of the hosts are workers, and how many are servers.
+
+    In these layouts servers have hosts of their own.
+    """
     servers = max(1, hosts // per_server)
     return max(1, hosts - servers), servers
 
@@ -72,12 +76,18 @@ def downpour(hosts: int) -> Cluster:
 
 
 def hogwild(hosts: int) -> Cluster:
-    """Return the block of workers with a copy of the parameters each, which agree in the background."""
+    """Return the block of workers with a copy of the parameters each.
+
+    The copies agree in the background.
+    """
     return Cluster(nworker_groups=hosts, nserver_groups=hosts, sync_freq=SYNC_FREQ)
 
 
 def islands(hosts: int) -> Cluster:
-    """Return the block of workers that train alone between rounds of an outer optimizer."""
+    """Return the block of workers that train alone between two rounds.
+
+    The rounds are those of an outer optimizer.
+    """
     workers, servers = _apart(hosts, 2 * HOSTS_PER_SERVER)
     rate = LRGen(type=ChangeMethod.kFixed, base_lr=0.7)
     outer = Updater(type=UpdaterType.kNesterov, momentum=0.9, learning_rate=rate)

@@ -1,1 +1,4 @@
-"""The processes of a rehearsal: their work, their messages, and the script of a worker."""
+"""The processes of a rehearsal.
+
+The package has their work, their messages, and the script of a worker.
+"""

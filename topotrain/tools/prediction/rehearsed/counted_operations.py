@@ -1,4 +1,6 @@
-"""Seconds of a core that operations on tensors take, counted where the product calls them.
+"""Seconds of a core that operations on tensors take.
+
+They are counted where the product calls the operations.
 
 A rehearsal has tensors of the right sizes in which every value is zero. So large operations in place are counted and
 left out: zero plus zero is zero. Memory that is never written takes no room.
@@ -22,7 +24,7 @@ _MADE = frozenset({"zeros", "empty", "empty_strided", "zeros_like", "empty_like"
 
 
 class OperationCosts:
-    """What one operation costs, by a probe.
+    """The cost of one operation, by a probe.
 
     Args:
         kernels: plain operations.
@@ -59,7 +61,9 @@ class OperationCosts:
 
 
 class WorkMeter:
-    """Seconds of a core that one thread of a process has worked, and has not spent yet.
+    """Seconds of a core that one thread has worked, and has not spent yet.
+
+    The thread is one of a simulated process.
 
     optimizes: its optimizer counts. That of a script is in the probe's time of a step.
     """
@@ -99,7 +103,9 @@ class WorkMeter:
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the thread that is inside, and leaves large ones in place out.
+    """Counts the operations of the thread that has entered this context.
+
+    Large operations in place are counted, and not done.
 
     Args:
         meter: counts them.

@@ -1,4 +1,7 @@
-"""What was sent in a rehearsal: bytes and messages of each step, and when contributions were there."""
+"""Records of the messages of a rehearsal.
+
+They have the bytes and messages of each step, and the times at which contributions were there.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -28,7 +31,10 @@ class Moment(Enum):
 
 @dataclass(slots=True)
 class PairTraffic:
-    """What one endpoint has sent to another one, by the step to which it belongs (-1: to none)."""
+    """The bytes and messages from one endpoint to another one, by step.
+
+    A step is that to which the messages belong (-1: to none).
+    """
 
     nbytes: Counter[int] = field(default_factory=Counter)
     messages: Counter[int] = field(default_factory=Counter)
@@ -48,7 +54,7 @@ class MessageRecords:
     def __init__(self, one_group: bool) -> None:
         self._one_group = one_group
         self.pairs: dict[tuple[Address, Address], PairTraffic] = defaultdict(PairTraffic)
-        """What has a step's number, by sender and receiver."""
+        """Messages with a step's number, by sender and receiver."""
         self.others: dict[tuple[Address, Address], list[tuple[float, int]]] = defaultdict(list)
         """Time and bytes of messages without one."""
         self._times: dict[tuple[Moment, Address, int], float] = {}
@@ -89,13 +95,19 @@ class MessageRecords:
         return self._times.get((moment, worker, step))
 
     def last(self, moment: Moment, group: int, step: int) -> tuple[Address, float] | None:
-        """Return the worker of a group of which the last message of a kind was there last in a step, and when."""
+        """Return the worker that was last in a step of its group, and the time.
+
+        Its last message of a kind was there after those of the others. None: there was no such message.
+        """
         there = self._there.get((moment, group, step))
         return max(there.items(), key=lambda each: each[1]) if there else None
 
 
 def step_of(message: m.Message) -> int | None:
-    """Return the number of the step of a worker group to which a message belongs; None: it has none."""
+    """Return the number of the step to which a message belongs.
+
+    It counts the steps of a worker group. None: the message belongs to no step.
+    """
     if isinstance(message, m.StepDecision) and message.change:
         return None
     step = getattr(message, "step", None)

@@ -1,4 +1,7 @@
-"""The work of simulated processes on the cores of their hosts: messages one after another, and a script."""
+"""The work of simulated processes on the cores of their hosts.
+
+A process handles messages one after another, and may have a script.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -47,7 +50,8 @@ class SerialWork:
 class ProcessWork:
     """One endpoint's work: the messages that it handles, and of a worker the script.
 
-    A message takes the time of its receipt, then it is handled. What it sends leaves when the work before is done.
+    A message takes the time of its receipt, then it is handled. Messages that are sent then leave when the
+    work before them is done.
 
     Args:
         name: of the process.
@@ -138,7 +142,10 @@ class ProcessWork:
         self.compute(self.script_meter.take())
 
     def compute(self, seconds: float, idle: float = 0.0) -> None:
-        """Let the script compute for so many seconds of a core, and then stand still for `idle` seconds."""
+        """Let the script compute for so many seconds of a core.
+
+        Then it stands still for `idle` seconds.
+        """
         if seconds > 0:
             over: list[bool] = []
             self.cores.run(seconds, lambda: over.append(True))
@@ -165,7 +172,10 @@ class ProcessWork:
         return self._news
 
     def now(self) -> float:
-        """Return the time for what is running now, with the work that it has done since the last event."""
+        """Return the time as the running code sees it.
+
+        It includes the work of this code since the last event.
+        """
         if self.handling:
             return self._sim.now + self._elapsed + self.meter.pending
         return self._sim.now + self.script_meter.pending

@@ -1,4 +1,7 @@
-"""The script of one rehearsed worker: the product's worker on a model without memory, with the probed times."""
+"""The script of one rehearsed worker.
+
+It runs the product's worker on a model without memory, with the probed times.
+"""
 
 import inspect
 import math
@@ -202,7 +205,10 @@ class RehearsedWorker:
         return worker
 
     def _order(self, parts: ModelParts) -> Sequence[tuple[nn.Parameter, float]]:
-        """Return the parameters with gradients in the order of the forward, and when the gradient of each is there."""
+        """Return the parameters with gradients in the order of the forward.
+
+        Each has the share of the backward after which its gradient is there.
+        """
         ready = [(probed.ready, tensor) for probed, tensor in zip(self._probe.model, parts.tensors, strict=True)]
         trained = [(share, tensor) for share, tensor in ready if tensor.requires_grad]
         # Backward goes the other way.
@@ -240,7 +246,10 @@ class RehearsedWorker:
         return StepRecord(number, begun, step.computed, work.now(), exchanged, staleness)
 
     def _drawn(self) -> float:
-        """Draw how much longer than the mean a step takes: a log-normal factor of the probed spread."""
+        """Draw how much longer than the mean a step takes.
+
+        It is a log-normal factor of the probed spread.
+        """
         spread = self._probe.spread
         if not spread:
             return 1.0
