@@ -18,7 +18,7 @@ SMALL_SHARE = 4
 
 @dataclass(slots=True)
 class BatchWatch:
-    """What is known of the batches that a script is given.
+    """The known facts of the batches that a script is given.
 
     Attributes:
         small: samples in a small batch; 0: there was none.
@@ -59,7 +59,7 @@ class BatchWatch:
 
 
 class CutBatches:
-    """A batch sampler whose batches are cut to a size.
+    """A batch sampler that cuts its batches to a size.
 
     Args:
         inner: the loader's own batch sampler.

@@ -50,7 +50,10 @@ class OneThread:
 
 
 def _seconds(work: Callable[[], object], calls: int = 1) -> float:
-    """Return the seconds of a call: the shortest round, as other processes only add to it."""
+    """Return the seconds of a call.
+
+    The shortest round counts, because other processes only add to it.
+    """
     work()
     found = []
     for _ in range(_ROUNDS):

@@ -146,7 +146,10 @@ class ProbedTransport:
 
     @property
     def mbit(self) -> float:
-        """Mbit/s of large messages, of which the sender and the receiver each work on their own; 0: without bound."""
+        """Mbit/s of large messages. 0: without bound.
+
+        The sender and the receiver each work on their own, so the slower one counts.
+        """
         slower = max(self.send_byte_s, self.receive_byte_s)
         return 8e-6 / slower if slower > 0 else 0.0
 

@@ -65,7 +65,7 @@ class QuietProgress:
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What to measure.
+    """A request for the measurements of a program.
 
     Attributes:
         program: a script, or "-m MODULE".

@@ -35,7 +35,7 @@ class SmallJobFailed(Exception):
 
 @dataclass(frozen=True)
 class SmallJob:
-    """What was measured in the job.
+    """The measurements of the job.
 
     Attributes:
         start_s: from its start until its first step.

@@ -1,4 +1,4 @@
-"""A program whose steps cost next to nothing, besides the product's part.
+"""A program with steps that cost next to nothing, besides the product's part.
 
     python -m topotrain.tools.probe.small_program RESULT PARAMETERS SECONDS
 

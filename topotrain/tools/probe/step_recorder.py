@@ -1,6 +1,6 @@
 """Record the parts of a script's steps, and when gradients are ready.
 
-A step ends with that of the first optimizer. What is measured of a step lies between two such ends.
+A step ends with that of the first optimizer. The measurements of a step lie between two such ends.
 """
 
 import time
@@ -77,7 +77,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 class StepListener:
-    """Is told of the ends of steps. What it does then counts for no step."""
+    """Is told of the ends of steps. Its own work counts for no step."""
 
     def step_over(self, recorder: "StepRecorder") -> None:
         """A step is over."""

@@ -2,8 +2,8 @@
 
 The shortest of several rounds counts, because other processes only ever add to it.
 
-One process asks, as a worker does, and one answers, as a server does. What a message costs each of them is seconds of
-a core: those of the whole process, with its reader threads.
+One process asks, as a worker does, and one answers, as a server does. The cost of a message to each of them is in
+seconds of a core. It is that of the whole process, with its reader threads.
 """
 
 import json
@@ -105,8 +105,8 @@ class Asking:
         wall, mine, theirs = (min(each[at] for each in rounds) for at in range(3))
         self._large()
         bodies = [self._large() for _ in range(_ROUNDS)]
-        # Each side of a message and its answer sends one and receives one. What a process does meanwhile beside that,
-        # such as going back to sleep, delays nothing: all of it is no longer than the clock says.
+        # Each side of a message and its answer sends one and receives one. Other work of a process meanwhile, such as
+        # going back to sleep, delays nothing: all of it is no longer than the clock says.
         message_s = min(mine + theirs, wall) / 4
         send_byte, receive_byte = (
             max(0.0, min(each[at] for each in bodies) - message_s) / (4 * _BUCKET) for at in range(2)
