@@ -596,7 +596,7 @@ class Slices(Event):
 
 @event
 class Traveled(Event):
-    """A message of a step that is under way, in a job whose messages are slowed down.
+    """A message of a step that is under way, in a job with slowed-down messages.
 
     who, to: its sender and its receiver, which reports it. what: its kind in a word, such as "push" or "mean".
     step: counted from 1. Between server groups it is the number of the exchange of this bucket.

@@ -81,7 +81,7 @@ class ModelKnown:
 
 
 Note = StepMade | VersionShown
-"""What follows from the messages before it."""
+"""A fact that follows from the messages before it."""
 Entry = Arrival | OwnMessage | Note | ModelKnown
 
 

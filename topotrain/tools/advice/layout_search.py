@@ -98,7 +98,7 @@ class LayoutSearch:
         for each, _ in bounded:
             firsts.setdefault(each.family, each)
         chosen = frozenset(map(id, firsts.values()))
-        # What computes the same as one process comes first: time may run out.
+        # Candidates that compute the same as one process come first: time may run out.
         exact = [pair for pair in bounded if id(pair[0]) in chosen and pair[0].is_exact]
         other = [pair for pair in bounded if id(pair[0]) in chosen and not pair[0].is_exact]
         rest = [pair for pair in bounded if id(pair[0]) not in chosen]

@@ -79,7 +79,7 @@ class BoundEstimate:
             return SpeedBound(samples / compute_s, "computing")
         link_s = max(self._away(group).values()) * self._received / self.steps_per_exchange / rate
         if self._waits:
-            # What comes back of a step comes after its forward, and before the next one.
+            # The replies of a step come after its forward, and before the next one.
             link_s += (
                 compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
             )
