@@ -7,7 +7,6 @@ decide in another order, or show other versions, end with other bits.
 from dataclasses import dataclass, field
 
 import torch
-from topotrain.tools.simulator.cell_model import CellModel, outer_plan
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
@@ -28,6 +27,7 @@ from topotrain.launch.runtime.server_composition import make_server
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.replay.replay_run import RecordedDeaths
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
+from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.sim_cluster import SimServer, parameters
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import Killed

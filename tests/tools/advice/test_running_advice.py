@@ -13,7 +13,7 @@ from topotrain.tools.advice.running_advice import RunningAdvice, RunningComparis
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_recorder import header_of
+from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.recorded_lines import TimedEvent
 
 DOWNPOUR = Cluster(nworker_groups=3, server_worker_separate=True)
@@ -23,7 +23,7 @@ SAMPLES = 64
 def history(cluster: Cluster, step_s: dict[str, float], waits: float = 0.2, seconds: float = 20.0) -> JobHistory:
     """A job whose workers need so long for a step, of which they wait for a share."""
     topology, made = layout(cluster), JobHistory()
-    made.add(TimedEvent(0.0, header_of(Job(cluster=cluster), topology, 1000.0)))
+    made.add(TimedEvent(0.0, JobStart(Job(cluster=cluster), topology, 1000.0, False).header))
     members = topology.workers_per_group
     events = []
     for who, step in step_s.items():

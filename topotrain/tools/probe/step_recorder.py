@@ -102,6 +102,8 @@ class StepRecorder(PrepareObserver):
         self._parts: ModelParts | None = None
         self._began = self._forward_at = self._backward_at = self._optimizer_at = 0.0
         self._forward = self._backward = self._optimizer = 0.0
+        self._inside = 0
+        """Calls of an optimizer's `step` that have not returned."""
         self._ready_at: list[float] = []
         self._ready: list[list[float]] = []
 
@@ -190,10 +192,16 @@ class StepRecorder(PrepareObserver):
                 self._ready[index].append((at - began) / max(ended - began, 1e-9))
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizer_at = time.perf_counter()
+        # torch calls the hooks for the step of a subclass, and once more for that of its base class inside it.
+        if not self._inside:
+            self._optimizer_at = time.perf_counter()
+        self._inside += 1
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()
+        self._inside -= 1
+        if self._inside:
+            return
         self._optimizer += now - self._optimizer_at
         if self._made is None:
             self._observe_gradients()
