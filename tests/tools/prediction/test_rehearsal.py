@@ -30,6 +30,8 @@ from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Method, Prediction
 from topotrain.tools.probe.probe_file import ProbedKernels, ProbedOptimizer, ProbedTransport
 
+SLICE = 1 << 20
+"""Of tests whose arithmetic is that of slices of one size."""
 COMPUTE_S = 0.09
 MODEL_BYTES = 4_000_000
 FAST, SLOW = Link(bandwidth=100_000.0), Link(bandwidth=100.0)
@@ -111,7 +113,8 @@ def test_fields_outside_of_the_cluster_block(job):
 
 def test_nothing_but_computing_takes_the_time_of_computing():
     # Three workers divide a batch of 33.
-    found = predict(made_job(**LAYOUTS["sandblaster"]), made_probe(batch=33), Machines(link=FAST))
+    job = made_job(**LAYOUTS["sandblaster"], slice_bytes=SLICE)
+    found = predict(job, made_probe(batch=33), Machines(link=FAST))
     assert found.step_s == pytest.approx(COMPUTE_S / 3, rel=0.05)
     assert found.parts.compute == pytest.approx(COMPUTE_S / 3, rel=1e-6)
     assert found.samples_per_s == pytest.approx(33 / (COMPUTE_S / 3), rel=0.05)
@@ -155,7 +158,8 @@ def test_a_push_and_a_pull_over_the_link_of_one_server():
 
 def test_the_links_of_one_server_saturate():
     def samples(groups: int, servers: int) -> float:
-        job = made_job(nworker_groups=groups, nservers_per_group=servers, server_worker_separate=True)
+        layout = {"nworker_groups": groups, "nservers_per_group": servers, "server_worker_separate": True}
+        job = made_job(**layout, slice_bytes=SLICE)
         return predict(job, made_probe(), Machines(link=Link(bandwidth=1000.0))).samples_per_s
 
     # The link of the server takes 4 MB in 32 ms, so it can serve no more workers than that. Equal workers share it
@@ -181,7 +185,7 @@ def test_one_server_makes_so_many_updates_and_no_more():
 
 
 def test_a_slow_link_is_the_busiest_resource_by_name():
-    job = made_job(nworker_groups=4, server_worker_separate=True)
+    job = made_job(nworker_groups=4, server_worker_separate=True, slice_bytes=SLICE)
     found = predict(job, made_probe(), Machines(link=SLOW))
     assert {resource.name for resource in found.busiest[:2]} == {"server 0/0's link in", "server 0/0's link out"}
     assert found.busiest[0].share > 0.7
