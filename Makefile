@@ -80,10 +80,10 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_imports.py
 	$(BIN)/python scripts/code_metrics.py
 
-# Warnings are errors, a link that leads nowhere is one.
+# Warnings are errors, a link that leads nowhere is one. Nothing is taken from a build that was interrupted (--fresh-env).
 docs: $(READY)-docs
 	@echo "building $(SITE) from docs/ and the docstrings …"
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs/site -d build/doctrees . $(SITE)
+	$(BIN)/python -m sphinx --fresh-env --quiet --fail-on-warning --keep-going -b html -c docs/site -d build/doctrees . $(SITE)
 	@echo "$(SITE)/index.html"
 
 # After a change of job.proto.
