@@ -143,7 +143,7 @@ def _losses(sides: Sides, name: str, conf: str, workers: int, steps: int, every:
 def traffic() -> list[Row]:
     """I3: what a round of all fragments adds to the bytes of a worker."""
     elements, rows = parameters(CharacterModel(text()[2])), []
-    ddp = 2 * (ISLANDS - 1) / ISLANDS * 4 * elements * SYNC_FREQ
+    ddp = 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * elements * SYNC_FREQ  # sent and received, as our bytes are
     for compression, up, down in (("kNone", 4.0, 4.0), ("kE3M0", 0.5 + 4 / 256, 2.0)):
         what = f"{ISLANDS} islands, {compression}: bytes of a worker in {SYNC_FREQ} steps, both ways"
         try:
@@ -156,7 +156,7 @@ def traffic() -> list[Row]:
             continue
         measured, counted = (long - short) / 4, elements * (up + down)
         note = (
-            f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes; DDP {ddp / measured:.0f} times that"
+            f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes; DDP {ddp / measured:.0f} times that, both ways"
         )
         rows.append(row("I3", what, measured / counted, "× arithmetic", "<= 1.01", note))
     return rows
