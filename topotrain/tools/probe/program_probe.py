@@ -280,13 +280,10 @@ def _model(alone: dict[str, Any]) -> tuple[ProbedParameter, ...]:
 def _batch(alone: dict[str, Any]) -> ProbedBatch:
     """Return the times of a step, with a line through two sizes of batch."""
     full, small = alone["full"], alone["small"]
-    whole = full["forward"] + full["backward"]
     fixed, per_sample = 0.0, 0.0
     if small is not None and small["samples"] < full["samples"]:
         part = small["forward"] + small["backward"]
-        # A smaller batch that takes longer is chance: a line with a negative slope says nothing.
-        per_sample = max(0.0, (whole - part) / (full["samples"] - small["samples"]))
-        fixed = max(0.0, whole - per_sample * full["samples"])
+        fixed, per_sample = computing_line(_computing(alone), full["samples"], part, small["samples"])
     return ProbedBatch(
         size=max(1, full["samples"]),
         forward_s=full["forward"],
@@ -298,6 +295,16 @@ def _batch(alone: dict[str, Any]) -> ProbedBatch:
         steps=full["steps"],
         samples_per_epoch=alone["samples_per_epoch"],
     )
+
+
+def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> tuple[float, float]:
+    """Return the seconds of any batch, and those of each sample, from batches of two sizes.
+
+    The line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
+    kept from falling with more samples, and from falling below zero without any.
+    """
+    per_sample = min(max(0.0, (whole_s - part_s) / (samples - fewer)), whole_s / samples)
+    return max(0.0, whole_s - per_sample * samples), per_sample
 
 
 def _machine(cores: int) -> Machine:

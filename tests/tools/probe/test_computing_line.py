@@ -1,0 +1,22 @@
+"""The line through the times of two sizes of batch."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topotrain.tools.probe.program_probe import computing_line
+
+seconds = st.floats(1e-6, 10.0)
+
+
+def test_a_line_through_two_batches() -> None:
+    assert computing_line(0.010, 40, 0.004, 10) == pytest.approx((0.002, 0.0002))
+
+
+@given(seconds, seconds, st.integers(2, 4096), st.data())
+def test_whatever_was_measured_the_larger_batch_is_on_the_line(
+    whole: float, part: float, samples: int, data: st.DataObject
+) -> None:
+    fixed, per_sample = computing_line(whole, samples, part, data.draw(st.integers(1, samples - 1)))
+    assert min(fixed, per_sample) >= 0
+    assert fixed + per_sample * samples == pytest.approx(whole)
