@@ -16,6 +16,7 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
 from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
+from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
@@ -54,7 +55,9 @@ class _Enough(BaseException):
 class RehearsedServer(SimServer):
     """A server with messages that take time. work: of its process."""
 
-    work: ProcessWork
+    def __init__(self, server: Server, transport: SimulatedTransport, work: ProcessWork) -> None:
+        super().__init__(server, transport)
+        self.work = work
 
     def handle(self, sender: Address, message: Message) -> None:
         """Handle a message, also one of the server's own timer."""
@@ -149,8 +152,7 @@ class Rehearsal(SimCluster, StepObserver):
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
         sender = SimSender(self.transport, me)
         server = make_server(me, self.job, self.topology, PrivateMemory(), self._shares, sender, resumed)
-        made = RehearsedServer(server, self.transport)
-        made.work = self.work[me]
+        made = RehearsedServer(server, self.transport, self.work[me])
         if self._traced:
             recorder = ServerRecorder(self._traced, VirtualClock(made.work), str(me), server.groups)
             self.recorders[me] = recorder
