@@ -362,3 +362,12 @@ def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_p
     print(f"200 processes, 6400 connections, replay at 20 times: {frames}")
     # The rate itself depends on what else the machine does; the processor time of a frame hardly does.
     assert frames.busy_ms <= 1000 / 20
+
+
+def test_the_header_has_the_figures_of_the_summary(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, PreparedJob())
+    pairs = browser.script(
+        "return [...document.querySelectorAll('#job-figures > div')].map((d) => [...d.children].map((c) => c.textContent))"
+    )
+    wanted = {"epoch": "5", "step": "240", "loss": "0.1", "samples/s": "240"}
+    assert {name: text for name, text in pairs if name in wanted} == wanted

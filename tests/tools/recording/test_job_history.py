@@ -363,3 +363,74 @@ def test_a_summary_for_the_store_has_its_bound_and_those_in_trouble_first() -> N
     assert found["workers"][0]["name"] == "worker 150/0"
     assert found["left_out"] == 202 - len(found["workers"]) - len(found["servers"]) > 0
     assert compacted(made.summary(), 10**6)["left_out"] == 0
+
+
+# ---- figures of a job that ends, and of workers that are gone --------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [RecordingEnd(0), None])
+def test_the_curve_of_a_group_ends_with_its_last_step(ending: RecordingEnd | None) -> None:
+    made = told(
+        (1.0, step(number=10, loss=0.8)),
+        (1.1, step("worker 0/1", number=11, loss=0.6)),
+        (1.2, step(number=12, loss=0.2)),
+    )
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8]]
+    cursor = made.view()["cursor"]
+    if ending is None:
+        assert made.lose()
+    else:
+        made.add(TimedEvent(1.3, ending))
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.4]]
+    assert series(made.since(cursor), "group 0:loss") == [[1.2, 12, 0.4]]
+
+
+def test_a_point_of_a_group_does_not_wait_for_the_next_step() -> None:
+    made = told((1.0, step(number=10, loss=0.8)), (1.2, step(number=12, loss=0.2)))
+    made.add(TimedEvent(1.6, events.Resources("worker 0/0", 1, 777, 0.5)))
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.2]]
+
+
+def test_the_view_of_the_job_has_the_figures_of_the_summary() -> None:
+    made = told((1.0, step(loss=0.8)), (1.1, step("worker 1/0", number=11, loss=0.2)), (1.2, RecordingEnd(0)))
+    job, summary = made.view()["job"], made.summary()
+    names = ("step", "loss", "samples_per_s")
+    assert [job[name] for name in names] == [summary[name] for name in names] == [11, 0.5, 672.0]
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        events.Incident(0, "worker 0/1", "worker 0/1 was killed", "the others go on", 2.0),
+        events.Left(1, "has left", 2.0),
+    ],
+)
+def test_the_loss_is_that_of_the_workers_that_live(gone: Event) -> None:
+    made = told((1.0, step(loss=0.2)), (1.0, step("worker 0/1", loss=0.8)), (1.0, step("worker 1/0", loss=0.8)))
+    made.add(TimedEvent(2.0, gone))
+    made.add(TimedEvent(3.0, step(number=20, time=3.0, loss=0.2)))
+    group = 0.2 if isinstance(gone, events.Incident) else 0.5
+    assert series(made.view(), "group 0:loss")[-1] == [3.0, 20, group]
+    assert made.summary()["loss"] == 0.5
+    made.add(TimedEvent(3.1, events.Finished("worker 0/0", 20, 640, 0.0, 0, 0, 0)))
+    made.add(TimedEvent(4.0, RecordingEnd(0)))
+    assert made.summary()["loss"] == 0.5
+
+
+def test_a_lost_job_keeps_the_loss_of_its_workers() -> None:
+    made = told((1.0, step(loss=0.2)), (1.0, step("worker 1/0", loss=0.8)))
+    made.add(TimedEvent(2.0, events.Incident(0, "worker 1/0", "worker 1/0 was killed", "the others go on", 2.0)))
+    assert made.lose() and made.summary()["loss"] == 0.2
+    made.add(TimedEvent(3.0, step(number=20, time=3.0, loss=0.3)))
+    made.add(TimedEvent(3.5, events.Lost("worker 0/0", 1, "worker 0/0 has ended", "")))
+    assert made.summary()["loss"] is None
+
+
+def test_updates_per_second_do_not_count_the_time_before_the_first_update() -> None:
+    loads = [(float(at), events.ServerLoad("server 0/0", count, count, 0.1)) for at, count in enumerate([0] * 8)]
+    loads += [(8.0 + n, events.ServerLoad("server 0/0", 44 * n, 44 * n, 0.1)) for n in range(1, 5)]
+    made = told(*loads)
+    points = series(made.view(), "server 0/0:updates_per_s")
+    assert [value for _, _, value in points] == [44.0, 44.0, 44.0]
+    made.add(TimedEvent(20.0, events.ServerLoad("server 0/0", 0, 0, 0.0)))
+    assert made.summary()["servers"][0]["updates_per_s"] is None

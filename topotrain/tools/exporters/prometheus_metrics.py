@@ -36,7 +36,7 @@ METRICS = (
     Metric("topotrain_job_remaining_seconds", "Estimate of the seconds to the end of the job.", "eta_s"),
     Metric("topotrain_job_epoch", "Number of the epoch that is under way, from 0.", "epoch"),
     Metric("topotrain_job_steps_total", "Steps of the worker that has made most.", "step"),
-    Metric("topotrain_job_loss", "Mean of the losses that the workers have reported last.", "loss"),
+    Metric("topotrain_job_loss", "Mean of the last losses of the workers that are there.", "loss"),
     Metric("topotrain_job_samples_per_second", "Samples that all workers together read per second.", "samples_per_s"),
     Metric("topotrain_job_sent_bytes_per_second", "Bytes that all processes send per second.", "bytes_per_s"),
     Metric("topotrain_worker_steps_total", "Steps of the worker.", "step", _W),

@@ -44,6 +44,7 @@ from topotrain.tools.recording.history_series import (
     StoryTrack,
     ThinnedSeries,
 )
+from topotrain.tools.recording.group_loss import GroupLoss
 from topotrain.tools.recording.job_summary import IncidentRecord, JobFigures, ProcessSummary
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.recorded_layout import RecordedLayout
@@ -52,8 +53,6 @@ from topotrain.tools.recording.travel_track import TravelTrack
 
 VIEW_VERSION = 1
 MOST_SERIES = 20_000
-GROUP_S = 0.5
-"""Seconds between two points of a group's loss."""
 APPLIES_S = 2.0
 """Seconds without news of a server after which it waits."""
 UNITS = {
@@ -89,7 +88,8 @@ class JobHistory:
         self._series: dict[str, ThinnedSeries] = {}
         self._story = StoryTrack()
         self._travels = TravelTrack()
-        self._grouped: dict[int, float] = {}
+        self._losses: dict[int, GroupLoss] = {}
+        """The loss of each worker group."""
         self._job = JobFigures()
 
     @property
@@ -112,6 +112,7 @@ class JobHistory:
         self._number += 1
         self._job.lost = True
         self._all_gone("dead")
+        self._finish_losses()
         self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
         return True
 
@@ -152,7 +153,7 @@ class JobHistory:
 
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
-        data["job"] = self._job.as_data(self._processes)
+        data["job"] = ProcessSummary(self._processes, self._job).job_data()
         if whole or self._placed > cursor:
             data["processes"] = [process.as_data() for process in self._processes.values()]
             data["connections"] = [{"from": one, "to": other} for one, other in self._connections]
@@ -202,6 +203,7 @@ class JobHistory:
         self._job.ended, self._job.code = self._job.at, event.code
         well = event.code == 0
         self._all_gone("finished" if well else "dead")
+        self._finish_losses()
         self._tell("ended", "", "the job has ended" + ("" if well else f" with code {event.code}"))
 
     def _all_gone(self, state: str) -> None:
@@ -209,6 +211,7 @@ class JobHistory:
         for process in self._processes.values():
             if process.states.now and process.is_present:
                 self._enter(process, state)
+                process.stopped_with_job = True
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -223,6 +226,8 @@ class JobHistory:
             self._on_process_event(process, event, at)
             if self._layout.servers_in_workers and process.is_worker:
                 self._mirror(process)
+            if process.is_worker:
+                self._pass_time(process.address.group, at)
 
     def _on_job_event(self, event: Event, at: float) -> None:
         match event:
@@ -320,13 +325,27 @@ class JobHistory:
         self._on_group_loss(process.address.group, at)
 
     def _on_group_loss(self, group: int, at: float) -> None:
-        if at - self._grouped.get(group, -math.inf) < GROUP_S:
-            return
-        workers = [process.worker for process in self._group(group)]
+        workers = [process.worker for process in self._group(group) if process.counts]
         losses = [worker.loss for worker in workers if worker.loss is not None]
         if losses:
-            self._grouped[group] = at
-            self._point(f"group {group}", "loss", sum(losses) / len(losses), max(worker.step for worker in workers))
+            loss = self._losses.setdefault(group, GroupLoss())
+            loss.take(at, max(worker.step for worker in workers), sum(losses) / len(losses))
+            self._pass_time(group, at)
+
+    def _pass_time(self, group: int, at: float) -> None:
+        """Add the point that a group's loss holds, if it is time."""
+        loss = self._losses.get(group)
+        if loss is not None and loss.is_due(at):
+            self._add_loss(group, loss)
+
+    def _finish_losses(self) -> None:
+        """Add the last point of each group's loss."""
+        for group, loss in self._losses.items():
+            self._add_loss(group, loss)
+
+    def _add_loss(self, group: int, loss: GroupLoss) -> None:
+        for at, step, value in loss.release():
+            self._point(f"group {group}", "loss", value, step, at)
 
     def _on_resources(self, process: ProcessTrack, event: Resources, at: float) -> None:
         process.memory_bytes = event.memory_bytes
@@ -371,12 +390,12 @@ class JobHistory:
         return process.worker.step if process.is_worker else process.server.updates
 
     def _enter(self, process: ProcessTrack, state: str) -> None:
-        process.states.enter(self._number, self._job.at, state)
+        process.enter(self._number, self._job.at, state)
 
     def _tell(self, kind: str, who: str, text: str) -> None:
         self._story.add(StoryEntry(self._number, self._job.at, kind, who or "job", text))
 
-    def _point(self, of: str, metric: str, value: float, step: int) -> None:
+    def _point(self, of: str, metric: str, value: float, step: int, at: float | None = None) -> None:
         name = f"{of}:{metric}"
         series = self._series.get(name)
         if series is None:
@@ -385,4 +404,4 @@ class JobHistory:
             series = self._series[name] = ThinnedSeries(metric, of, UNITS.get(metric, ""))
         limit = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(self._series)))
         shown = value if math.isfinite(value) else None
-        series.add(SeriesPoint(self._number, self._job.at, step, shown), limit)
+        series.add(SeriesPoint(self._number, self._job.at if at is None else at, step, shown), limit)

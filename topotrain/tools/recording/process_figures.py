@@ -106,6 +106,10 @@ class ServerFigures:
         """Record a sample."""
         self.works = event.updates > self.updates
         self.updates = event.updates
+        if event.updates == 0:
+            # The time before the first update is no part of the rate.
+            self._rates, self.updates_per_s = RateWindow(), None
+            return
         self._rates.add(at, event.updates)
         grown = self._rates.grown()
         if grown is not None and grown[0] > 0:
@@ -126,6 +130,8 @@ class ProcessTrack:
     worker: WorkerFigures = field(default_factory=WorkerFigures)
     server: ServerFigures = field(default_factory=ServerFigures)
     load_at: float | None = None
+    stopped_with_job: bool = False
+    """Whether the process took part until the job ended."""
     sent: dict[str, RateWindow] = field(default_factory=dict)
     """By the process that the bytes were sent to."""
 
@@ -138,6 +144,16 @@ class ProcessTrack:
     def is_present(self) -> bool:
         """Whether the process takes part in the job."""
         return self.states.now not in ("dead", "away", "finished", "")
+
+    @property
+    def counts(self) -> bool:
+        """Whether its last figures are among those of the job: it was not lost, and has not left."""
+        return self.is_present or self.states.now == "finished" or self.stopped_with_job
+
+    def enter(self, number: int, at: float, state: str) -> None:
+        """Enter a state; number: of the event."""
+        self.states.enter(number, at, state)
+        self.stopped_with_job = False
 
     def start(self, pid: int) -> None:
         """Record that another process is in its place, which has sent nothing yet."""

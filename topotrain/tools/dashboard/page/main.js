@@ -108,16 +108,11 @@ class Page {
     const pairs = [["elapsed", clockText(job.elapsed ?? 0)]];
     if (Number.isFinite(progress)) pairs.push(["done", `${Math.floor(progress * 100)} %`]);
     if (this._view.running && Number.isFinite(job.eta_s)) pairs.push(["left", `about ${clockText(job.eta_s)}`]);
-    if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch)]);
-    const loss = this._lastLoss();
-    if (loss !== null) pairs.push(["loss", metricText("loss", loss)]);
+    if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch + 1)]);
+    if (job.step > 0) pairs.push(["step", numberText(job.step)]);
+    if (Number.isFinite(job.loss)) pairs.push(["loss", metricText("loss", job.loss)]);
+    if (Number.isFinite(job.samples_per_s)) pairs.push(["samples/s", numberText(job.samples_per_s)]);
     fillFigures(byId("job-figures"), pairs);
-  }
-
-  _lastLoss() {
-    const losses = this._view.ofMetric("loss").filter((one) => one.of.startsWith("group") && one.points.length);
-    const last = losses.map((one) => one.points.at(-1)[2]);
-    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
   }
 
   _chip() {
