@@ -1,13 +1,12 @@
 """The page in a real browser: map, curves, events, replay, keyboard, narrow windows, dark, and no console error."""
 
 import io
-from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, chromium, page_file, why_none
+from browser import Browser, page_file, why_none
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
@@ -48,22 +47,6 @@ let drawn = 0;
 for (let at = 3; at < data.length; at += 4) drawn += data[at] > 0;
 return drawn;
 """
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(window: Browser) -> Iterator[Browser]:
-    """The window as a reader without wishes has it. What the console complains about fails the test."""
-    window.resize(1400, 1000)
-    window.prefer(color_scheme="light", reduced_motion="no-preference")
-    window.problems()
-    yield window
-    assert window.problems() == []
 
 
 def opened(browser: Browser, folder: Path, job: PreparedJob, second: dict[str, Any] | None = None) -> None:
@@ -151,7 +134,8 @@ def test_all_metrics_have_curves_over_time_and_over_steps(browser: Browser, tmp_
     for title in range(len(titles)):
         browser.wait("return document.querySelectorAll('.chart output')[arguments[0]]?.textContent", title)
     key = (
-        "return [...document.querySelectorAll('[data-chart=staleness] .key li')].map((l) => l.children[1].textContent)"
+        "const entries = [...document.querySelectorAll('[data-chart=staleness] .key li:not(.near)')];"
+        "return entries.map((entry) => entry.children[1].textContent);"
     )
     assert browser.script(key) == ["mean", "p95", "max", "bound"]
     browser.picture("curves")
@@ -316,7 +300,8 @@ def test_a_narrow_window_scrolls_in_one_direction_only(browser: Browser, tmp_pat
 def test_two_runs_are_laid_over_each_other(browser: Browser, tmp_path: Path) -> None:
     other = PreparedJob(name="sandblaster", framework="Sandblaster", seconds=180.0).view()
     opened(browser, tmp_path, PreparedJob(), other)
-    assert browser.text("#run-key") == "Solid: digits. Dashed: sandblaster."
+    said = "A, solid: digits. B, dashed: sandblaster. The marks are the events of A, digits."
+    assert browser.text("#run-key") == said
     browser.wait("return document.querySelector('[data-chart=loss] .key').textContent.includes('B group 0')")
     browser.script("document.querySelector('#curves').scrollIntoView()")
     browser.picture("two-runs")
@@ -367,7 +352,8 @@ def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_p
 def test_the_header_has_the_figures_of_the_summary(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
     pairs = browser.script(
-        "return [...document.querySelectorAll('#job-figures > div')].map((d) => [...d.children].map((c) => c.textContent))"
+        "const pairs = [...document.querySelectorAll('#job-figures > div')];"
+        "return pairs.map((pair) => [...pair.children].map((c) => c.textContent));"
     )
     wanted = {"epoch": "5", "step": "240", "loss": "0.1", "samples/s": "240"}
     assert {name: text for name, text in pairs if name in wanted} == wanted

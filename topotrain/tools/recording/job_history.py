@@ -35,6 +35,7 @@ from topotrain.core.events import (
     Waits,
 )
 from topotrain.tools.recording.event_stories import story_of
+from topotrain.tools.recording.group_loss import GroupLoss
 from topotrain.tools.recording.history_series import (
     ALL_POINTS,
     FEWEST_POINTS,
@@ -44,7 +45,6 @@ from topotrain.tools.recording.history_series import (
     StoryTrack,
     ThinnedSeries,
 )
-from topotrain.tools.recording.group_loss import GroupLoss
 from topotrain.tools.recording.job_summary import IncidentRecord, JobFigures, ProcessSummary
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.recorded_layout import RecordedLayout
