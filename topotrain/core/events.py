@@ -35,6 +35,8 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(_CLASSES)
 _KINDS: dict[type[Event], Mapping[str, Any]] = {}
 
 
+MOST_LOGGED_NAMES = 100
+"""Names of values that a worker may log with `tt.log`. Displays keep a curve of each."""
 _E = TypeVar("_E", bound=Event)
 
 

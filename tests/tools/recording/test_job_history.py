@@ -350,7 +350,13 @@ def test_the_memory_is_bounded_and_curves_keep_their_beginning_and_their_end(mon
 
 def test_a_script_cannot_fill_the_memory_with_names() -> None:
     made = told(*[(1.0 + n, events.Logged("worker 0/0", 1.0, n, {f"name {n}": 1.0})) for n in range(1000)])
-    assert len(made.summary()["workers"][0]["log"]) == 32 and len(made.view()["series"]) == 32
+    assert len(made.summary()["workers"][0]["log"]) == 100 and len(made.view()["series"]) == 100
+
+
+def test_the_limit_of_names_counts_names_and_not_calls() -> None:
+    calls = [{f"name {n}": 1.0 for n in range(20 * call, 20 * call + 20)} for call in range(6)]
+    made = told(*[(1.0 + at, events.Logged("worker 0/0", 1.0, at, call)) for at, call in enumerate(calls)])
+    assert list(made.summary()["workers"][0]["log"]) == [f"name {n}" for n in range(100)]
 
 
 def test_a_summary_for_the_store_has_its_bound_and_those_in_trouble_first() -> None:

@@ -7,12 +7,9 @@ from operator import lt, sub
 from typing import Any
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.events import Finished, Resources, ServerLoad, Slices, StepDone
+from topotrain.core.events import MOST_LOGGED_NAMES, Finished, Resources, ServerLoad, Slices, StepDone
 from topotrain.tools.recording.history_series import Moment, StateTrack
 from topotrain.tools.recording.recording_thinning import RATE_S
-
-MOST_NAMES = 32
-"""Names of logged values of one worker. Values with other names are left out."""
 
 
 @dataclass(slots=True)
@@ -87,8 +84,11 @@ class WorkerFigures:
 
     def on_logged(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Record logged values; return those that are kept."""
-        kept = {name: value for name, value in values.items() if name in self.log or len(self.log) < MOST_NAMES}
-        self.log.update(kept)
+        kept = {}
+        for name, value in values.items():
+            # Workers keep to this limit, but a recording may have anything.
+            if name in self.log or len(self.log) < MOST_LOGGED_NAMES:
+                self.log[name] = kept[name] = value
         return kept
 
 
