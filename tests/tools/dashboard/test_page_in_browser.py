@@ -174,6 +174,30 @@ def test_events_are_marked_and_go_to_their_moment(browser: Browser, tmp_path: Pa
     browser.picture("event")
 
 
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (1400, 860), (380, 800)])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_row_of_an_event_stays_in_sight(
+    browser: Browser, tmp_path: Path, width: int, height: int, last: bool
+) -> None:
+    browser.resize(width, height)
+    view = PreparedJob(groups=2, workers=2).view()
+    view["story"] = [
+        {"at": 8.0 * n + 8, "kind": "incident", "of": "worker 0/1", "text": f"worker 0/1 died {n}"} for n in range(20)
+    ]
+    browser.open(page_file(tmp_path, view))
+    chosen = f"document.querySelector('#event-list > li:nth-child({20 if last else 3}) > .event')"
+    browser.script(f"{chosen}.scrollIntoView({{block: 'center'}}); {chosen}.click()")
+    # The panel grows once more, as when the log comes.
+    browser.script("document.getElementById('details').style.minHeight = '30rem'")
+    browser.frames(0.2)
+    top, bottom, edge = browser.script(
+        f"const box = {chosen}.getBoundingClientRect();"
+        "return [box.top, box.bottom, document.getElementById('replay').getBoundingClientRect().top];"
+    )
+    assert browser.text("#details-title") == "worker 0/1"
+    assert top >= 0 and bottom <= edge
+
+
 def test_replay_by_keyboard_and_by_playing(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
     browser.script("document.getElementById('replay-slider').focus()")

@@ -32,6 +32,10 @@ class Page {
     this._lecture = new Lecture(this._map, (t) => this._bar.goTo(t));
     this._bar = new ReplayBar(() => this._showMoment());
     new Theme(() => this._recolour());
+    new ResizeObserver(() => this._revealed && this._events.reveal(this._revealed)).observe(byId("details"));
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      document.addEventListener(kind, () => this._reveal(null), { capture: true, passive: true });
+    }
     this.onConnection("waiting");
   }
 
@@ -146,6 +150,13 @@ class Page {
     this._curves.choose(event);
     if (this._view.processOf(event.of)) this._select(event.of);
     this._bar.goTo(event.at);
+    this._reveal(event);
+  }
+
+  // The panel of the process opens above the list and grows with its log: the row stays in sight until the reader moves on.
+  _reveal(event) {
+    this._revealed = event;
+    if (event) this._events.reveal(event);
   }
 
   _goTo(t) {
