@@ -758,6 +758,11 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(ask: Ask, here: Path, la
     assert code == 2 and "--metrics" in err and not (here / "a").exists()
 
 
+def test_without_a_port_the_page_takes_any(ask: Ask, here: Path) -> None:
+    code, _, err = ask("watch", ".")
+    assert code == 2 and "has no recording" in err
+
+
 @pytest.mark.parametrize("port", ["abc", "-1", "65536", "1.5", "٣"])
 @pytest.mark.parametrize("words", [["run", "--watch={}", "down.conf", "train.py"], ["watch", ".", "--port={}"]])
 def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path, words: list[str], port: str) -> None:

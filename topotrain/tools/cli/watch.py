@@ -32,8 +32,9 @@ HOST = "127.0.0.1"
 _MISSING = "this installation has no page (package topotrain.tools.dashboard)"
 
 
-def _port(text: str) -> int:
+def _port(value: str | int) -> int:
     """Return the number of a port. Raises BadParameter."""
+    text = str(value)  # a default is a number already
     if text.isascii() and text.isdecimal() and int(text) <= 65535:
         return int(text)
     raise typer.BadParameter(f"{text!r} is no port: it must be a number from 0 to 65535, and 0 takes any free one")
