@@ -10,8 +10,16 @@ from browser import Browser, page_file, why_none
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
+from tests.support.recorded_jobs import history, step
+from topotrain.config import job_file
+from topotrain.config.topology import layout
+from topotrain.core.events import Traveled
+from topotrain.tools.recording.job_start import JobStart
+from topotrain.tools.recording.recorded_lines import TimedEvent
+
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
+CONF = Path(__file__).parents[3] / "examples" / "conf"
 TAB, ENTER, ESCAPE, RIGHT, DOWN, HOME = "\ue004", "\ue007", "\ue00c", "\ue014", "\ue015", "\ue011"
 
 # Contrast as WCAG 2 defines it, of each text with the ground that is really behind it.
@@ -296,6 +304,7 @@ def outline(grey: Image.Image, x: float, y: float) -> list[bool]:
 
 def test_lines_of_a_chart_differ_without_color(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
+    browser.wait("return document.querySelector('[data-chart=loss] output')?.textContent")
     samples = "return [...document.querySelectorAll('[data-chart=loss] .key .sample')].map((s) => s.dataset.dash)"
     dashes = browser.script(samples)
     assert len(dashes) == 3 and len(set(dashes)) == 3
@@ -344,6 +353,73 @@ def test_a_lecture_explains_each_gradient(browser: Browser, tmp_path: Path, fram
     browser.click("#lecture-back")
     assert browser.text("#lecture-sentence").startswith("worker 0/0 pushes")
     assert browser.text("#lecture-count").startswith("1 of ")
+
+
+@pytest.mark.parametrize("framework", ["sandblaster", "allreduce", "downpour", "hogwild"])
+def test_the_whole_map_of_an_example_is_in_sight_with_the_sentence(
+    browser: Browser, tmp_path: Path, framework: str
+) -> None:
+    browser.resize(1280, 720)
+    job = job_file.load(CONF / f"{framework}.conf")
+    made = history(TimedEvent(0.0, JobStart(job, layout(job.cluster), 1000.0, False).header))
+    workers = [each["name"] for each in made.view()["processes"] if each["role"] == "worker"]
+    for at, worker in enumerate(workers):
+        made.add(TimedEvent(1.0 + at, step(worker, loss=2.3)))
+        made.add(TimedEvent(1.0 + at, Traveled(worker, "server 0/0", "push", 1, 0)))
+    browser.open(page_file(tmp_path, made.view()))
+    browser.click("#lecture-next")
+    lowest, bar, wide = browser.script(
+        "const bottom = (b) => b.getBoundingClientRect().bottom;"
+        "const lowest = Math.max(...[...document.querySelectorAll('.process')].map(bottom));"
+        f"return [lowest, document.getElementById('replay').getBoundingClientRect().top, ({TOO_WIDE[7:]})];"
+    )
+    assert lowest < bar and wide == 0
+    browser.picture(f"lecture-of-{framework}")
+
+
+def test_the_sentence_of_a_running_lecture_goes_with_the_job(browser: Browser, tmp_path: Path) -> None:
+    view = PreparedJob(traveling=True, running=True).view()
+    browser.open(page_file(tmp_path, view))
+    total = len(view["travels"])
+    assert browser.text("#lecture-count") == f"{total} of {total}"
+    assert browser.text("#lecture-sentence").startswith("server 0/1 sends its values")
+    at(browser, (view["travels"][2][0] + view["travels"][3][0]) / 2)
+    assert browser.text("#lecture-count") == f"3 of {total}"
+    at(browser, 1.0)
+    assert browser.text("#lecture-sentence") == "Next shows the first message."
+    browser.click("#lecture-next")
+    assert browser.text("#lecture-count") == f"1 of {total}"
+
+
+def test_the_lecture_names_its_signs_and_its_button(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, PreparedJob(traveling=True))
+    assert browser.text("#lecture-sentence") == "Next shows the first message."
+    signs = browser.script("return [...document.querySelectorAll('#lecture-legend li')].map((li) => li.textContent)")
+    assert signs == ["disc: gradients", "square: values", "ring: neither"]
+    name = "const button = document.getElementById(arguments[0]); return button.ariaLabel ?? button.textContent;"
+    names = [browser.script(name, button) for button in ("lecture-play", "replay-play")]
+    assert names == ["Play messages", "Play the job"]
+
+
+def test_the_parts_of_the_page_are_in_line(browser: Browser, tmp_path: Path) -> None:
+    browser.resize(1280, 1000)
+    opened(browser, tmp_path, PreparedJob(groups=4, slow=-1))
+    middles = browser.script(
+        "const parts = document.querySelectorAll('#curve-tools legend, #curve-tools input');"
+        "const middle = (box) => box.top + box.height / 2;"
+        "return [...parts].map((part) => middle(part.getBoundingClientRect()));"
+    )
+    assert len(middles) == 6 and max(middles) - min(middles) <= 2
+    rows = browser.script(
+        "return [...document.querySelectorAll('.process[data-role=worker]')].map((b) => b.getBoundingClientRect().top)"
+    )
+    assert len(rows) == 4 and len(set(rows)) == 1
+    gap = (
+        "document.getElementById('acts').hidden = false;"
+        "const box = (id) => document.getElementById(id).getBoundingClientRect();"
+        "return box('act-buttons').top - box('acts-title').bottom;"
+    )
+    assert browser.script(gap) >= 6
 
 
 def test_less_motion_shows_a_gradient_at_rest(browser: Browser, tmp_path: Path) -> None:
