@@ -1,4 +1,4 @@
-"""The events of single processes: their states, their figures, and the points of their series."""
+"""The events of single processes: their states, figures and series."""
 
 from topotrain.core.events import (
     Ending,

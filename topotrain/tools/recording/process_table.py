@@ -84,6 +84,9 @@ class ProcessTable:
         }
 
     def states_since(self, cursor: int, whole: bool) -> dict[str, Any]:
-        """Return the new states of each process as in the view. whole: also of those without."""
+        """Return the states of processes behind a cursor, as in the view.
+
+        whole: also the processes without such states.
+        """
         states = {name: process.states.since(cursor) for name, process in self._processes.items()}
         return {name: entries for name, entries in states.items() if whole or entries}
