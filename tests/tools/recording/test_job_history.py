@@ -440,3 +440,18 @@ def test_updates_per_second_do_not_count_the_time_before_the_first_update() -> N
     assert [value for _, _, value in points] == [44.0, 44.0, 44.0]
     made.add(TimedEvent(20.0, events.ServerLoad("server 0/0", 0, 0, 0.0)))
     assert made.summary()["servers"][0]["updates_per_s"] is None
+
+
+def test_the_staleness_of_curves_is_that_of_the_last_seconds() -> None:
+    totals = {"staleness_mean": 4.0, "staleness_p95": 9.0, "staleness_max": 12}
+    made = told((1.0, step(**totals)), (2.0, step(number=11, time=2.0, **totals, recent=(1.0, 2.0, 3.0))))
+    for name, old, new in (("mean", 4.0, 1.0), ("p95", 9.0, 2.0), ("max", 12.0, 3.0)):
+        assert [value for *_, value in series(made.view(), f"worker 0/0:staleness_{name}")] == [old, new]
+    made.add(TimedEvent(3.0, events.Finished("worker 0/0", 11, 352, 4.0, 12, 0, 0, staleness_p95=9.0)))
+    worker = made.summary()["workers"][0]
+    assert (worker["staleness_mean"], worker["staleness_p95"], worker["staleness_max"]) == (1.0, 2.0, 3)
+
+
+def test_at_the_end_the_last_epoch_stays() -> None:
+    made = told((1.0, step(progress=0.9, epoch=7)), (2.0, step(number=11, time=2.0, progress=1.0, epoch=8)))
+    assert made.summary()["epoch"] == 7

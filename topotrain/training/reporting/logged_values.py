@@ -79,7 +79,7 @@ class LoggedValues:
         if left_out and not self._told:
             self._told = True
             text = f"tt.log {left_out[0][:_SHOWN]}: is left out: a worker may log {MOST_LOGGED_NAMES} names"
-            self._sink.emit(Notice(self._who, text))
+            self._sink.emit(Notice(self._process, text))
         self.send_due(now)
 
     def _learn(self, values: Mapping[str, Value]) -> list[str]:
