@@ -21,8 +21,7 @@ from topotrain.core.events import (
     Traveled,
     Waits,
 )
-from topotrain.tools.recording.group_loss import GroupLoss
-from topotrain.tools.recording.history_series import Moment, SeriesTable
+from topotrain.tools.recording.history_series import GroupLoss, Moment, SeriesTable
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.process_table import ProcessTable
 
