@@ -130,8 +130,11 @@ def of_lecture(pictures: Pictures, folder: Path) -> None:
         browser = pictures.browser
         pictures.open(job.address, "light")
         browser.wait("return !document.getElementById('lecture').hidden")
-        for _ in range(3):
-            browser.click("#lecture-next")
+        # The page follows the job: it goes back to the last gradient.
+        browser.wait("return Number(document.getElementById('lecture-count').textContent.split(' of ')[1]) > 9")
+        browser.click("#lecture-back")
+        while "gradient" not in browser.text("#lecture-sentence"):
+            browser.click("#lecture-back")
         browser.script("window.scrollTo(0, 0)")
         pictures.take("page-lecture")
 

@@ -71,6 +71,9 @@ class PreparedJob:
             "progress": 0.63 if self.running else 1.0,
             "eta_s": 140.0 if self.running else None,
             "epoch": 4,
+            "step": 2 * self.points,
+            "loss": 0.1004,
+            "samples_per_s": 240.0,
         }
 
     def _process(self, number: int, name: str) -> dict[str, Any]:

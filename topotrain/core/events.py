@@ -35,6 +35,8 @@ EVENTS: Mapping[str, type[Event]] = MappingProxyType(_CLASSES)
 _KINDS: dict[type[Event], Mapping[str, Any]] = {}
 
 
+MOST_LOGGED_NAMES = 100
+"""Names of values that a worker may log with `tt.log`. Displays keep a curve of each."""
 _E = TypeVar("_E", bound=Event)
 
 
@@ -75,7 +77,7 @@ class Connects(Event):
 class StepDone(Event):
     """A worker has completed a step.
 
-    All numbers are totals since the start, except `loss`, which is the last one that the worker has seen.
+    All numbers are totals since the start, except `loss`, which is the last one that the worker has seen, and `recent`.
 
     time: seconds since its first step began. samples: the number of samples that it was given.
     staleness_mean, staleness_max: in versions, over all updates. bytes_out, bytes_in: message bodies and headers.
@@ -87,6 +89,7 @@ class StepDone(Event):
     staleness_p95: in versions; 95 of 100 updates were at most so stale. Above 63 it is rounded up to a power of 2.
     epoch: number of the epoch that is under way, from 0. -1: unknown.
     progress: the share of the job's samples that are done, as of `tt.progress`. -1: unknown.
+    recent: the staleness of the updates of the last 10 seconds: mean, 95th percentile, maximum. (): unknown.
     """
 
     who: str
@@ -106,6 +109,7 @@ class StepDone(Event):
     staleness_p95: float = 0.0
     epoch: int = -1
     progress: float = -1.0
+    recent: tuple[float, ...] = ()
 
 
 @event
@@ -678,6 +682,7 @@ _HOLDS: Mapping[Any, Callable[[Any], bool]] = MappingProxyType(
         float | None: lambda v: v is None or _is_float(v),
         tuple[str, ...]: lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
         tuple[int, ...]: lambda v: isinstance(v, list) and all(map(_is_int, v)),
+        tuple[float, ...]: lambda v: isinstance(v, list) and all(map(_is_float, v)),
         dict[str, int]: lambda v: isinstance(v, dict) and all(map(_is_int, v.values())),
         dict[str, float]: lambda v: isinstance(v, dict) and all(map(_is_float, v.values())),
     }

@@ -33,7 +33,8 @@ def _job(summary: Mapping[str, Any]) -> Iterator[str]:
     progress, epoch, eta = summary.get("progress"), summary.get("epoch"), summary.get("eta_s")
     far = [
         f"{100 * progress:.0f} % done" if _is_number(progress) else "",
-        f"epoch {epoch}" if _is_number(epoch) else "",
+        # People count epochs from 1, as the terminal does.
+        f"epoch {epoch + 1}" if _is_number(epoch) else "",
         f"about {_span(eta)} left" if _is_number(eta) else "",
     ]
     if any(far):

@@ -464,10 +464,11 @@ def log(**values: Loggable) -> None:
     values are checked, and nothing else happens.
 
     Args:
-        values: by name a number, or a tensor with one element. A process may log 100 names.
+        values: by name a number, or a tensor with one element. A worker may log 100 names. Further ones are left
+            out, and a notice names the first of them.
 
     Raises:
-        ConfigError: a value is not a number, or there are too many names.
+        ConfigError: a value is not a number.
     """
     # Also in an ordinary process: a script that runs there must not fail in a job.
     found, here = numbers(values), process.current()

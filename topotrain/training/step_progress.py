@@ -80,7 +80,10 @@ class ProgressReporter(WorkerExtension):
         # On a device single losses are not read, because that would wait for it; their mean is.
         if self._rising is not None and on_device and loss is not None:
             self._rising(loss)
-        self._here.emit(StepDone(time=now - tally.started, step=tally.steps, loss=loss, **self._totals()))
+        counts = tally.recent_staleness.report(now)
+        recent = () if counts.is_empty else (counts.mean, counts.at_most(0.95), float(counts.most))
+        totals = self._totals()
+        self._here.emit(StepDone(time=now - tally.started, step=tally.steps, loss=loss, recent=recent, **totals))
         self._here.logged.send_due(now)
         for event in self._connections.reports(now):
             self._here.emit(event)

@@ -125,6 +125,8 @@ class StepBatches:
 _FEW_OWN, _MOST_OWN = 10, 501
 
 
+RECENT_S = 10.0
+"""Seconds over which the staleness of samples is counted."""
 _EXACT = 64  # a staleness below it is counted exactly
 
 
@@ -134,17 +136,39 @@ class StalenessCounts:
     def __init__(self) -> None:
         self._exact = [0] * _EXACT
         self._large: dict[int, int] = {}  # by the number of bits
-        self._total = 0
+        self._total = self._sum = 0
+        self.most = 0
+        """The largest staleness."""
+
+    @property
+    def mean(self) -> float:
+        """The mean of all."""
+        return self._sum / self._total if self._total else 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is counted."""
+        return not self._total
 
     def add(self, values: Sequence[int]) -> None:
         """Count the staleness of each slice of a step."""
         self._total += len(values)
+        self._sum += sum(values)
+        self.most = max(self.most, *values) if values else self.most
         for value in values:
             if value < _EXACT:
                 self._exact[value] += 1
             else:
                 bits = (value - 1).bit_length()
                 self._large[bits] = self._large.get(bits, 0) + 1
+
+    def add_counts(self, other: "StalenessCounts") -> None:
+        """Count what another one has counted."""
+        self._total, self._sum = self._total + other._total, self._sum + other._sum
+        self.most = max(self.most, other.most)
+        self._exact = [one + more for one, more in zip(self._exact, other._exact, strict=True)]
+        for bits, count in other._large.items():
+            self._large[bits] = self._large.get(bits, 0) + count
 
     def at_most(self, share: float) -> float:
         """The staleness that this share of all does not exceed.
@@ -163,6 +187,30 @@ class StalenessCounts:
             if seen >= needed:
                 return float(1 << bits)
         return float(1 << max(self._large))
+
+
+class RecentStaleness:
+    """Counts the staleness of the last seconds, in parts that end with a report."""
+
+    def __init__(self) -> None:
+        self._open = StalenessCounts()
+        self._parts: deque[tuple[float, StalenessCounts]] = deque()
+
+    def add(self, values: Sequence[int]) -> None:
+        """Count the staleness of each slice of a step."""
+        self._open.add(values)
+
+    def report(self, now: float) -> StalenessCounts:
+        """End a part; return the counts of the last RECENT_S seconds, or of the last part that has any."""
+        if not self._open.is_empty:
+            self._parts.append((now, self._open))
+            self._open = StalenessCounts()
+        while len(self._parts) > 1 and self._parts[0][0] <= now - RECENT_S:
+            self._parts.popleft()
+        found = StalenessCounts()
+        for _, part in self._parts:
+            found.add_counts(part)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +243,7 @@ class WorkerStats:
     staleness_count: int = 0
     staleness_max: int = 0
     staleness_counts: StalenessCounts = field(default_factory=StalenessCounts)
+    recent_staleness: RecentStaleness = field(default_factory=RecentStaleness)
     loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
     losses: int = 0
     backwards: int = 0  # of the script, through any model, without private ones
@@ -242,6 +291,7 @@ class WorkerStats:
         self.staleness_count += len(outcome.staleness)
         self.staleness_max = max(self.staleness_max, *outcome.staleness)
         self.staleness_counts.add(outcome.staleness)
+        self.recent_staleness.add(outcome.staleness)
 
     def add_steps(self, count: int) -> None:
         """Count steps of the group."""

@@ -741,6 +741,8 @@ def test_the_console_script_is_that_command() -> None:
     [
         (["--log", "wandb"], "--log = 'wandb': must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"),
         (["--log", "jsonl:/dev/null/x"], "--log /dev/null/x: cannot be written"),
+        (["--log", "tensorboard:/proc/x"], "--log = 'tensorboard:/proc/x': must be tensorboard[:DIR] with a folder"),
+        (["--log", "tensorboard:/dev/null"], "DIR that can be made and written (File exists)"),
         (["--log", "jsonl", "--log", "jsonl"], "is given twice"),
         (["--metrics", "port"], "--metrics = 'port': must be PORT or ADDRESS:PORT"),
     ],
@@ -749,6 +751,23 @@ def test_a_wrong_export_starts_nothing(ask: Ask, here: Path, launcher: Launcher,
     code, out, err = ask("run", *options, "down.conf", "train.py")
     assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1
     assert not launcher.jobs and not launcher.forkservers
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("run", "--log", f"tensorboard:{here}/a/b", "--metrics", "port", "down.conf", "train.py")
+    assert code == 2 and "--metrics" in err and not (here / "a").exists()
+
+
+def test_without_a_port_the_page_takes_any(ask: Ask, here: Path) -> None:
+    code, _, err = ask("watch", ".")
+    assert code == 2 and "has no recording" in err
+
+
+@pytest.mark.parametrize("port", ["abc", "-1", "65536", "1.5", "٣"])
+@pytest.mark.parametrize("words", [["run", "--watch={}", "down.conf", "train.py"], ["watch", ".", "--port={}"]])
+def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path, words: list[str], port: str) -> None:
+    code, _, err = ask(*[word.format(port) for word in words])
+    assert code == 2 and f"{port!r} is no port: it must be a number from 0 to 65535" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("command", [["launch", "mpirun"], ["launch", "kubernetes", "--image", "x"], ["unit"]])

@@ -63,7 +63,7 @@ def test_the_state_of_a_running_job_is_printed_once(ask: Ask, workspace: Path) -
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "digits: Downpour (asynchronous), runs for 7.0 s"
-    assert lines[1] == "25 % done, epoch 1, about 15.0 s left" or lines[1] == "25 % done, epoch 1"
+    assert lines[1] == "25 % done, epoch 2, about 15.0 s left" or lines[1] == "25 % done, epoch 2"
     assert lines[2] == "step 100, loss 0.5000, 3200.0 samples/s"
     (row,) = (line.split() for line in lines if line.startswith("0/0") and "computes" in line)
     assert row == ["0/0", "computes", "100", "0.5000", "3200.0", "0.50", "0.0", "3", "25", "%", "250", "MB"]

@@ -1,18 +1,25 @@
 """The page in a real browser: map, curves, events, replay, keyboard, narrow windows, dark, and no console error."""
 
 import io
-from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, chromium, page_file, why_none
+from browser import Browser, page_file, why_none
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
+from tests.support.recorded_jobs import history, step
+from topotrain.config import job_file
+from topotrain.config.topology import layout
+from topotrain.core.events import Traveled
+from topotrain.tools.recording.job_start import JobStart
+from topotrain.tools.recording.recorded_lines import TimedEvent
+
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
+CONF = Path(__file__).parents[3] / "examples" / "conf"
 TAB, ENTER, ESCAPE, RIGHT, DOWN, HOME = "\ue004", "\ue007", "\ue00c", "\ue014", "\ue015", "\ue011"
 
 # Contrast as WCAG 2 defines it, of each text with the ground that is really behind it.
@@ -48,22 +55,6 @@ let drawn = 0;
 for (let at = 3; at < data.length; at += 4) drawn += data[at] > 0;
 return drawn;
 """
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(window: Browser) -> Iterator[Browser]:
-    """The window as a reader without wishes has it. What the console complains about fails the test."""
-    window.resize(1400, 1000)
-    window.prefer(color_scheme="light", reduced_motion="no-preference")
-    window.problems()
-    yield window
-    assert window.problems() == []
 
 
 def opened(browser: Browser, folder: Path, job: PreparedJob, second: dict[str, Any] | None = None) -> None:
@@ -151,7 +142,8 @@ def test_all_metrics_have_curves_over_time_and_over_steps(browser: Browser, tmp_
     for title in range(len(titles)):
         browser.wait("return document.querySelectorAll('.chart output')[arguments[0]]?.textContent", title)
     key = (
-        "return [...document.querySelectorAll('[data-chart=staleness] .key li')].map((l) => l.children[1].textContent)"
+        "const entries = [...document.querySelectorAll('[data-chart=staleness] .key li:not(.near)')];"
+        "return entries.map((entry) => entry.children[1].textContent);"
     )
     assert browser.script(key) == ["mean", "p95", "max", "bound"]
     browser.picture("curves")
@@ -188,6 +180,30 @@ def test_events_are_marked_and_go_to_their_moment(browser: Browser, tmp_path: Pa
     assert UNSAFE in browser.text(".event[data-kind='incident'] .text")
     assert browser.script("return document.querySelectorAll('#event-list img, #event-list b').length") == 0
     browser.picture("event")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (1400, 860), (380, 800)])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_row_of_an_event_stays_in_sight(
+    browser: Browser, tmp_path: Path, width: int, height: int, last: bool
+) -> None:
+    browser.resize(width, height)
+    view = PreparedJob(groups=2, workers=2).view()
+    view["story"] = [
+        {"at": 8.0 * n + 8, "kind": "incident", "of": "worker 0/1", "text": f"worker 0/1 died {n}"} for n in range(20)
+    ]
+    browser.open(page_file(tmp_path, view))
+    chosen = f"document.querySelector('#event-list > li:nth-child({20 if last else 3}) > .event')"
+    browser.script(f"{chosen}.scrollIntoView({{block: 'center'}}); {chosen}.click()")
+    # The panel grows once more, as when the log comes.
+    browser.script("document.getElementById('details').style.minHeight = '30rem'")
+    browser.frames(0.2)
+    top, bottom, edge = browser.script(
+        f"const box = {chosen}.getBoundingClientRect();"
+        "return [box.top, box.bottom, document.getElementById('replay').getBoundingClientRect().top];"
+    )
+    assert browser.text("#details-title") == "worker 0/1"
+    assert top >= 0 and bottom <= edge
 
 
 def test_replay_by_keyboard_and_by_playing(browser: Browser, tmp_path: Path) -> None:
@@ -288,6 +304,7 @@ def outline(grey: Image.Image, x: float, y: float) -> list[bool]:
 
 def test_lines_of_a_chart_differ_without_color(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, PreparedJob())
+    browser.wait("return document.querySelector('[data-chart=loss] output')?.textContent")
     samples = "return [...document.querySelectorAll('[data-chart=loss] .key .sample')].map((s) => s.dataset.dash)"
     dashes = browser.script(samples)
     assert len(dashes) == 3 and len(set(dashes)) == 3
@@ -316,7 +333,8 @@ def test_a_narrow_window_scrolls_in_one_direction_only(browser: Browser, tmp_pat
 def test_two_runs_are_laid_over_each_other(browser: Browser, tmp_path: Path) -> None:
     other = PreparedJob(name="sandblaster", framework="Sandblaster", seconds=180.0).view()
     opened(browser, tmp_path, PreparedJob(), other)
-    assert browser.text("#run-key") == "Solid: digits. Dashed: sandblaster."
+    said = "A, solid: digits. B, dashed: sandblaster. The marks are the events of A, digits."
+    assert browser.text("#run-key") == said
     browser.wait("return document.querySelector('[data-chart=loss] .key').textContent.includes('B group 0')")
     browser.script("document.querySelector('#curves').scrollIntoView()")
     browser.picture("two-runs")
@@ -335,6 +353,73 @@ def test_a_lecture_explains_each_gradient(browser: Browser, tmp_path: Path, fram
     browser.click("#lecture-back")
     assert browser.text("#lecture-sentence").startswith("worker 0/0 pushes")
     assert browser.text("#lecture-count").startswith("1 of ")
+
+
+@pytest.mark.parametrize("framework", ["sandblaster", "allreduce", "downpour", "hogwild"])
+def test_the_whole_map_of_an_example_is_in_sight_with_the_sentence(
+    browser: Browser, tmp_path: Path, framework: str
+) -> None:
+    browser.resize(1280, 720)
+    job = job_file.load(CONF / f"{framework}.conf")
+    made = history(TimedEvent(0.0, JobStart(job, layout(job.cluster), 1000.0, False).header))
+    workers = [each["name"] for each in made.view()["processes"] if each["role"] == "worker"]
+    for at, worker in enumerate(workers):
+        made.add(TimedEvent(1.0 + at, step(worker, loss=2.3)))
+        made.add(TimedEvent(1.0 + at, Traveled(worker, "server 0/0", "push", 1, 0)))
+    browser.open(page_file(tmp_path, made.view()))
+    browser.click("#lecture-next")
+    lowest, bar, wide = browser.script(
+        "const bottom = (b) => b.getBoundingClientRect().bottom;"
+        "const lowest = Math.max(...[...document.querySelectorAll('.process')].map(bottom));"
+        f"return [lowest, document.getElementById('replay').getBoundingClientRect().top, ({TOO_WIDE[7:]})];"
+    )
+    assert lowest < bar and wide == 0
+    browser.picture(f"lecture-of-{framework}")
+
+
+def test_the_sentence_of_a_running_lecture_goes_with_the_job(browser: Browser, tmp_path: Path) -> None:
+    view = PreparedJob(traveling=True, running=True).view()
+    browser.open(page_file(tmp_path, view))
+    total = len(view["travels"])
+    assert browser.text("#lecture-count") == f"{total} of {total}"
+    assert browser.text("#lecture-sentence").startswith("server 0/1 sends its values")
+    at(browser, (view["travels"][2][0] + view["travels"][3][0]) / 2)
+    assert browser.text("#lecture-count") == f"3 of {total}"
+    at(browser, 1.0)
+    assert browser.text("#lecture-sentence") == "Next shows the first message."
+    browser.click("#lecture-next")
+    assert browser.text("#lecture-count") == f"1 of {total}"
+
+
+def test_the_lecture_names_its_signs_and_its_button(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, PreparedJob(traveling=True))
+    assert browser.text("#lecture-sentence") == "Next shows the first message."
+    signs = browser.script("return [...document.querySelectorAll('#lecture-legend li')].map((li) => li.textContent)")
+    assert signs == ["disc: gradients", "square: values", "ring: neither"]
+    name = "const button = document.getElementById(arguments[0]); return button.ariaLabel ?? button.textContent;"
+    names = [browser.script(name, button) for button in ("lecture-play", "replay-play")]
+    assert names == ["Play messages", "Play the job"]
+
+
+def test_the_parts_of_the_page_are_in_line(browser: Browser, tmp_path: Path) -> None:
+    browser.resize(1280, 1000)
+    opened(browser, tmp_path, PreparedJob(groups=4, slow=-1))
+    middles = browser.script(
+        "const parts = document.querySelectorAll('#curve-tools legend, #curve-tools input');"
+        "const middle = (box) => box.top + box.height / 2;"
+        "return [...parts].map((part) => middle(part.getBoundingClientRect()));"
+    )
+    assert len(middles) == 6 and max(middles) - min(middles) <= 2
+    rows = browser.script(
+        "return [...document.querySelectorAll('.process[data-role=worker]')].map((b) => b.getBoundingClientRect().top)"
+    )
+    assert len(rows) == 4 and len(set(rows)) == 1
+    gap = (
+        "document.getElementById('acts').hidden = false;"
+        "const box = (id) => document.getElementById(id).getBoundingClientRect();"
+        "return box('act-buttons').top - box('acts-title').bottom;"
+    )
+    assert browser.script(gap) >= 6
 
 
 def test_less_motion_shows_a_gradient_at_rest(browser: Browser, tmp_path: Path) -> None:
@@ -362,3 +447,13 @@ def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_p
     print(f"200 processes, 6400 connections, replay at 20 times: {frames}")
     # The rate itself depends on what else the machine does; the processor time of a frame hardly does.
     assert frames.busy_ms <= 1000 / 20
+
+
+def test_the_header_has_the_figures_of_the_summary(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, PreparedJob())
+    pairs = browser.script(
+        "const pairs = [...document.querySelectorAll('#job-figures > div')];"
+        "return pairs.map((pair) => [...pair.children].map((c) => c.textContent));"
+    )
+    wanted = {"epoch": "5", "step": "240", "loss": "0.1", "samples/s": "240"}
+    assert {name: text for name, text in pairs if name in wanted} == wanted

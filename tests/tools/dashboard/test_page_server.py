@@ -249,6 +249,14 @@ def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingReco
     assert page.get("/api/log?process=worker+0/1").text == "", "which the page calls nothing yet"
 
 
+def test_a_log_has_nothing_that_is_meant_for_a_terminal(page: PageClient, recording: GrowingRecording) -> None:
+    logs = recording.workspace / "logs"
+    logs.mkdir()
+    colored = "\x1b[1;31mloss\x1b[0m 0.5\t\x1b]8;;http://x\x1b\\link\x1b]0;title\x07\x1b[2K\x1b(B\x9b1mé\x08\x00 [1m]"
+    (logs / "worker-0-0.log").write_text(f"{colored}\nnext\x1b[A\n")
+    assert page.get("/api/log?process=worker+0/0").text == "loss 0.5\tlinké [1m]\nnext"
+
+
 @pytest.mark.parametrize(
     "name", ["", "worker 0/9", "../../etc/passwd", "worker 0/0/../../x", "/etc/passwd", "unit 0", "worker 0/0%00"]
 )

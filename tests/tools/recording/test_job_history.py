@@ -350,7 +350,13 @@ def test_the_memory_is_bounded_and_curves_keep_their_beginning_and_their_end(mon
 
 def test_a_script_cannot_fill_the_memory_with_names() -> None:
     made = told(*[(1.0 + n, events.Logged("worker 0/0", 1.0, n, {f"name {n}": 1.0})) for n in range(1000)])
-    assert len(made.summary()["workers"][0]["log"]) == 32 and len(made.view()["series"]) == 32
+    assert len(made.summary()["workers"][0]["log"]) == 100 and len(made.view()["series"]) == 100
+
+
+def test_the_limit_of_names_counts_names_and_not_calls() -> None:
+    calls = [{f"name {n}": 1.0 for n in range(20 * call, 20 * call + 20)} for call in range(6)]
+    made = told(*[(1.0 + at, events.Logged("worker 0/0", 1.0, at, call)) for at, call in enumerate(calls)])
+    assert list(made.summary()["workers"][0]["log"]) == [f"name {n}" for n in range(100)]
 
 
 def test_a_summary_for_the_store_has_its_bound_and_those_in_trouble_first() -> None:
@@ -363,3 +369,89 @@ def test_a_summary_for_the_store_has_its_bound_and_those_in_trouble_first() -> N
     assert found["workers"][0]["name"] == "worker 150/0"
     assert found["left_out"] == 202 - len(found["workers"]) - len(found["servers"]) > 0
     assert compacted(made.summary(), 10**6)["left_out"] == 0
+
+
+# ---- figures of a job that ends, and of workers that are gone --------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [RecordingEnd(0), None])
+def test_the_curve_of_a_group_ends_with_its_last_step(ending: RecordingEnd | None) -> None:
+    made = told(
+        (1.0, step(number=10, loss=0.8)),
+        (1.1, step("worker 0/1", number=11, loss=0.6)),
+        (1.2, step(number=12, loss=0.2)),
+    )
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8]]
+    cursor = made.view()["cursor"]
+    if ending is None:
+        assert made.lose()
+    else:
+        made.add(TimedEvent(1.3, ending))
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.4]]
+    assert series(made.since(cursor), "group 0:loss") == [[1.2, 12, 0.4]]
+
+
+def test_a_point_of_a_group_does_not_wait_for_the_next_step() -> None:
+    made = told((1.0, step(number=10, loss=0.8)), (1.2, step(number=12, loss=0.2)))
+    made.add(TimedEvent(1.6, events.Resources("worker 0/0", 1, 777, 0.5)))
+    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.2]]
+
+
+def test_the_view_of_the_job_has_the_figures_of_the_summary() -> None:
+    made = told((1.0, step(loss=0.8)), (1.1, step("worker 1/0", number=11, loss=0.2)), (1.2, RecordingEnd(0)))
+    job, summary = made.view()["job"], made.summary()
+    names = ("step", "loss", "samples_per_s")
+    assert [job[name] for name in names] == [summary[name] for name in names] == [11, 0.5, 672.0]
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        events.Incident(0, "worker 0/1", "worker 0/1 was killed", "the others go on", 2.0),
+        events.Left(1, "has left", 2.0),
+    ],
+)
+def test_the_loss_is_that_of_the_workers_that_live(gone: Event) -> None:
+    made = told((1.0, step(loss=0.2)), (1.0, step("worker 0/1", loss=0.8)), (1.0, step("worker 1/0", loss=0.8)))
+    made.add(TimedEvent(2.0, gone))
+    made.add(TimedEvent(3.0, step(number=20, time=3.0, loss=0.2)))
+    group = 0.2 if isinstance(gone, events.Incident) else 0.5
+    assert series(made.view(), "group 0:loss")[-1] == [3.0, 20, group]
+    assert made.summary()["loss"] == 0.5
+    made.add(TimedEvent(3.1, events.Finished("worker 0/0", 20, 640, 0.0, 0, 0, 0)))
+    made.add(TimedEvent(4.0, RecordingEnd(0)))
+    assert made.summary()["loss"] == 0.5
+
+
+def test_a_lost_job_keeps_the_loss_of_its_workers() -> None:
+    made = told((1.0, step(loss=0.2)), (1.0, step("worker 1/0", loss=0.8)))
+    made.add(TimedEvent(2.0, events.Incident(0, "worker 1/0", "worker 1/0 was killed", "the others go on", 2.0)))
+    assert made.lose() and made.summary()["loss"] == 0.2
+    made.add(TimedEvent(3.0, step(number=20, time=3.0, loss=0.3)))
+    made.add(TimedEvent(3.5, events.Lost("worker 0/0", 1, "worker 0/0 has ended", "")))
+    assert made.summary()["loss"] is None
+
+
+def test_updates_per_second_do_not_count_the_time_before_the_first_update() -> None:
+    loads = [(float(at), events.ServerLoad("server 0/0", count, count, 0.1)) for at, count in enumerate([0] * 8)]
+    loads += [(8.0 + n, events.ServerLoad("server 0/0", 44 * n, 44 * n, 0.1)) for n in range(1, 5)]
+    made = told(*loads)
+    points = series(made.view(), "server 0/0:updates_per_s")
+    assert [value for _, _, value in points] == [44.0, 44.0, 44.0]
+    made.add(TimedEvent(20.0, events.ServerLoad("server 0/0", 0, 0, 0.0)))
+    assert made.summary()["servers"][0]["updates_per_s"] is None
+
+
+def test_the_staleness_of_curves_is_that_of_the_last_seconds() -> None:
+    totals = {"staleness_mean": 4.0, "staleness_p95": 9.0, "staleness_max": 12}
+    made = told((1.0, step(**totals)), (2.0, step(number=11, time=2.0, **totals, recent=(1.0, 2.0, 3.0))))
+    for name, old, new in (("mean", 4.0, 1.0), ("p95", 9.0, 2.0), ("max", 12.0, 3.0)):
+        assert [value for *_, value in series(made.view(), f"worker 0/0:staleness_{name}")] == [old, new]
+    made.add(TimedEvent(3.0, events.Finished("worker 0/0", 11, 352, 4.0, 12, 0, 0, staleness_p95=9.0)))
+    worker = made.summary()["workers"][0]
+    assert (worker["staleness_mean"], worker["staleness_p95"], worker["staleness_max"]) == (1.0, 2.0, 3)
+
+
+def test_at_the_end_the_last_epoch_stays() -> None:
+    made = told((1.0, step(progress=0.9, epoch=7)), (2.0, step(number=11, time=2.0, progress=1.0, epoch=8)))
+    assert made.summary()["epoch"] == 7

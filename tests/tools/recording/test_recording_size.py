@@ -54,7 +54,8 @@ def test_a_recording_stays_in_its_bound_and_tells_of_the_whole_time(
     curves = [each["points"] for each in view["series"] if each["metric"] == "loss" and each["of"] == "worker 0/0"]
     (points,) = curves
     assert points[0][0] < 5 and points[-1][0] > seconds - 20
-    assert max(later[0] - earlier[0] for earlier, later in itertools.pairwise(points)) < seconds / 8
+    # Intervals of old samples double when the room is too small.
+    assert max(later[0] - earlier[0] for earlier, later in itertools.pairwise(points)) < seconds / 4
     assert len([entry for entry in view["story"] if entry["kind"] == "snapshot"]) >= seconds / 1300
     assert len(view["processes"]) == workers + servers_of(workers)
 

@@ -11,17 +11,21 @@ from script_job import loader, train
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
-from topotrain.core.events import Event, Logged
+from topotrain.core.events import MOST_LOGGED_NAMES, Event, Logged, Notice
 from topotrain.training import finish_job
-from topotrain.training.reporting.logged_values import INTERVAL_S, MOST_NAMES, LoggedValues, numbers
+from topotrain.training.reporting.logged_values import INTERVAL_S, LoggedValues, numbers
 from topotrain.training.worker_stats import WorkerStats
 
 
 class Sink:
     def __init__(self) -> None:
         self.told: list[Logged] = []
+        self.notices: list[Notice] = []
 
     def emit(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self.notices.append(event)
+            return
         assert isinstance(event, Logged)
         self.told.append(event)
 
@@ -109,11 +113,16 @@ def test_a_tensor_of_a_device_is_copied_when_it_is_logged() -> None:
 
 
 def test_the_number_of_names_is_limited() -> None:
-    logged = LoggedValues(Sink(), "worker 0/0")
-    logged.add({f"n{number}": 0.0 for number in range(MOST_NAMES)}, None, 0.0)
-    logged.add({"n0": 1.0}, None, 0.0)
-    with pytest.raises(ConfigError, match=r"tt\.log more: is one name too many: a process may log 100"):
-        logged.add({"n0": 2.0, "more": 1.0}, None, 0.0)
+    sink = Sink()
+    logged = LoggedValues(sink, "worker 0/0")
+    # In each call some names are new: the limit is one of names, not of calls.
+    for call in range(6):
+        logged.add({f"n{number}": float(call) for number in range(20 * call, 20 * call + 20)}, None, 100.0 * call)
+    logged.add({"n0": 7.0, "more": 1.0}, None, 1000.0)
+    kept = {name for event in sink.told for name in event.values}
+    assert kept == {f"n{number}" for number in range(MOST_LOGGED_NAMES)} and sink.told[-1].values == {"n0": 7.0}
+    (notice,) = sink.notices
+    assert notice == Notice("worker 0/0", "tt.log n100: is left out: a worker may log 100 names")
 
 
 def test_a_call_costs_microseconds() -> None:

@@ -11,7 +11,7 @@ from script_job import loader, train
 import topotrain as tt
 from topotrain.core.events import Finished, ServerLoad, StepDone, Traffic
 from topotrain.training.data.job_progress import EpochProgress, StepProgress
-from topotrain.training.worker_stats import StalenessCounts
+from topotrain.training.worker_stats import RECENT_S, RecentStaleness, StalenessCounts
 
 
 def test_a_loop_over_epochs_has_an_epoch_and_a_share(job) -> None:
@@ -102,3 +102,43 @@ def test_a_large_staleness_is_rounded_up_to_a_power_of_two() -> None:
     assert counts.at_most(0.95) == 0.0
     counts.add([64, 65, 1000, 10**9])
     assert [counts.at_most(share) for share in (0.25, 0.5, 0.75, 1.0)] == [64.0, 128.0, 1024.0, float(1 << 30)]
+
+
+def test_the_recent_staleness_forgets_what_is_old() -> None:
+    recent = RecentStaleness()
+    assert recent.report(0.0).is_empty
+    recent.add([9, 1])
+    first = recent.report(1.0)
+    assert (first.mean, first.at_most(0.95), first.most) == (5.0, 9.0, 9)
+    recent.add([2] * 6)
+    both = recent.report(2.0)
+    assert (both.mean, both.most) == (22 / 8, 9)
+    assert recent.report(1.0 + RECENT_S).most == 2
+    # Without any update for long, the last ones are still the newest.
+    assert recent.report(1000.0).most == 2
+    recent.add([3, 100])
+    last = recent.report(1001.0)
+    assert (last.mean, last.at_most(0.95), last.most) == (51.5, 128.0, 100)
+
+
+def test_a_sample_has_the_recent_staleness_and_the_end_the_whole(job) -> None:
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches)
+    here.finish()
+    last, (done,) = here.heard(StepDone)[-1], here.heard(Finished)
+    assert last.recent == (0.0, 0.0, 0.0)
+    assert (last.staleness_mean, last.staleness_max) == (done.staleness_mean, done.staleness_max)
+
+
+@pytest.mark.parametrize("values", [[], [5], [0, 63, 64, 65, 200]])
+def test_counts_that_are_added_are_those_of_all(values: list[int]) -> None:
+    made, parts = StalenessCounts(), [StalenessCounts() for _ in range(3)]
+    whole = StalenessCounts()
+    for part in parts:
+        part.add(values)
+        made.add_counts(part)
+        whole.add(values)
+    assert [made.at_most(share) for share in (0.1, 0.5, 0.95)] == [whole.at_most(share) for share in (0.1, 0.5, 0.95)]
+    assert (made.mean, made.most, made.is_empty) == (whole.mean, whole.most, not values)

@@ -2,8 +2,9 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,8 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
         kind, _, file = value.partition(":")
         if kind == "jsonl" and file:
             check_writable("--log", Path(file))
+        elif kind == "tensorboard" and file:
+            _check_folder(value, Path(file))
     from topotrain.tools.exporters.job_exports import JobExports
 
     exports = JobExports(job, logs, metrics, os.environ)
@@ -90,6 +93,22 @@ def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
 
     check_values(logs, metrics)
     return (*(word for value in logs for word in ("--log", value)), *(("--metrics", metrics) if metrics else ()))
+
+
+def _check_folder(value: str, folder: Path) -> None:
+    """Check that a folder can be made and written; nothing is left behind. Raises ConfigError."""
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        accepted = "must be tensorboard[:DIR] with a folder DIR that can be made and written"
+        raise ConfigError("--log", value, f"{accepted} ({error.strerror})") from None
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
 
 
 def _check_packages(logs: Sequence[str], metrics: str) -> None:

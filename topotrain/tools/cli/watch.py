@@ -31,13 +31,21 @@ Example:
 HOST = "127.0.0.1"
 _MISSING = "this installation has no page (package topotrain.tools.dashboard)"
 
+
+def _port(value: str | int) -> int:
+    """Return the number of a port. Raises BadParameter."""
+    text = str(value)  # a default is a number already
+    if text.isascii() and text.isdecimal() and int(text) <= 65535:
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is no port: it must be a number from 0 to 65535, and 0 takes any free one")
+
+
 WatchPort = Annotated[
     int | None,
     typer.Option(
         "--watch",
         metavar="[PORT]",
-        min=0,
-        max=65535,
+        parser=_port,
         help="Serve a page that shows the job, at this port or at any free one, and print its address.",
     ),
 ]
@@ -65,7 +73,7 @@ def register(app: typer.Typer) -> None:
             Path | None, typer.Argument(metavar="WORKSPACE2", help="Of another job, which is laid over it.")
         ] = None,
         port: Annotated[
-            int, typer.Option("--port", metavar="N", min=0, max=65535, help="Of the page; 0: any free one.")
+            int, typer.Option("--port", metavar="N", parser=_port, help="Of the page; 0: any free one.")
         ] = 0,
         host: Annotated[
             str,

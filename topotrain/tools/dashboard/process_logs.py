@@ -1,5 +1,6 @@
 """The last lines of a process's log, for the page."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,11 @@ from topotrain.launch.agent.pipes import log_tail
 from topotrain.launch.agent.workspace import LOGS
 
 _LINES = 200
+# Sequences that color a terminal or move its cursor, and then all control characters but ends of lines and tabs.
+_SEQUENCES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]"
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def tail_of(workspace: Path, process: Mapping[str, Any]) -> str | None:
@@ -25,4 +31,9 @@ def tail_of(workspace: Path, process: Mapping[str, Any]) -> str | None:
     if not there:
         return None
     text = next((text for text in map(log_tail, there) if text), "")
-    return "\n".join(text.splitlines()[-_LINES:])
+    return "\n".join(plain(line) for line in text.splitlines()[-_LINES:])
+
+
+def plain(text: str) -> str:
+    """Return text without what is meant for a terminal."""
+    return _CONTROLS.sub("", _SEQUENCES.sub("", text))

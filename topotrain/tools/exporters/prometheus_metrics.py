@@ -36,7 +36,7 @@ METRICS = (
     JobMetric("topotrain_job_remaining_seconds", "Estimate of the seconds to the end of the job.", "eta_s"),
     JobMetric("topotrain_job_epoch", "Number of the epoch that is under way, from 0.", "epoch"),
     JobMetric("topotrain_job_steps_total", "Steps of the worker that has made most.", "step"),
-    JobMetric("topotrain_job_loss", "Mean of the losses that the workers have reported last.", "loss"),
+    JobMetric("topotrain_job_loss", "Mean of the last losses of the workers that are there.", "loss"),
     JobMetric(
         "topotrain_job_samples_per_second", "Samples that all workers together read per second.", "samples_per_s"
     ),
@@ -44,11 +44,24 @@ METRICS = (
     JobMetric("topotrain_worker_steps_total", "Steps of the worker.", "step", _W),
     JobMetric("topotrain_worker_loss", "The loss that the worker has reported last.", "loss", _W),
     JobMetric("topotrain_worker_samples_per_second", "Samples that the worker reads per second.", "samples_per_s", _W),
-    JobMetric("topotrain_worker_staleness_mean_versions", "Mean staleness of its gradients.", "staleness_mean", _W),
     JobMetric(
-        "topotrain_worker_staleness_p95_versions", "95 of 100 gradients were at most so stale.", "staleness_p95", _W
+        "topotrain_worker_staleness_mean_versions",
+        "Mean staleness of its gradients, of the last seconds.",
+        "staleness_mean",
+        _W,
     ),
-    JobMetric("topotrain_worker_staleness_max_versions", "Staleness of its stalest gradient.", "staleness_max", _W),
+    JobMetric(
+        "topotrain_worker_staleness_p95_versions",
+        "95 of 100 gradients of the last seconds were at most so stale.",
+        "staleness_p95",
+        _W,
+    ),
+    JobMetric(
+        "topotrain_worker_staleness_max_versions",
+        "Staleness of its stalest gradient of the last seconds.",
+        "staleness_max",
+        _W,
+    ),
     JobMetric("topotrain_worker_waiting_ratio", "Share of its time in which the worker waits.", "waiting_share", _W),
     JobMetric("topotrain_server_updates_total", "Steps that the server has applied.", "updates", _S),
     JobMetric("topotrain_process_memory_bytes", "Resident memory of the process.", "memory_bytes", _W + _S),

@@ -13,6 +13,8 @@ MOST_POINTS, FEWEST_POINTS = 2048, 32
 ALL_POINTS = 200_000
 """Points of all series of a history together."""
 MOST_SERIES = 20_000
+GROUP_S = 0.5
+"""Seconds between two points of a group's loss, except the last one."""
 MOST_STATES = 1000
 MOST_STORIES = 1000
 UNITS = {
@@ -100,6 +102,30 @@ class ThinnedSeries:
         """Return the series as in the view, with the points behind a number."""
         points = [[round(point.at, 3), point.step, point.value] for point in self.since(number)]
         return {"id": name, "metric": self.metric, "of": self.of, "unit": self.unit, "points": points}
+
+
+@dataclass(slots=True)
+class GroupLoss:
+    """Holds the newest point of a group until it is time for it, or the job has ended."""
+
+    _added: float | None = None
+    _held: tuple[float, int, float] | None = None
+
+    def take(self, at: float, step: int, loss: float) -> None:
+        """Hold a point in place of the one that is held."""
+        self._held = at, step, loss
+
+    def is_due(self, at: float) -> bool:
+        """Whether a point is held for which it is time."""
+        return self._held is not None and (self._added is None or at - self._added >= GROUP_S)
+
+    def release(self) -> list[tuple[float, int, float]]:
+        """Return the point that is held, if there is one: time, step and loss."""
+        held, self._held = self._held, None
+        if held is None:
+            return []
+        self._added = held[0]
+        return [held]
 
 
 class SeriesTable:

@@ -68,6 +68,7 @@ class JobHistory:
         self._number += 1
         self._job.lose()
         self._processes.end_all(self._now, "dead")
+        self._process_events.end(self._now)
         self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
         return True
 
@@ -111,7 +112,7 @@ class JobHistory:
 
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
-        data["job"] = self._job.as_data(self._processes.by_name)
+        data["job"] = ProcessSummary(self._processes.by_name, self._job).job_data()
         if whole or self._processes.changed > cursor:
             data.update(self._processes.as_data())
         data["series"] = self._series.as_data(cursor, whole)
@@ -143,6 +144,7 @@ class JobHistory:
         self._job.end(event.code)
         well = event.code == 0
         self._processes.end_all(self._now, "finished" if well else "dead")
+        self._process_events.end(self._now)
         self._tell("ended", "", "the job has ended" + ("" if well else f" with code {event.code}"))
 
     # ---- events ------------------------------------------------------------------------------------------------------

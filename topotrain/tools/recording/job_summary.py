@@ -148,27 +148,34 @@ class ProcessSummary:
 
     def as_data(self) -> dict[str, Any]:
         """Return the summary, as the page about recordings describes it."""
-        job = self._job.as_data(self._processes)
-        # Of a job that has ended, the last figures of all.
-        over = self._job.ended is not None or self._job.lost
-        counted = [each for each in self._workers if over or each.is_present]
-        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
-        rates = [each.worker.samples_per_s for each in counted if each.worker.samples_per_s is not None]
+        job = self.job_data()
         return {
             "version": SUMMARY_VERSION,
             "state": "lost" if self._job.lost else "running" if self._job.ended is None else "ended",
             "name": job["name"],
             "framework": job["framework"],
             "elapsed_s": job["elapsed"],
-            **{name: job[name] for name in ("progress", "eta_s", "epoch", "code")},
-            "step": max((each.worker.step for each in self._workers), default=0),
-            "loss": _finite(sum(losses) / len(losses)) if losses else None,
-            "samples_per_s": _rounded(sum(rates)) if rates else None,
+            **{name: job[name] for name in ("progress", "eta_s", "epoch", "code", "step", "loss", "samples_per_s")},
             "bytes_per_s": self._bytes_per_s(),
             "workers": [_worker(each) for each in self._workers],
             "servers": [_server(each) for each in self._servers],
             "incidents": [asdict(each) for each in self._job.incidents],
             "snapshots": self._job.snapshots,
+        }
+
+    def job_data(self) -> dict[str, Any]:
+        """Return the job as in the view, with the figures of all its workers."""
+        # Of a job that has ended, the last figures of those that took part until then.
+        over = self._job.ended is not None or self._job.lost
+        counted = [each for each in self._workers if each.counts]
+        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
+        rates = [each.worker.samples_per_s for each in counted if over or each.is_present]
+        known = [rate for rate in rates if rate is not None]
+        return {
+            **self._job.as_data(self._processes),
+            "step": max((each.worker.step for each in self._workers), default=0),
+            "loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "samples_per_s": _rounded(sum(known)) if known else None,
         }
 
     def _bytes_per_s(self) -> float | None:

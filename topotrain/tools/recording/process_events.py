@@ -1,7 +1,5 @@
 """The events of single processes: their states, figures and series."""
 
-import math
-
 from topotrain.core.events import (
     Ending,
     Event,
@@ -23,12 +21,10 @@ from topotrain.core.events import (
     Traveled,
     Waits,
 )
-from topotrain.tools.recording.history_series import Moment, SeriesTable
+from topotrain.tools.recording.history_series import GroupLoss, Moment, SeriesTable
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.process_table import ProcessTable
 
-GROUP_S = 0.5
-"""Seconds between two points of a group's loss."""
 APPLIES_S = 2.0
 """Seconds without news of a server after which it waits."""
 
@@ -43,7 +39,7 @@ class ProcessEvents:
 
     def __init__(self, processes: ProcessTable, series: SeriesTable) -> None:
         self._processes, self._series = processes, series
-        self._grouped: dict[int, float] = {}  # group -> the time of the last point of its loss
+        self._losses: dict[int, GroupLoss] = {}  # of the worker groups
 
     def add(self, process: ProcessTrack, event: Event, now: Moment) -> None:
         """Add an event of a process."""
@@ -89,6 +85,13 @@ class ProcessEvents:
             case _:
                 pass
         self._processes.mirror(process, now)
+        if process.is_worker:
+            self._pass_time(process.address.group, now)
+
+    def end(self, now: Moment) -> None:
+        """Add the last points, because the job has ended."""
+        for group in self._losses:
+            self._add_loss(group, now)
 
     def _on_started(self, process: ProcessTrack, pid: int, now: Moment) -> None:
         if process.pid == pid and process.states.now not in ("", "dead", "away"):
@@ -114,14 +117,20 @@ class ProcessEvents:
         self._on_group_loss(process.address.group, now)
 
     def _on_group_loss(self, group: int, now: Moment) -> None:
-        if now.at - self._grouped.get(group, -math.inf) < GROUP_S:
-            return
-        workers = [process.worker for process in self._processes.workers(group)]
+        workers = [process.worker for process in self._processes.workers(group) if process.counts]
         losses = [worker.loss for worker in workers if worker.loss is not None]
         if losses:
-            self._grouped[group] = now.at
             step = max(worker.step for worker in workers)
-            self._series.add(now, f"group {group}", "loss", sum(losses) / len(losses), step)
+            self._losses.setdefault(group, GroupLoss()).take(now.at, step, sum(losses) / len(losses))
+
+    def _pass_time(self, group: int, now: Moment) -> None:
+        """Add the point that a group's loss holds, if it is time."""
+        if group in self._losses and self._losses[group].is_due(now.at):
+            self._add_loss(group, now)
+
+    def _add_loss(self, group: int, now: Moment) -> None:
+        for at, step, loss in self._losses[group].release():
+            self._series.add(Moment(now.number, at), f"group {group}", "loss", loss, step)
 
     def _on_resources(self, process: ProcessTrack, event: Resources, now: Moment) -> None:
         process.on_resources(event)

@@ -1,5 +1,6 @@
 """The present figures of a worker and of a server, from its samples."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,12 +8,9 @@ from operator import lt, sub
 from typing import Any
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.events import Finished, Resources, ServerLoad, Slices, StepDone
+from topotrain.core.events import MOST_LOGGED_NAMES, Finished, Resources, ServerLoad, Slices, StepDone
 from topotrain.tools.recording.history_series import Moment, StateTrack
 from topotrain.tools.recording.recording_thinning import RATE_S
-
-MOST_NAMES = 32
-"""Names of logged values of one worker. Values with other names are left out."""
 
 
 @dataclass(slots=True)
@@ -57,11 +55,18 @@ class WorkerFigures:
     epoch: int = -1
     progress: float = -1.0
     log: dict[str, float] = field(default_factory=dict)
+    _is_recent: bool = False  # whether the staleness is that of the last seconds, and not of all
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def on_step(self, at: float, event: StepDone) -> None:
         """Record a step."""
         self._take(event)
+        self._is_recent = len(event.recent) == 3
+        if self._is_recent:
+            self.staleness_mean, self.staleness_p95, most = event.recent
+            self.staleness_max = int(most) if math.isfinite(most) else 0
+        else:
+            self._take_staleness(event)
         self.step = event.step
         if event.loss is not None:
             self.loss = event.loss
@@ -76,19 +81,29 @@ class WorkerFigures:
     def on_finished(self, event: Finished) -> None:
         """Record the end of the script."""
         self._take(event)
+        # The totals of the end are no figures of the last seconds.
+        if not self._is_recent:
+            self._take_staleness(event)
         self.step = event.steps
 
-    def _take(self, event: StepDone | Finished) -> None:
+    def _take_staleness(self, event: StepDone | Finished) -> None:
         self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
         self.staleness_p95 = event.staleness_p95
+
+    def _take(self, event: StepDone | Finished) -> None:
         # -1 is unknown, and says nothing about what was known before.
-        self.epoch = self.epoch if event.epoch < 0 else event.epoch
+        # At the end no epoch is under way, and the last one stays.
+        ends = event.progress >= 1 and self.epoch >= 0
+        self.epoch = self.epoch if event.epoch < 0 or ends else event.epoch
         self.progress = self.progress if event.progress < 0 else event.progress
 
     def on_logged(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Record logged values; return those that are kept."""
-        kept = {name: value for name, value in values.items() if name in self.log or len(self.log) < MOST_NAMES}
-        self.log.update(kept)
+        kept = {}
+        for name, value in values.items():
+            # Workers keep to this limit, but a recording may have anything.
+            if name in self.log or len(self.log) < MOST_LOGGED_NAMES:
+                self.log[name] = kept[name] = value
         return kept
 
 
@@ -109,6 +124,10 @@ class ServerFigures:
         self.loaded_at = at
         self.works = event.updates > self.updates
         self.updates = event.updates
+        if event.updates == 0:
+            # The time before the first update is no part of the rate.
+            self._rates, self.updates_per_s = RateWindow(), None
+            return
         self._rates.add(at, event.updates)
         grown = self._rates.grown()
         if grown is not None and grown[0] > 0:
@@ -128,6 +147,8 @@ class ProcessTrack:
     states: StateTrack = field(default_factory=StateTrack)
     worker: WorkerFigures = field(default_factory=WorkerFigures)
     server: ServerFigures = field(default_factory=ServerFigures)
+    stopped_with_job: bool = False
+    """Whether the process took part until the job ended."""
     sent: dict[str, RateWindow] = field(default_factory=dict)
     """By the process that the bytes were sent to."""
 
@@ -142,6 +163,11 @@ class ProcessTrack:
         return self.states.now not in ("dead", "away", "finished", "")
 
     @property
+    def counts(self) -> bool:
+        """Whether its last figures are among those of the job: it was not lost, and has not left."""
+        return self.is_present or self.states.now == "finished" or self.stopped_with_job
+
+    @property
     def step(self) -> int:
         """The steps of a worker, or the updates of a server."""
         return self.worker.step if self.is_worker else self.server.updates
@@ -153,6 +179,12 @@ class ProcessTrack:
     def enter(self, now: Moment, state: str) -> None:
         """Enter a state, which may be the present one."""
         self.states.enter(now, state)
+        self.stopped_with_job = False
+
+    def stop_with_job(self, now: Moment, state: str) -> None:
+        """Enter the state that the process has after the job."""
+        self.enter(now, state)
+        self.stopped_with_job = True
 
     def start(self, pid: int) -> None:
         """Record that another process is in its place, which has sent nothing yet."""

@@ -65,7 +65,7 @@ class ProcessTable:
         """Let all processes without a reported end stop with the job."""
         for process in self.all():
             if process.states.now and process.is_present:
-                process.enter(now, state)
+                process.stop_with_job(now, state)
 
     def mirror(self, process: ProcessTrack, now: Moment) -> None:
         """Give the servers inside a worker's process its state."""

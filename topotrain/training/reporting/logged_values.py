@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from topotrain.config.job import ConfigError
-from topotrain.core.events import EventSink, Logged
+from topotrain.core.events import MOST_LOGGED_NAMES, EventSink, Logged, Notice
 from topotrain.training.worker_stats import WorkerStats
 
 Loggable = SupportsFloat | torch.Tensor
@@ -20,8 +20,7 @@ Value = float | torch.Tensor
 
 INTERVAL_S = 0.25
 """Seconds between two events of a process, at least."""
-MOST_NAMES = 100
-"""The number of names in a process. A curve is made of each, and kept by displays."""
+_SHOWN = 100  # characters of a name
 _ACCEPTED = "must be a number, or a tensor with one element"
 
 
@@ -63,30 +62,35 @@ class LoggedValues:
         self._lock = threading.Lock()
         self._waiting: dict[str, Value] = {}
         self._names: set[str] = set()
+        self._told = False  # that a name is left out
         self._at: tuple[float, int] = (0.0, 0)
         self._due = -math.inf
 
     def add(self, values: Mapping[str, Value], tally: WorkerStats | None, now: float) -> None:
         """Keep these values, and send all that are kept if it is time.
 
-        Raises:
-            ConfigError: there are too many names.
+        Values with too many names are left out, and a notice says so once.
         """
         with self._lock:
-            if not values.keys() <= self._names:
-                self._learn(values)
-            self._waiting.update(values)
+            left_out = [] if values.keys() <= self._names else self._learn(values)
+            self._waiting.update({name: value for name, value in values.items() if name not in left_out})
             if tally is not None:
                 self._at = (now - tally.started if tally.started else 0.0), tally.steps
+        if left_out and not self._told:
+            self._told = True
+            text = f"tt.log {left_out[0][:_SHOWN]}: is left out: a worker may log {MOST_LOGGED_NAMES} names"
+            self._sink.emit(Notice(self._process, text))
         self.send_due(now)
 
-    def _learn(self, values: Mapping[str, Value]) -> None:
-        """Note new names."""
-        known = self._names | values.keys()
-        if len(known) > MOST_NAMES:
-            new = next(name for name in values if name not in self._names)
-            raise ConfigError(f"tt.log {new}", None, f"is one name too many: a process may log {MOST_NAMES} of them")
-        self._names = known
+    def _learn(self, values: Mapping[str, Value]) -> list[str]:
+        """Note new names; return those that are left out."""
+        left_out = []
+        for name in values:
+            if name in self._names or len(self._names) < MOST_LOGGED_NAMES:
+                self._names.add(name)
+            else:
+                left_out.append(name)
+        return left_out
 
     def send_due(self, now: float) -> None:
         """Send what is kept, if it is time."""

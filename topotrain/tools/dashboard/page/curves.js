@@ -2,9 +2,10 @@
 
 import { byId, clockText, make, metricText, numberText, setText } from "./elements.js";
 import { lastBefore } from "./job_view.js";
-import { LineChart, niceTicks } from "./line_chart.js";
+import { DASHES, LineChart, lineValue, NAMED, niceTicks } from "./line_chart.js";
 
 const COLOURS = 6;
+const SUMMARY_POINTS = 300;
 /** With more connections than these there is one line for each process that sends. */
 const CONNECTIONS = 48;
 
@@ -59,6 +60,32 @@ function timeOfStep(clock, step, end) {
     else high = middle;
   }
   return high;
+}
+
+// Beyond six names a group has a colour, and its members differ by dashes.
+function dashOf(of) {
+  const [group = 0, ...rest] = (of.match(/\d+/g) ?? []).map(Number);
+  return ((rest.at(-1) ?? 0) + Math.floor(group / COLOURS)) % DASHES.length;
+}
+
+/** The median of some lines of a run, at evenly spaced places, and their range. */
+function summaryOf(lines, run, xEnd) {
+  const [points, band] = [[], []];
+  const end = Math.min(xEnd, Math.max(...lines.map((line) => line.points.at(-1)[0])));
+  let gap;
+  for (let place = 0; place <= SUMMARY_POINTS; place += 1) {
+    const x = (end * place) / SUMMARY_POINTS;
+    const values = lines.map((line) => lineValue(line, x)).filter((value) => value !== null).sort((a, b) => a - b);
+    if (!values.length) {
+      if (points.length) gap ??= x;
+      continue;
+    }
+    points.push([x, (values[(values.length - 1) >> 1] + values[values.length >> 1]) / 2, gap]);
+    gap = undefined;
+    band.push([x, values[0], values.at(-1)]);
+  }
+  const [colour, dash] = run === "A" ? [0, 0] : [1, 1];
+  return { run, label: `${run}: median of ${lines.length}`, colour, dash, width: 2, kind: null, level: false, until: Infinity, points, band };
 }
 
 /** All charts of the page. */
@@ -171,7 +198,8 @@ export class Curves {
     const other = this._views.get("B");
     const key = byId("run-key");
     key.hidden = !other;
-    if (other) setText(key, `Solid: ${this._nameOf("A")}. Dashed: ${this._nameOf("B")}.`);
+    const [first, second] = other ? [this._nameOf("A"), this._nameOf("B")] : [];
+    if (other) setText(key, `A, solid: ${first}. B, dashed: ${second}. The marks are the events of A, ${first}.`);
   }
 
   _nameOf(run) {
@@ -198,8 +226,8 @@ export class Curves {
     const steps = this._overSteps;
     this._clock = steps ? stepClock(this._views.get("A")) : null;
     const lines = [...this._views.keys()].sort().flatMap((run) => this._lines(entry.spec, run));
-    const plain = lines.filter((line) => line.points.length);
     const xEnd = Math.max(steps ? 1 : 0.1, ...[...this._views.values()].map((view) => steps ? stepClock(view)(view.end) : view.end));
+    const plain = this._summarized(lines.filter((line) => line.points.length), xEnd);
     const [low, high] = this._limits(plain, entry.spec.fromZero);
     const [metric] = Object.keys(entry.spec.metrics);
     entry.ready = true;
@@ -212,6 +240,15 @@ export class Curves {
     entry.chart.setMoment(this._t === null || this._t === undefined ? null : this._fromTime(this._t));
   }
 
+  // Of two runs with many lines: one line for each run, the median, with a band from the lowest to the highest line.
+  _summarized(lines, xEnd) {
+    if (this._views.size < 2 || lines.length <= NAMED) return lines;
+    return [...this._views.keys()].sort().flatMap((run) => {
+      const some = lines.filter((line) => line.run === run);
+      return some.length > 1 ? [summaryOf(some, run, xEnd)] : some;
+    });
+  }
+
   _limits(lines, fromZero) {
     let [low, high] = [Infinity, -Infinity];
     for (const line of lines) {
@@ -219,6 +256,7 @@ export class Curves {
         if (y < low) low = y;
         if (y > high) high = y;
       }
+      for (const [, least, most] of line.band ?? []) [low, high] = [Math.min(low, least), Math.max(high, most)];
     }
     if (!Number.isFinite(low)) return [0, 1];
     if (fromZero) low = Math.min(0, low);
@@ -246,20 +284,35 @@ export class Curves {
     const several = Object.keys(spec.metrics).length > 1 && !two;
     some.sort((a, b) => inOrder(a.one.of, b.one.of) || a.dash - b.dash);
     return some.map(({ one, dash }) => ({
+      run,
       label: this._label(one, run, two, several && names.length),
       colour: one.metric === "staleness_bound" ? 5 : this._colour(one.of, names),
-      dash: two ? (run === "A" ? 0 : 1) : several ? dash : names.length <= COLOURS ? names.indexOf(one.of) : 0,
+      dash: two ? (run === "A" ? 0 : 1) : several ? dash : names.length <= COLOURS ? names.indexOf(one.of) : dashOf(one.of),
       width: names.length > COLOURS ? 1.2 : 2,
       kind: several ? LINE_NAMES[one.metric] : null,
       level: one.metric === "staleness_bound",
-      points: clock ? this._overStepsOf(one, clock) : one.points.map((point) => [point[0], point[2]]),
+      ...this._drawn(one, view.gaps(one.of), clock),
     }));
   }
 
-  _overStepsOf({ of, points }, clock) {
+  // The points of a line: [x, y], and the x at which a gap before the point begins. `until`: where the line ends early.
+  _drawn(one, gaps, clock) {
+    const place = clock ?? ((t) => t);
+    const broken = new Map();
+    let [index, until] = [0, Infinity];
+    for (const [from, to] of gaps) {
+      while (index < one.points.length && one.points[index][0] <= from) index += 1;
+      if (index === one.points.length) until = Math.min(until, to === Infinity ? place(from) : Infinity);
+      else if (index > 0 && !broken.has(index)) broken.set(index, place(from));
+    }
+    const points = one.points.map((point, at) => [point[0], point[2], broken.get(at)]);
+    return { until, points: clock ? this._overStepsOf(one, clock, broken) : points };
+  }
+
+  _overStepsOf({ of, points }, clock, broken) {
     // A server counts updates, and not the steps of the job.
     const counts = !of.startsWith("server");
-    const found = points.map((point) => [counts && point[1] > 0 ? point[1] : clock(point[0]), point[2]]);
+    const found = points.map((point, at) => [counts && point[1] > 0 ? point[1] : clock(point[0]), point[2], broken.get(at)]);
     let last = -Infinity;
     // After a restart a step is counted again: only the newest values of it are drawn.
     const kept = [];
@@ -268,6 +321,8 @@ export class Curves {
       last = found[index][0];
       kept.push(found[index]);
     }
+    // Between the last step before a gap and the first one after it.
+    for (const point of kept) if (point[2] !== undefined) point[2] = Math.min(point[2], point[0]);
     return kept.reverse();
   }
 

@@ -19,6 +19,14 @@ export function make(tag, attributes = {}, children = []) {
   return made;
 }
 
+/** Make an element of SVG. */
+export function makeSvg(tag, attributes = {}, children = []) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, String(value));
+  made.append(...children);
+  return made;
+}
+
 /** Set an element's text, without touching the document when it is the same. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -52,6 +52,11 @@ export class EventList {
     }
   }
 
+  /** Bring an event's row into sight, if it is not. */
+  reveal(event) {
+    this._rows.get(event)?.scrollIntoView({ block: "nearest" });
+  }
+
   _showAll() {
     this._limit = Infinity;
     for (const row of this._rows.values()) row.remove();

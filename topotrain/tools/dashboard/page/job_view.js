@@ -22,6 +22,10 @@ const MOST_POINTS = 2400;
 const MOST_EVENTS = 5000;
 const MOST_TRAVELS = 20000;
 
+/** States in which a process makes no figures: its curves break. */
+const ABSENT = new Set(["dead", "away", "finished"]);
+const BEGINS = new Set(["starting", "restarts"]);
+
 /** A death is shown for so many seconds, also where the process is back before the next picture is drawn. */
 export const DEATH_SHOWN_S = 2;
 
@@ -44,6 +48,12 @@ export function lastBefore(entries, t) {
 /** Return the middle of some numbers; of an even count, the lower one: of two workers the slow one is told from the other. */
 export function median(values) {
   return [...values].sort((a, b) => a - b)[(values.length - 1) >> 1];
+}
+
+/** Return the spans that two lists of spans share. */
+function bothIn(some, others) {
+  return some.flatMap(([from, to]) => others.map(([start, end]) => [Math.max(from, start), Math.min(to, end)]))
+    .filter(([from, to]) => from < to);
 }
 
 /** A job's View, and its deltas merged into it. */
@@ -156,6 +166,32 @@ export class JobView {
     }
     const state = last < 0 ? "starting" : changes[last][1];
     return state in STATES ? state : "starting";
+  }
+
+  /** When a process was not there: its spans [from, to] in seconds; `to` is Infinity if it is not back. */
+  absences(name) {
+    const found = [];
+    let ended = false;
+    for (const [at, state] of this.states.get(name) ?? []) {
+      const open = found.at(-1)?.[1] === Infinity;
+      if (ABSENT.has(state) && !open) found.push([at, Infinity]);
+      // A process that starts has no figures yet.
+      else if (open && !ABSENT.has(state) && !BEGINS.has(state)) found.at(-1)[1] = at;
+      ended = state === "finished" && found.at(-1)?.[0] === at;
+    }
+    // Its last figures hold after its end, but not after a death.
+    if (ended) found.pop();
+    return found;
+  }
+
+  /** When nothing is known of a series: a process, a connection "a>b" or a group whose workers are all away. */
+  gaps(of) {
+    if (of.startsWith("group ")) {
+      const workers = this.processes.filter((one) => one.role === "worker" && `group ${one.group}` === of);
+      return workers.map((one) => this.absences(one.name)).reduce(bothIn, [[-Infinity, Infinity]])
+        .filter(([from]) => from > -Infinity);
+    }
+    return of.replace(/ sends$/, "").split(">").flatMap((name) => this.absences(name)).sort((a, b) => a[0] - b[0]);
   }
 
   /** Bytes per second over each connection at t, both directions added. 0: nothing travels, or nothing is known. */

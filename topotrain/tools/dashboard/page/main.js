@@ -32,6 +32,10 @@ class Page {
     this._lecture = new Lecture(this._map, (t) => this._bar.goTo(t));
     this._bar = new ReplayBar(() => this._showMoment());
     new Theme(() => this._recolour());
+    new ResizeObserver(() => this._revealed && this._events.reveal(this._revealed)).observe(byId("details"));
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      document.addEventListener(kind, () => this._reveal(null), { capture: true, passive: true });
+    }
     this.onConnection("waiting");
   }
 
@@ -108,16 +112,11 @@ class Page {
     const pairs = [["elapsed", clockText(job.elapsed ?? 0)]];
     if (Number.isFinite(progress)) pairs.push(["done", `${Math.floor(progress * 100)} %`]);
     if (this._view.running && Number.isFinite(job.eta_s)) pairs.push(["left", `about ${clockText(job.eta_s)}`]);
-    if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch)]);
-    const loss = this._lastLoss();
-    if (loss !== null) pairs.push(["loss", metricText("loss", loss)]);
+    if (Number.isFinite(job.epoch) && job.epoch >= 0) pairs.push(["epoch", numberText(job.epoch + 1)]);
+    if (job.step > 0) pairs.push(["step", numberText(job.step)]);
+    if (Number.isFinite(job.loss)) pairs.push(["loss", metricText("loss", job.loss)]);
+    if (Number.isFinite(job.samples_per_s)) pairs.push(["samples/s", numberText(job.samples_per_s)]);
     fillFigures(byId("job-figures"), pairs);
-  }
-
-  _lastLoss() {
-    const losses = this._view.ofMetric("loss").filter((one) => one.of.startsWith("group") && one.points.length);
-    const last = losses.map((one) => one.points.at(-1)[2]);
-    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : null;
   }
 
   _chip() {
@@ -151,6 +150,13 @@ class Page {
     this._curves.choose(event);
     if (this._view.processOf(event.of)) this._select(event.of);
     this._bar.goTo(event.at);
+    this._reveal(event);
+  }
+
+  // The panel of the process opens above the list and grows with its log: the row stays in sight until the reader moves on.
+  _reveal(event) {
+    this._revealed = event;
+    if (event) this._events.reveal(event);
   }
 
   _goTo(t) {

@@ -79,6 +79,7 @@ export class ReplayBar {
     if (this._playing === playing) return;
     this._playing = playing;
     setText(this._play, playing ? "Pause" : "Play");
+    this._play.setAttribute("aria-label", playing ? "Pause the job" : "Play the job");
     this._play.setAttribute("aria-pressed", String(playing));
     if (!playing) return;
     if (this.t >= this.end - 0.05) this.t = 0;

@@ -67,13 +67,19 @@ export class Lecture {
     if (here) this._index = Math.max(0, this._travels.indexOf(here));
     this._switch.hidden = this._travels.length === 0;
     if (this._open === null && this._travels.length) this._setOpen(true);
-    this._counted();
+    this._say();
   }
 
   /** Show what travels at a moment of the replay, while the lecture itself does not play. */
   setMoment(t) {
     if (this._shown && Math.abs(this._shown.travel[0] - t) > 0.01) this._shown = null;
-    if (this._shown || !this._map.geometry) return;
+    if (this._shown || !this._view) return;
+    // At the end of a job that is over, the lecture begins with its first message.
+    if (this._view.running || t < this._view.end - 0.01) {
+      this._index = lastBefore(this._travels, t);
+      this._say("off");
+    }
+    if (!this._map.geometry) return;
     const { travels } = this._view;
     const last = lastBefore(travels, t);
     const found = [];
@@ -116,7 +122,7 @@ export class Lecture {
   _setPlaying(playing) {
     this._playing = playing;
     clearTimeout(this._timer);
-    setText(byId("lecture-play"), playing ? "Pause" : "Play");
+    setText(byId("lecture-play"), playing ? "Pause messages" : "Play messages");
     byId("lecture-play").setAttribute("aria-pressed", String(playing));
     if (playing) this._playNext();
   }
@@ -138,15 +144,19 @@ export class Lecture {
     const travel = this._travels[index];
     if (!travel) return;
     this._index = index;
-    setText(byId("lecture-sentence"), sentenceOf(travel));
-    this._counted();
-    this._onMoment(travel[0]);
+    this._say();
+    // First: the moment of the message must not be taken for one that the reader has chosen.
     this._shown = { travel, since: performance.now() };
+    this._onMoment(travel[0]);
     requestAnimationFrame((now) => this._travel(now));
   }
 
-  _counted() {
+  // The sentence of the present message. `live`: "off" where messages pass by themselves, faster than they can be read out.
+  _say(live = "polite") {
     const total = this._travels.length;
+    const travel = this._travels[this._index];
+    byId("lecture-sentence").setAttribute("aria-live", live);
+    setText(byId("lecture-sentence"), travel ? sentenceOf(travel) : "Next shows the first message.");
     setText(byId("lecture-count"), total ? `${this._index + 1} of ${total}` : "");
     byId("lecture-back").disabled = this._index <= 0;
     byId("lecture-next").disabled = this._index >= total - 1;
