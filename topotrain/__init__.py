@@ -60,6 +60,7 @@ _contribute(
     "topotrain.extensions.group_averaging.averaging_rules",
     "topotrain.parallel.split_rules",
     "topotrain.tools.advice.auto_rules",
+    "topotrain.extensions.replication.replication_rules",
 )
 # Fields of a job that must have their defaults where a package is deleted.
 _need("topotrain.extensions.backup_workers", "cluster.backup")

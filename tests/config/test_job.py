@@ -120,15 +120,19 @@ DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
 AUTO = {"cluster": Cluster(auto=True)}
+COPIES = {"replicas": 2, "nservers_per_group": 2, "transport": "kTcp"}
 CHOSEN: list[dict[str, Any]] = [
     *({name: 2} for name in ("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group")),
     *({"nworkers_per_procs": 2}, {"nservers_per_procs": 2}, {"server_worker_separate": True}, {"sync_freq": 2}),
     *({"shares": (1.0,)}, {"max_staleness": 0}, {"n_push": 2}, {"n_fetch": 2}, {"agreement": "kRingAverage"}),
     *({"engine": "kGloo"}, {"algorithm": "kRing"}, {"compression": "kInt8"}, {"compression_ratio": 0.5}),
-    *({"replicas": 2}, outer()),
+    *(COPIES, outer()),
 ]
 """Fields that `auto` decides, each alone."""
-AUTOMATIC = [(Cluster, {**given, "auto": True}, given) for given in CHOSEN]
+AUTOMATIC = [
+    (Cluster, {**given, "auto": True} if given is not COPIES else {"replicas": 2, "auto": True}, given)
+    for given in CHOSEN
+]
 
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 SCHEDULES = [
@@ -307,6 +311,15 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, SPLIT | AUTO, SPLIT),
     (Job, {"placement": "kAuto"} | AUTO, {"placement": "kAuto"}),
     (Job, {"start_groups": 1} | AUTO, {"start_groups": 1}),
+    (Job, {"cluster": Cluster(**COPIES), "on_failure": "kStop"}, {"cluster": Cluster(**COPIES)}),  # type: ignore[arg-type]
+    (Cluster, COPIES | {"transport": "kAuto"}, COPIES),
+    (Cluster, COPIES | {"nworker_groups": 2, "nserver_groups": 2}, COPIES | {"nworker_groups": 2}),
+    (Cluster, COPIES | {"nservers_per_group": 1}, COPIES),
+    (Cluster, COPIES | {"nservers_per_procs": 2}, COPIES),
+    (Cluster, COPIES | PAIR | {"algorithm": "kRing"}, COPIES | PAIR),
+    (Cluster, COPIES | {"compression": "kE3M0"}, COPIES),
+    (Cluster, COPIES | {"link": Link(bandwidth=10.0)}, COPIES),
+    (Cluster, COPIES | SPARE, COPIES | {"nworkers_per_group": 3}),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from topotrain.config.job import Cluster, ConfigError, Grads, Job, LRGen, OnFailure, Updater
+from topotrain.config.job import Cluster, ConfigError, Grads, Job, LRGen, OnFailure, TransportChoice, Updater
 from topotrain.config.sharding import Parameter
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 
@@ -91,7 +91,7 @@ def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
 
 
 def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
-    cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3)
+    cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3, transport=TransportChoice.kTcp)
     alone = [memory.total for memory in planned(cluster).memory[3:]]
     twice = planned(replace(cluster, replicas=2))
     assert [memory.second for memory in twice.memory[3:]] == [alone[2], alone[0], alone[1]]
@@ -99,6 +99,18 @@ def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
     assert not any(memory.second for memory in twice.memory[:3])
     assert "second MB" in twice.explain()
     assert "second MB" not in planned(cluster).explain()
+
+
+def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_run() -> None:
+    outer = Updater(type="kSGD", learning_rate=LRGen(type="kFixed", base_lr=1.0))  # type: ignore[arg-type]
+    cut = Job(cluster=Cluster(sync_freq=12, outer=outer, fragments=3))
+    words = r"cluster\.fragments = 3: must be at most 2, the number of parameters that the optimizer has"
+    with pytest.raises(ConfigError, match=words):
+        plan(cut, replace(MODEL, trained=2))
+    assert plan(cut, MODEL).slices is not None
+    assert plan(cut).slices is None, "without a program the number is not known"
+    with pytest.raises(ConfigError, match="must be at most 3"):
+        plan(replace(cut, cluster=replace(cut.cluster, fragments=4)), MODEL)
 
 
 def test_memory_of_a_collective_counts_what_is_passed_on() -> None:

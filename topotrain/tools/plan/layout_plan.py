@@ -15,6 +15,7 @@ from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.host_sums.host_units import link_advice
+from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.group_agreement import agreement_in_words
 from topotrain.tools.plan.store_advice import store_advice
@@ -32,6 +33,7 @@ class PlannedSchema:
     state_factor: float = 0.0  # optimizer state elements per element: plain SGD 0, momentum 1, Adam 2
     momentum: float = 0.0  # of the optimizer
     optimizers: tuple[str, ...] = ()  # class names
+    trained: int | None = None  # how many parameters the optimizer has; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class LayoutPlan:
 
 
 def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
-    """Plan `job`. Raises ConfigError where the cluster's counts do not fit together."""
+    """Plan `job`. Raises ConfigError where counts do not fit together, or the model."""
     topology = layout(job.cluster)
     if schema is None:
         # Without a program only the job's updater block can name an optimizer.
@@ -186,6 +188,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         warning = async_momentum.warning(job, topology, momentum, names)
         note, agreement = store_advice(job, topology), agreement_in_words(job, topology)
         return LayoutPlan(topology, warning=warning, note=note, link=link_advice(job), agreement=agreement)
+    check_fragments(job.cluster.fragments, len(schema.parameters) if schema.trained is None else schema.trained)
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
