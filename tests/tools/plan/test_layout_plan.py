@@ -166,7 +166,7 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     worker, server = found.memory[0], found.memory[-1]
     assert (worker.values, worker.gradients, worker.staging, worker.state) == (4000, 4000, 8000, 8000)
     assert (server.values, server.state) == (4000, 4000)
-    assert "in 10 steps each worker sends 0.00 MB and receives as much" in found.explain()
+    assert "in 10 steps each worker sends 0.00 MB to the servers and receives as much (uncompressed)" in found.explain()
     assert found.as_data()["round"] == {
         "steps": 10,
         "worker_bytes": 4000,
@@ -174,6 +174,17 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
         "server_bytes": 12000,
         "server_sent": 12000,
         "group_bytes": 0,
+        "encoding": "uncompressed",
+        "link": {
+            "hosts": 1,
+            "received": 12000,
+            "sent": 12000,
+            "apart": True,
+            "mbit": None,
+            "exchange_s": None,
+            "shortest_step_s": None,
+            "hosts_for_half": None,
+        },
     }
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
@@ -190,9 +201,9 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
     assert server.staging == 3 * 2_000_000
     text = " ".join(found.explain().split())
     assert (
-        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed); the busiest unit "
-        "with servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its "
-        "group"
+        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed). In each step a "
+        "worker sends 2.00 MB to the others of its group and receives as much a round moves 6.00 MB into the host with "
+        "servers and 12.00 MB out of it."
     ) in text
     framework = "local SGD with an outer optimizer (rounds of 10 steps, in synchronous groups of 2 workers)"
     assert found.topology.framework == framework
