@@ -49,6 +49,7 @@ PURE = """
     extensions/replication/buffer_views.py
     extensions/replication/replica_checksum.py extensions/replication/replica_placement.py
     extensions/replication/replicated_server.py
+    extensions/replication/replication_rules.py
     extensions/replication/state_codec.py extensions/replication/state_machine.py
     extensions/replication/state_transfer.py
     extensions/resume/worker_state_store.py extensions/tables/push_modes.py extensions/tables/row_optimizers.py
@@ -62,8 +63,9 @@ LIGHT = """
     extensions/collectives/collective_rules.py extensions/compression/compression_rules.py parallel/split_rules.py
     extensions/group_averaging/averaging_rules.py tools/advice/auto_rules.py
     core/optim/state_table.py extensions/elastic/eligibility.py
-    extensions/replication/replica_placement.py core/model/safetensors_layout.py
-    extensions/checkpointing/table_file_layout.py
+    extensions/replication/replica_placement.py extensions/replication/replication_rules.py
+    core/model/safetensors_layout.py extensions/checkpointing/table_file_layout.py
+    extensions/compression/encoded_sizes.py extensions/outer_optimizer/rounds.py tools/plan/round_traffic.py
 """
 """Read by the command line before torch is imported."""
 

@@ -51,15 +51,17 @@ __version__ = "0.1.0"
 # So that torch knows redis:// as an init_method. It does not import torch.
 _announce()
 
-# Modules with the combinations of job fields that a package refuses, in the order in which they are checked.
+# Modules with the combinations of job fields that a package refuses, in the order in which they are checked. The outer
+# optimizer comes first: it refuses most other fields, whatever else these need.
 _contribute(
+    "topotrain.extensions.outer_optimizer.outer_rules",
     "topotrain.extensions.collectives.collective_rules",
     "topotrain.extensions.compression.compression_rules",
     "topotrain.extensions.backup_workers.backup_rules",
-    "topotrain.extensions.outer_optimizer.outer_rules",
     "topotrain.extensions.group_averaging.averaging_rules",
     "topotrain.parallel.split_rules",
     "topotrain.tools.advice.auto_rules",
+    "topotrain.extensions.replication.replication_rules",
 )
 # Fields of a job that must have their defaults where a package is deleted.
 _need("topotrain.extensions.backup_workers", "cluster.backup")

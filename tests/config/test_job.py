@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,21 +115,31 @@ def outer(**changes: Any) -> dict[str, Any]:
     return {"outer": Updater(**fields)}
 
 
+def with_rates(*rates: float) -> LRGen:
+    """A schedule with these rates, each for ten rounds."""
+    conf = FixedStep(step=tuple(range(0, 10 * len(rates), 10)), step_lr=rates)
+    return LRGen(type="kFixedStep", fixedstep_conf=conf)  # type: ignore[arg-type]
+
+
 OUTER = {"cluster": Cluster(**outer())}
 RADIAL = {"cluster": Cluster(merge="kRadial", **outer())}  # type: ignore[arg-type]
 DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
 PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
 
 AUTO = {"cluster": Cluster(auto=True)}
+COPIES = {"replicas": 2, "nservers_per_group": 2, "transport": "kTcp"}
 CHOSEN: list[dict[str, Any]] = [
     *({name: 2} for name in ("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group")),
     *({"nworkers_per_procs": 2}, {"nservers_per_procs": 2}, {"server_worker_separate": True}, {"sync_freq": 2}),
     *({"shares": (1.0,)}, {"max_staleness": 0}, {"n_push": 2}, {"n_fetch": 2}, {"agreement": "kRingAverage"}),
     *({"engine": "kGloo"}, {"algorithm": "kRing"}, {"compression": "kInt8"}, {"compression_ratio": 0.5}),
-    *({"replicas": 2}, outer()),
+    *(COPIES, outer()),
 ]
 """Fields that `auto` decides, each alone."""
-AUTOMATIC = [(Cluster, {**given, "auto": True}, given) for given in CHOSEN]
+AUTOMATIC = [
+    (Cluster, {**given, "auto": True} if given is not COPIES else {"replicas": 2, "auto": True}, given)
+    for given in CHOSEN
+]
 
 # Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 SCHEDULES = [
@@ -199,30 +210,6 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"correction": "kRate", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
         {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
     ),
-    (Job, ON_ARRIVAL | {"cluster": Cluster(engine="kGloo", **PAIR)}, ON_ARRIVAL | {"cluster": RING}),  # type: ignore[arg-type]
-    (Cluster, {"engine": "kGloo", "nworkers_per_group": 2}, {"engine": "kGloo", **PAIR}),
-    (Cluster, {"engine": "kGloo", "link": Link(), **PAIR}, {"algorithm": "kRing", "link": Link(), **PAIR}),
-    (Cluster, {"algorithm": "kRing", "nworkers_per_group": 2}, {"algorithm": "kRing", **PAIR}),
-    (Cluster, {"engine": "kNccl", "algorithm": "kTree", **PAIR}, {"engine": "kOwn", "algorithm": "kTree", **PAIR}),
-    (Cluster, {"compression": "kFp16", "algorithm": "kRing", **PAIR}, {"compression": "kFp16", **PAIR}),
-    (
-        Cluster,
-        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
-        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
-    ),
-    (Cluster, {"backup": 1}, {"backup": 1, "nworkers_per_group": 2}),
-    (Cluster, SPARE | {"nworker_groups": 2}, SPARE),
-    (Cluster, SPARE | {"engine": "kGloo", "nservers_per_group": 3}, SPARE | {"nservers_per_group": 3}),
-    (Cluster, SPARE | {"algorithm": "kRing", "nservers_per_group": 3}, SPARE | {"engine": "kOwn"}),
-    (Cluster, SPARE | {"compression": "kFp16"}, SPARE),
-    (Job, BACKUP | {"grads": "kVisible"}, BACKUP),
-    (Job, BACKUP | {"apply": "kOnArrival"}, BACKUP),
-    (Job, BACKUP | {"pull": "kLazy"}, BACKUP),
-    (Job, BACKUP | {"per_worker_batch": False}, BACKUP),
-    (Job, BACKUP | {"shard": "kLease"}, BACKUP | {"shard": "kStatic"}),
-    (Job, BACKUP | SPLIT, BACKUP),
-    (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
-    (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
     (Cluster, outer(type="kUserUpdater"), outer()),
     (Cluster, outer(user_type="mine"), outer()),
     (Cluster, outer(learning_rate=None), outer()),
@@ -234,6 +221,9 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         outer(learning_rate=LRGen(type="kFixed", base_lr=0.7, user_type="mine")),  # type: ignore[arg-type]
         outer(),
     ),
+    (Cluster, outer(learning_rate=LRGen(type="kFixed", base_lr=0.0)), outer()),  # type: ignore[arg-type]
+    (Cluster, outer(learning_rate=with_rates(0.7, 0.0)), outer(learning_rate=with_rates(0.7, 0.3))),
+    (Cluster, outer(momentum=1.0), outer(momentum=0.99)),
     (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
     (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
     (Cluster, outer(type="kNesterov", momentum=0.9, delay=2), outer(type="kDelayedNesterov", momentum=0.9, delay=2)),
@@ -273,22 +263,49 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, {"pace": "kSteps"}, outer() | {"pace": "kSteps"}),
     (Cluster, outer() | {"pace": "kTime"}, outer() | {"pace": "kTime", "quorum": 1}),
     (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
-    (Cluster, outer() | {"nworkers_per_group": 2, "backup": 1}, outer() | {"nworkers_per_group": 2}),
+    (Cluster, outer() | {"share_memory": False}, outer()),
+    (Cluster, outer() | {"backup": 1}, outer()),
     (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),
     (Cluster, outer() | {"n_fetch": 2}, outer() | {"sync_freq": 2}),
     (Cluster, outer() | {"max_staleness": 0}, outer()),
     (Cluster, outer() | {"agreement": "kRingAverage"}, outer() | {"agreement": "kMaster"}),
     (Cluster, outer() | {"engine": "kGloo"}, outer() | {"engine": "kOwn"}),
     (Cluster, outer() | {"algorithm": "kRing"}, outer() | {"algorithm": "kAuto"}),
-    (Job, OUTER | {"apply": "kOnArrival", "grads": "kHidden"}, OUTER),
+    (Job, OUTER | {"apply": "kOnArrival"}, OUTER),
     (Job, OUTER | {"grads": "kHidden"}, OUTER),
     (Job, OUTER | {"pull": "kLazy"}, OUTER),
     (Job, PAIR_OF_OUTER | {"correction": "kRate"}, PAIR_OF_OUTER),
+    (Job, OUTER | {"microbatches": 4}, OUTER),
+    (Job, OUTER | {"schedule": "k1F1B"}, OUTER),
     (Job, OUTER | {"warmup_steps": 1}, OUTER),
     (Job, OUTER | SPLIT, OUTER),
     (Job, OUTER | {"placement": "kAuto"}, OUTER),
     (Job, OUTER | {"updater": Updater(clip_norm=1)}, OUTER | {"updater": Updater()}),
     (Job, OUTER | {"updater": Updater(clip_low=-1, clip_high=1)}, OUTER | {"updater": Updater()}),
+    (Job, ON_ARRIVAL | {"cluster": Cluster(engine="kGloo", **PAIR)}, ON_ARRIVAL | {"cluster": RING}),  # type: ignore[arg-type]
+    (Cluster, {"engine": "kGloo", "nworkers_per_group": 2}, {"engine": "kGloo", **PAIR}),
+    (Cluster, {"engine": "kGloo", "link": Link(), **PAIR}, {"algorithm": "kRing", "link": Link(), **PAIR}),
+    (Cluster, {"algorithm": "kRing", "nworkers_per_group": 2}, {"algorithm": "kRing", **PAIR}),
+    (Cluster, {"engine": "kNccl", "algorithm": "kTree", **PAIR}, {"engine": "kOwn", "algorithm": "kTree", **PAIR}),
+    (Cluster, {"compression": "kFp16", "algorithm": "kRing", **PAIR}, {"compression": "kFp16", **PAIR}),
+    (
+        Cluster,
+        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
+        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
+    ),
+    (Cluster, {"backup": 1}, {"backup": 1, "nworkers_per_group": 2}),
+    (Cluster, SPARE | {"nworker_groups": 2}, SPARE),
+    (Cluster, SPARE | {"engine": "kGloo", "nservers_per_group": 3}, SPARE | {"nservers_per_group": 3}),
+    (Cluster, SPARE | {"algorithm": "kRing", "nservers_per_group": 3}, SPARE | {"engine": "kOwn"}),
+    (Cluster, SPARE | {"compression": "kFp16"}, SPARE),
+    (Job, BACKUP | {"grads": "kVisible"}, BACKUP),
+    (Job, BACKUP | {"apply": "kOnArrival"}, BACKUP),
+    (Job, BACKUP | {"pull": "kLazy"}, BACKUP),
+    (Job, BACKUP | {"per_worker_batch": False}, BACKUP),
+    (Job, BACKUP | {"shard": "kLease"}, BACKUP | {"shard": "kStatic"}),
+    (Job, BACKUP | SPLIT, BACKUP),
+    (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
+    (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
     (Cluster, {"agreement": "kGossip"}, TWO_COPIES | {"agreement": "kGossip"}),
     (
         Cluster,
@@ -307,6 +324,15 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, SPLIT | AUTO, SPLIT),
     (Job, {"placement": "kAuto"} | AUTO, {"placement": "kAuto"}),
     (Job, {"start_groups": 1} | AUTO, {"start_groups": 1}),
+    (Job, {"cluster": Cluster(**COPIES), "on_failure": "kStop"}, {"cluster": Cluster(**COPIES)}),  # type: ignore[arg-type]
+    (Cluster, COPIES | {"transport": "kAuto"}, COPIES),
+    (Cluster, COPIES | {"nworker_groups": 2, "nserver_groups": 2}, COPIES | {"nworker_groups": 2}),
+    (Cluster, COPIES | {"nservers_per_group": 1}, COPIES),
+    (Cluster, COPIES | {"nservers_per_procs": 2}, COPIES),
+    (Cluster, COPIES | PAIR | {"algorithm": "kRing"}, COPIES | PAIR),
+    (Cluster, COPIES | {"compression": "kE3M0"}, COPIES),
+    (Cluster, COPIES | {"link": Link(bandwidth=10.0)}, COPIES),
+    (Cluster, COPIES | SPARE, COPIES | {"nworkers_per_group": 3}),
 ]
 
 
@@ -349,6 +375,47 @@ def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(
     with pytest.raises(ConfigError) as caught:
         Cluster(**refused)
     assert str(caught.value).startswith(words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("cls", "refused", "line"),
+    [
+        (Cluster, outer() | {"algorithm": "kRing"}, "cluster.algorithm = kRing: must be kAuto with cluster.outer"),
+        (Cluster, outer() | {"engine": "kGloo"}, "cluster.engine = kGloo: must be kAuto or kOwn with cluster.outer"),
+        (Cluster, outer() | {"backup": 1}, "cluster.backup = 1: must be 0 with cluster.outer"),
+        (Cluster, outer() | {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2}, "with cluster.outer"),
+        (Cluster, outer() | {"n_push": 2, "nworkers_per_group": 2}, "local steps, with cluster.outer"),
+        (
+            Cluster,
+            outer() | {"agreement": "kGossip"},
+            "cluster.agreement = kGossip: must not be given with cluster.outer",
+        ),
+        (Job, OUTER | {"apply": "kOnArrival"}, "apply = kOnArrival: must be kAtStep with cluster.outer"),
+        (Job, OUTER | {"correction": "kRate"}, "correction = kRate: must be kNone with cluster.outer"),
+        (Job, OUTER | {"microbatches": 4}, "microbatches = 4: must be 1, since no model is split, with cluster.outer"),
+        (Job, OUTER | AT_1, "must not be given with cluster.outer"),
+        (Cluster, outer(momentum=1.5), "cluster.outer.momentum = 1.5: must be a number >= 0 and < 1: with 1 or more"),
+        (
+            Cluster,
+            outer(learning_rate=LRGen(type="kFixed", base_lr=0)),  # type: ignore[arg-type]
+            "cluster.outer.learning_rate.base_lr = 0.0: must be a number > 0: with 0 no round changes the values",
+        ),
+    ],
+)
+def test_where_an_outer_optimizer_is_the_reason_the_line_says_so(cls: type, refused: dict[str, Any], line: str) -> None:
+    """Each of these fields has needs of its own, too, which would not help here."""
+    with pytest.raises(ConfigError) as caught:
+        cls(**refused)
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", ["kBlend", "kDrop"])
+def test_steps_of_an_exchange_may_be_lost_on_request(keep: str) -> None:
+    """With one fragment, too: the documentation promises that batches count once for `keep: kAdd` alone."""
+    for exchange in ({"overlap": 1, "sync_freq": 2}, {"quorum": 1}):
+        assert Cluster(**outer(), **exchange, keep=keep).fragments == 1  # type: ignore[arg-type]
+    promise = "With `keep: kAdd` and `fragments: 1` each batch counts exactly once"
+    assert promise in (Path(__file__).parents[2] / "docs" / "islands.md").read_text()
 
 
 @pytest.mark.usefixtures("everything_available")

@@ -84,6 +84,41 @@ def test_a_wrong_command(tmp_path: Path, words: list[str], told: list[str]) -> N
     assert left_behind(tmp_path) == []
 
 
+OUTER = "outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }"
+THREE_TENSORS = """
+import torch, topotrain as tt
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+model[0].bias.requires_grad_(False)
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+tt.prepare(model, optimizer, torch.utils.data.DataLoader(torch.zeros(8, 2)))
+"""
+
+
+def test_a_plan_refuses_more_fragments_than_the_script_has_parameters(tmp_path: Path) -> None:
+    (tmp_path / "job.conf").write_text(f"cluster {{ nworker_groups: 2 sync_freq: 8 fragments: 4 {OUTER} }}\n")
+    (tmp_path / "train.py").write_text(THREE_TENSORS)
+    code, said = ask(tmp_path, "plan", "job.conf", "train.py")
+    words = "cluster.fragments = 4: must be at most 3, the number of parameters that the optimizer has\n"
+    assert (code, said.partition("error: ")[2]) == (2, words), said
+    assert ask(tmp_path, "plan", "--set", "cluster.fragments=2", "job.conf", "train.py")[0] == 0
+
+
+@pytest.mark.parametrize("command", [["plan"], ["run", "--quiet"]])
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [("compression: kE3M0", "needs compression: kNone"), ("link { bandwidth: 10 }", "needs a cluster without link")],
+)
+def test_copies_that_cannot_be_kept_are_refused_by_every_command(
+    tmp_path: Path, command: list[str], more: str, needed: str
+) -> None:
+    pair = f"nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp {OUTER}"
+    (tmp_path / "job.conf").write_text(f"cluster {{ {pair} replicas: 2 {more} }}\n")
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    code, said = ask(tmp_path, *command, "job.conf", "train.py")
+    assert code == 2, said
+    assert f"cluster.replicas = 2: {needed}" in said
+
+
 def test_plan_answers_without_torch(tmp_path: Path) -> None:
     (tmp_path / "job.conf").write_text("cluster { nworker_groups: 2 }\n")
     code = "import sys; from topotrain.tools.cli.app import main\ntry: main(['plan', 'job.conf', '--json'])\nfinally: "

@@ -91,6 +91,18 @@ def test_a_death_in_the_middle_of_a_round_costs_no_sample(
     assert incident["who"] == victim and action in incident["action"], incident
 
 
+def test_a_loss_that_is_not_finite_ends_the_job_with_one_line_about_the_local_step(runner: JobRunner) -> None:
+    """Its fifth step is the first one behind a round, of which the servers have told at once."""
+    cluster = ROUNDS.replace("sync_freq: 7", "sync_freq: 4")
+    ended = runner.run(cluster, "ledger.py", "--sick", "1", "--step-s", "0.3", code=1)
+    words = (
+        "the gradient of cells is not finite in 3 local steps of worker 1/0 in a row, the last of them step 7; nothing"
+    )
+    assert words in ended.err and "pushed" not in ended.err
+    assert "Traceback" not in ended.err and "/topotrain/" not in ended.err
+    assert ended.report["rounds"]["count"] == 1
+
+
 DECOUPLED = f"{APART} sync_freq: 5 quorum: 2 transport: kTcp {MEAN}"
 
 

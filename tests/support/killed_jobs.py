@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,7 +61,17 @@ def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: 
     all: each of its processes gets it, the launcher last.
     """
     command = runner.command(cluster, *program, extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
+    return _terminated(runner, command[1:], runner.folder / "job", all)
+
+
+def terminated_again(runner: JobRunner, workspace: Path, *more: str) -> tuple[int, str, Path]:
+    """The same of a job that goes on from its snapshot."""
+    words = ["-m", "topotrain", "run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
+    return _terminated(runner, words, workspace, False)
+
+
+def _terminated(runner: JobRunner, words: Sequence[str], workspace: Path, all: bool) -> tuple[int, str, Path]:
+    command = [*client(runner.warm_at), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     heard = ""
@@ -68,7 +79,6 @@ def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: 
         heard += line
         if line.strip() == "there":
             break
-    workspace = runner.folder / "job"
     pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
         os.kill(pid, signal.SIGTERM)

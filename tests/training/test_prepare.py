@@ -349,6 +349,23 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("quarantine", [True, False])
+def test_an_error_of_the_job_is_told_in_its_own_words(job, tmp_path, monkeypatch, quarantine):
+    """The report has the line of the program, and the log all lines."""
+    here = job()
+    monkeypatch.setattr(sys, "argv", [])
+    program, log = tmp_path / "sick.py", tmp_path / "log"
+    text = f"raise JobError('the gradient of w is not finite', False, {quarantine})"
+    program.write_text(f"from topotrain.core.client.client_context import JobError\n{text}\n")
+    with entry_points.ProgramGuard(here.context, log) as guard:
+        entry_points.run_program(str(program), [])
+    assert guard.code == 1
+    (told,) = (event for event in here.told if isinstance(event, events.Failed))
+    assert (told.text, told.kind) == ("the gradient of w is not finite", "quarantine" if quarantine else "internal")
+    assert told.traceback == f'  File "{program}", line 2, in <module>\n    {text}\n'
+    assert "Traceback" in log.read_text()
+
+
 @pytest.mark.parametrize(("version", "nearest"), [((3, 11), " Did you mean: 'prepare'?"), ((3, 12), ""), ((3, 14), "")])
 def test_a_misspelled_name_is_told_with_the_nearest_one(version, nearest):
     """From 3.12 on, `traceback` adds the name itself."""

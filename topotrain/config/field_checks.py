@@ -192,7 +192,8 @@ class Checked:
             kind: Any = f.type
             # The dataclass is frozen. A rule may turn a list into a tuple, and a name into an enum.
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
-        # After the fields: a combination may compare their values.
-        for row in (*self.TABLE, *contributed_to(self.PATH)):
+        # After the fields: a combination may compare their values. Those of packages come first: they name the setting
+        # that rules a field out, and those of the job say what else the field would need.
+        for row in (*contributed_to(self.PATH), *self.TABLE):
             if row.refused(self):
                 raise ConfigError(row.field, attrgetter(row.field.removeprefix(prefix))(self), row.accepted)

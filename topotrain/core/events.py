@@ -508,7 +508,7 @@ class Rounds(Event):
 
     members: the number of rounds with so many worker groups. age_mean, age_max: rounds of the fragment that were made
     between the values that a group had received and the round that counts its push.
-    last: the last rounds, each as text: fragment, number of the round, and its groups.
+    last: the last rounds, each as text: fragment, number of the round, and its groups. Empty: the job goes on.
     """
 
     who: str

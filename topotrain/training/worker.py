@@ -18,7 +18,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd, StepOutcome
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
-from topotrain.core.server.nonfinite import NonfiniteLimit, nonfinite_message
+from topotrain.core.server.nonfinite import NonfiniteLimit, local_nonfinite_message
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
@@ -460,7 +460,7 @@ class Worker(BatchAccounting):
             self.tally.add_skip(SkippedStep(self._own_steps, culprit, name))
         if self._limit.step(self.me.group, [self.me.index] if name else []) is not None:
             why = explanation(self._topology, self.momentum)
-            words = nonfinite_message(culprit, name, self._own_steps, self._limit.most, why)
+            words = local_nonfinite_message(culprit, name, self._own_steps, self._limit.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._limit.quarantine)
         return bool(name)
 

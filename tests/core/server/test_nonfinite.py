@@ -52,6 +52,7 @@ from topotrain.core.server.nonfinite import (
     NO_WORKER,
     NonfiniteLimit,
     all_finite,
+    local_nonfinite_message,
     look,
     nonfinite_message,
     nonfinite_segment,
@@ -346,7 +347,10 @@ def test_steps_of_ones_own_are_left_out_of_the_sum() -> None:
     assert finite(result)
     assert skipped(result) == {(0, 0): 2}
     assert [step for step, _, _ in whose(result)[0]] == [1, 5]
-    with pytest.raises(JobError, match="3 steps in a row, the last of them step 4") as caught:
+    words = (
+        r"the gradient of \S+ is not finite in 3 local steps of worker 0/0 in a row, the last of them step 4; nothing"
+    )
+    with pytest.raises(JobError, match=words) as caught:
         run_local(of, building(), poisoned({1: {(0, 0)}, 2: {(0, 0)}, 3: {(0, 0)}}))
     assert caught.value.quarantine
 
@@ -561,6 +565,17 @@ def test_strikes() -> None:
     assert [strikes.step(0, [NO_WORKER]) for _ in range(3)] == [None, None, NO_WORKER]
     assert NonfiniteLimit(NonFinite.kFail).step(0, [0]) == 0
     assert "sum of the group's gradients of a table's rows is not finite in step 1" in nonfinite_message("", "", 1, 1)
+
+
+def test_of_a_local_step_nothing_is_said_to_be_pushed() -> None:
+    once = local_nonfinite_message("worker 1/0", "0.weight", 12, 1)
+    assert once.startswith("the gradient of 0.weight is not finite in local step 12 of worker 1/0; nothing of it was ")
+    mean = local_nonfinite_message("", "0.weight", 12, 3, "Perhaps the rate is too high.")
+    assert mean.startswith(
+        "the mean gradient of 0.weight is not finite in 3 local steps of the group in a row, the last"
+    )
+    assert mean.endswith("(nonfinite: kAllow would apply it). Perhaps the rate is too high.")
+    assert "pushed" not in once + mean
 
 
 def test_a_shard_cannot_refuse_a_worker_that_is_not_there() -> None:

@@ -33,7 +33,6 @@ def test_each_worker_adds_up_for_as_many_servers() -> None:
     [
         {"transport": TransportChoice.kTcp},
         {"compression": Compression.kFp16},
-        {"replicas": 2},
         {"shares": (1.0, 1.0, 2.0, 2.0)},
         {
             "nservers_per_group": 4,

@@ -5,16 +5,7 @@ from itertools import product
 
 import pytest
 
-from topotrain.config.job import (
-    Algorithm,
-    Cluster,
-    Compression,
-    ConfigError,
-    Job,
-    Link,
-    OnFailure,
-    TransportChoice,
-)
+from topotrain.config.job import Cluster, Job, OnFailure, TransportChoice
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.events import (
     Agreed,
@@ -32,7 +23,6 @@ from topotrain.core.events import (
 from topotrain.extensions.replication.replica_placement import (
     ReplicaPlacement,
     ReplicaSet,
-    check,
     domain_in,
     domains,
     parse_placement,
@@ -91,7 +81,6 @@ def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> No
     assert domains(several) == (0, 1) and domains(TOPOLOGY) == (0, 1)
     four = replace(CLUSTER, nservers_per_group=4)
     assert domains(layout(four, (0, 0, 0, 0, 1, 1))) == (0, 0, 1, 1)
-    check(replace(JOB, cluster=CLUSTER), several)
 
 
 def test_a_copy_that_is_not_complete_is_none() -> None:
@@ -104,31 +93,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
     assert placement.servers == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
     placement.covered(0, 0)  # said before the death
     assert not placement.lost(0)
-
-
-@pytest.mark.parametrize(
-    ("job", "named"),
-    [
-        (replace(JOB, on_failure=OnFailure.kStop), "on_failure: kContinue"),
-        (replace(JOB, grads="kHidden", per_worker_batch=True, cluster=replace(CLUSTER, backup=1)), "backup: 0"),
-        *(
-            (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
-            for fields, named in (
-                ({"transport": TransportChoice.kAuto}, "transport: kTcp"),
-                ({"nservers_per_group": 1}, "nservers_per_group"),
-                ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
-                ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
-                ({"compression": Compression.kFp16}, "compression: kNone"),
-                ({"link": Link()}, "without link"),
-                ({"algorithm": Algorithm.kRing, "server_worker_separate": False}, "algorithm kAuto"),
-            )
-        ),
-    ],
-)
-def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.replicas") as told:
-        check(job, layout(job.cluster))
-    assert named in str(told.value)
 
 
 def test_a_process_that_is_replaced_on_another_host_follows_the_present_servers() -> None:

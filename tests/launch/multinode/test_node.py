@@ -28,10 +28,13 @@ from topotrain.core.events import (
     Failed,
     Finished,
     Incident,
+    LocalSteps,
     Notice,
     Resources,
+    Rounds,
     Serving,
     Started,
+    StateTaken,
     StepDone,
     from_json,
 )
@@ -156,6 +159,15 @@ def test_notes_keep_the_last_of_what_repeats():
     for event in (Serving("server 0/0", ("tcp://a:1",), 4), step, last, Notice("a", "b"), finished):
         notes(event)
     assert notes.events == [Serving("server 0/0", ("tcp://a:1",), 4), last, finished]
+
+
+def test_notes_have_what_an_outer_optimizer_counts():
+    notes = UnitReport()
+    rounds = Rounds("server 0/0", {"1": 2}, 0.0, 0, ()), Rounds("server 0/0", {"1": 3}, 0.0, 0, ("0 2 1",))
+    steps = LocalSteps("worker 0/0", 5, 0.0, 0.0, 0.0)
+    for event in (rounds[0], steps, StateTaken("worker 0/0", True), rounds[1]):
+        notes(event)
+    assert notes.events == [rounds[1], steps, StateTaken("worker 0/0", True)]
 
 
 # ---- meeting ---------------------------------------------------------------------------------------------------------

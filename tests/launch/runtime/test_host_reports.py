@@ -8,9 +8,10 @@ import pytest
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role
-from topotrain.core.events import ServerLoad, Slices, Traffic
-from topotrain.launch.runtime.host_reports import INTERVAL_S, MOST_SLICES, HostReports, slices
+from topotrain.core.events import Rounds, ServerLoad, Slices, Traffic
+from topotrain.launch.runtime.host_reports import COUNTS_S, INTERVAL_S, MOST_SLICES, HostReports, slices
 
+COORDINATOR = Address(Role.SERVER, 0, 0)
 SERVER, WORKER = Address(Role.SERVER, 0, 1), Address(Role.WORKER, 0, 0)
 
 
@@ -66,6 +67,16 @@ def test_only_changes_are_reported() -> None:
     assert traffic == Traffic("server 0/1", {"worker 0/0": 70})
     router.sent[WORKER] = 71
     assert list(reports.servers(host, router)) == [Traffic("server 0/1", {"worker 0/0": 71})]  # type: ignore[arg-type]
+
+
+def test_extensions_of_coordinators_tell_changed_counts_in_good_time() -> None:
+    said, reports = [Rounds("server 0/0", {"2": 1}, 0.0, 0, ())], HostReports()
+    hooks = SimpleNamespace(interim=[SimpleNamespace(interim_events=lambda: tuple(said))])
+    both = {address: SimpleNamespace(server=SimpleNamespace(hooks=hooks)) for address in (COORDINATOR, SERVER)}
+    found = [list(reports.counts(both, now)) for now in (5.0, 5.0 + COUNTS_S / 2, 5.0 + COUNTS_S)]  # type: ignore[arg-type]
+    assert found == [said, [], []]
+    said[:] = [Rounds("server 0/0", {"2": 2}, 0.0, 0, ())]
+    assert list(reports.counts(both, 5.0 + 2 * COUNTS_S)) == said  # type: ignore[arg-type]
 
 
 def test_a_report_is_due_once_a_second_and_at_the_end() -> None:

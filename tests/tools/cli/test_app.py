@@ -337,6 +337,7 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
         state_factor=lambda: 1.0,
         momentum=lambda updater: 0.0,
         optimizer_names=lambda updater: (),
+        trained=lambda: None,
     )
 
 

@@ -1,5 +1,6 @@
 """The part of a report about rounds: members, ages, and steps that are in no round."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,14 @@ def test_what_a_dead_process_had_not_told_is_lost() -> None:
 
 def test_a_job_that_failed_has_the_steps_of_its_workers() -> None:
     found = report_of(LocalSteps("worker 0/0", 3, 3.0, 0.0, 0.0))["rounds"]
-    assert found["count"] is None and found["lost_steps"] == 3.0 and found["last"] == []
+    assert found["count"] == 0 and found["lost_steps"] == 3.0 and found["last"] == []
+    assert found["members"] == {} and found["members_mean"] is None and (found["age_mean"], found["age_max"]) == (0, 0)
+
+
+def test_a_job_that_failed_has_the_rounds_that_were_reported_last() -> None:
+    made = Rounds("server 0/0", {"1": 2}, 0.5, 1, ())
+    found = report_of(LocalSteps("worker 0/0", 3, 3.0, 0.0, 0.0), replace(made, members={"1": 1}), made)["rounds"]
+    assert (found["count"], found["members"], found["members_mean"], found["last"]) == (2, {"1": 2}, 1.0, [])
 
 
 @pytest.mark.parametrize("rounds", [True, False])

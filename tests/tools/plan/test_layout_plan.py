@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from topotrain.config.job import Cluster, ConfigError, Grads, Job, LRGen, OnFailure, Updater
+from topotrain.config.job import Cluster, ConfigError, Grads, Job, LRGen, OnFailure, TransportChoice, Updater
 from topotrain.config.sharding import Parameter
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 
@@ -91,7 +91,7 @@ def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
 
 
 def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
-    cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3)
+    cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3, transport=TransportChoice.kTcp)
     alone = [memory.total for memory in planned(cluster).memory[3:]]
     twice = planned(replace(cluster, replicas=2))
     assert [memory.second for memory in twice.memory[3:]] == [alone[2], alone[0], alone[1]]
@@ -99,6 +99,18 @@ def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
     assert not any(memory.second for memory in twice.memory[:3])
     assert "second MB" in twice.explain()
     assert "second MB" not in planned(cluster).explain()
+
+
+def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_run() -> None:
+    outer = Updater(type="kSGD", learning_rate=LRGen(type="kFixed", base_lr=1.0))  # type: ignore[arg-type]
+    cut = Job(cluster=Cluster(sync_freq=12, outer=outer, fragments=3))
+    words = r"cluster\.fragments = 3: must be at most 2, the number of parameters that the optimizer has"
+    with pytest.raises(ConfigError, match=words):
+        plan(cut, replace(MODEL, trained=2))
+    assert plan(cut, MODEL).slices is not None
+    assert plan(cut).slices is None, "without a program the number is not known"
+    with pytest.raises(ConfigError, match="must be at most 3"):
+        plan(replace(cut, cluster=replace(cut.cluster, fragments=4)), MODEL)
 
 
 def test_memory_of_a_collective_counts_what_is_passed_on() -> None:
@@ -154,7 +166,7 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     worker, server = found.memory[0], found.memory[-1]
     assert (worker.values, worker.gradients, worker.staging, worker.state) == (4000, 4000, 8000, 8000)
     assert (server.values, server.state) == (4000, 4000)
-    assert "in 10 steps each worker sends 0.00 MB and receives as much" in found.explain()
+    assert "in 10 steps each worker sends 0.00 MB to the servers and receives as much (uncompressed)" in found.explain()
     assert found.as_data()["round"] == {
         "steps": 10,
         "worker_bytes": 4000,
@@ -162,6 +174,17 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
         "server_bytes": 12000,
         "server_sent": 12000,
         "group_bytes": 0,
+        "encoding": "uncompressed",
+        "link": {
+            "hosts": 1,
+            "received": 12000,
+            "sent": 12000,
+            "apart": True,
+            "mbit": None,
+            "exchange_s": None,
+            "shortest_step_s": None,
+            "hosts_for_half": None,
+        },
     }
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
     assert overlapped.memory[0].staging == 12000
@@ -178,9 +201,9 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
     assert server.staging == 3 * 2_000_000
     text = " ".join(found.explain().split())
     assert (
-        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed); the busiest unit "
-        "with servers receives 6.00 MB and sends 12.00 MB. In each step a worker sends 2.00 MB to the others of its "
-        "group"
+        "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed). In each step a "
+        "worker sends 2.00 MB to the others of its group and receives as much a round moves 6.00 MB into the host with "
+        "servers and 12.00 MB out of it."
     ) in text
     framework = "local SGD with an outer optimizer (rounds of 10 steps, in synchronous groups of 2 workers)"
     assert found.topology.framework == framework

@@ -12,6 +12,7 @@ from made_probe import made_probe
 from topotrain.tools.cli import app
 
 CONF = "cluster { nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true }\n"
+COPIES = ("--set", "cluster.transport=kTcp")
 Ask = Callable[..., tuple[int, str, str]]
 
 
@@ -94,7 +95,7 @@ def test_an_emulated_job_shares_the_cores_of_one_machine(ask: Ask, tmp_path: Pat
         (("--probe", "other.json"), "other.json: cannot be read as a probe"),
         (("--probe", "job.conf"), "job.conf: is no probe"),
         (("--link", "1gbit", "--emulate", "1gbit"), "--emulate = '1gbit': must not be given with --link"),
-        (("--set", "cluster.replicas=2"), "cluster.replicas = 2: must be 1"),
+        ((*COPIES, "--set", "cluster.replicas=2"), "cluster.replicas = 2: must be 1"),
         (("--trace", "."), "--trace"),
     ],
 )

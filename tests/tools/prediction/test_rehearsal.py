@@ -308,7 +308,7 @@ def test_failures_cost_groups_that_wait_more():
 @pytest.mark.parametrize(
     ("cluster", "field"),
     [
-        ({"replicas": 2, "nservers_per_group": 2, "server_worker_separate": True}, "cluster.replicas = 2"),
+        ({"replicas": 2, "nservers_per_group": 2, "transport": "kTcp"}, "cluster.replicas = 2"),
         (
             {"nworkers_per_group": 2, "nworker_groups": 2, "outer": OUTER, "sync_freq": 4},
             "cluster.nworkers_per_group = 2",

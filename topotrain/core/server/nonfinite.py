@@ -110,6 +110,23 @@ class NonfiniteLimit:
         self._counts = {key: dict(counts) for key, counts in state["counts"].items()}
 
 
+def local_nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:
+    """Return the reason why a group does not go on whose workers train alone.
+
+    Args:
+        worker: with the gradient. Empty: the mean of the group has it, and the worker is not known.
+        parameter: with the gradient.
+        step: local, counted from 1.
+        times: in so many steps in a row.
+        why: a possible cause.
+    """
+    whose, gradient = (worker, "gradient") if worker else ("the group", "mean gradient")
+    steps = f"{times} local steps of {whose} in a row, the last of them step {step}"
+    often = steps if times > 1 else f"local step {step} of {whose}"
+    text = f"the {gradient} of {parameter} is not finite in {often}; nothing of it was applied"
+    return f"{text} (nonfinite: kAllow would apply it)" + (f". {why}" if why else "")
+
+
 def nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:
     """Return the reason why a group does not go on.
 

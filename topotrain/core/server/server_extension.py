@@ -331,6 +331,13 @@ class ReportingExtension(ServerExtension):
         """The coordinator has no work left: return its reports."""
         return ()
 
+    def interim_events(self) -> Sequence[Event]:
+        """The job goes on: return what a report needs if the job fails.
+
+        It is called on another thread than that of the messages.
+        """
+        return ()
+
 
 class ExtensionHooks:
     """The extensions of one server by the hooks that they override, in their order."""
@@ -389,6 +396,7 @@ class ExtensionHooks:
         self.on_timer = overriding(timed, TimedExtension.on_timer)
         reporting = tuple(each for each in extensions if isinstance(each, ReportingExtension))
         self.reporting = overriding(reporting, ReportingExtension.events)
+        self.interim = overriding(reporting, ReportingExtension.interim_events)
         exchanges = tuple(each for each in extensions if isinstance(each, ExchangeExtension))
         self.group_syncs = overriding(exchanges, ExchangeExtension.group_sync)
         self.take_exchange = overriding(exchanges, ExchangeExtension.take_exchange)

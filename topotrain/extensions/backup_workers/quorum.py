@@ -227,4 +227,4 @@ class BackupWorkers(GradientExtension, StepPolicy):
         server.queue.send(worker, StepCaughtUp(number, step, server.state.version, snapshot))
 
     def state_dict(self) -> None:
-        """Return None: `replica_placement.check` refuses a second copy."""
+        """Return None: `replication_rules` refuse a second copy."""

@@ -50,7 +50,7 @@ class TorchCollectiveServer(GradientExtension):
         return EditedTotals(settings, None)
 
     def state_dict(self) -> None:
-        """Return None: `replica_placement.check` refuses a second copy."""
+        """Return None: `replication_rules` refuse a second copy."""
 
 
 @dataclass(slots=True)

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 
 from topotrain.core.server.nonfinite import all_finite
-
-_SMALL_BLOCK = 256  # elements that share a scale in kE3M0: the scales add 0.4 % of the bytes of float32
-BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
+from topotrain.extensions.compression.encoded_sizes import BLOCK, SMALL_BLOCK, e3m0_bytes, int8_bytes, kept
 
 _SINGLE = torch.finfo(torch.float32)
 _TOP_SCALE = _SINGLE.max / 127 * (1 - 2**-22)  # 127 times the largest scale must not round to infinity
@@ -126,7 +124,7 @@ class Int8Codec(Codec):
         super().__init__(_SINGLE.max, scratch)
 
     def size(self, numel: int) -> int:
-        return 4 * -(-numel // BLOCK) + numel
+        return int8_bytes(numel)
 
     def _parts(self, data: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return (scales, codes, elements) of the full blocks and of the rest, by block."""
@@ -220,15 +218,15 @@ class E3M0Codec(Codec):
         self._pairs = pairs.view(torch.int64).flatten()
 
     def size(self, numel: int) -> int:
-        return 4 * -(-numel // _SMALL_BLOCK) + (numel + 1) // 2
+        return e3m0_bytes(numel)
 
     def _by_block(self, flat: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
         """Return (block numbers, elements) of the full blocks and of the rest, by block."""
-        rows, rest = divmod(flat.numel(), _SMALL_BLOCK)
+        rows, rest = divmod(flat.numel(), SMALL_BLOCK)
         if not rest:
-            return [(slice(0, rows), flat.view(-1, _SMALL_BLOCK))] if rows else []
-        full = rows * _SMALL_BLOCK
-        found = [(slice(0, rows), flat[:full].view(-1, _SMALL_BLOCK))] if rows else []
+            return [(slice(0, rows), flat.view(-1, SMALL_BLOCK))] if rows else []
+        full = rows * SMALL_BLOCK
+        found = [(slice(0, rows), flat[:full].view(-1, SMALL_BLOCK))] if rows else []
         return [*found, (slice(rows, rows + 1), flat[full:].view(1, -1))]
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
@@ -348,7 +346,7 @@ class TopKCodec(Codec):
         """Return how many elements are sent. Raises ValueError for more than 2^31 - 1."""
         if numel >= 2**31:
             raise ValueError(f"kTopK: {numel} elements in one piece, at most {2**31 - 1} can be numbered")
-        return min(numel, max(1, ceil(self.ratio * numel)))
+        return kept(self.ratio, numel)
 
     def size(self, numel: int) -> int:
         return 8 * self.kept(numel)

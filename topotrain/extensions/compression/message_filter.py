@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from topotrain.config.job import Cluster, Compression
+from topotrain.config.job import Cluster
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.model.body_codec import BodyCodec, ServerBodyCodec, not_coded, present_body
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import NO_REVISION, ProtocolError, Push, ReducedGradient, Values
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
+from topotrain.extensions.compression.encoded_sizes import of_replies
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
 _ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one bucket
@@ -35,9 +36,7 @@ class _Codecs:
     ) -> None:
         scratch = ScratchMemory()
         kind, ratio = cluster.compression, cluster.compression_ratio
-        if replies and kind is Compression.kE3M0:
-            # Means and values are read by all workers, and an error of a half would be that of all.
-            kind = Compression.kBf16
+        kind = of_replies(kind) if replies else kind
         self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
         self._flats = flats
         self._places: dict[int, tuple[int, int]] = {}

@@ -29,6 +29,7 @@ from topotrain.extensions.outer_optimizer.rounds import (
     RoundSchedule,
     StepTimes,
     UntoldSteps,
+    check_fragments,
     fragment_to_push,
     fragments_of,
 )
@@ -293,9 +294,7 @@ def outer_optimizers(outer: Updater, named: list[tuple[str, nn.Parameter]], frag
         ConfigError: there are fewer parameters.
     """
     unique = list({id(p): (name, p) for name, p in named}.values())
-    if fragments > len(unique):
-        accepted = f"must be at most {len(unique)}, the number of parameters that the optimizer has"
-        raise ConfigError("cluster.fragments", fragments, accepted)
+    check_fragments(fragments, len(unique))
     fragment = fragments_of([p.nbytes for _, p in unique], fragments)
     found = []
     for number in range(fragments):

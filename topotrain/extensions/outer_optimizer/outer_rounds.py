@@ -166,11 +166,20 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
 
     def events(self) -> Sequence[Event]:
         """As `ReportingExtension.events`."""
-        history = self.history
-        members = {str(count): rounds for count, rounds in sorted(history.members.items())}
+        listed = self.history.last
+        last = tuple(f"{each.fragment} {each.number} {' '.join(map(str, each.groups))}" for each in listed)
+        return (replace(self._counted(), last=last),)
+
+    def interim_events(self) -> Sequence[Event]:
+        """As `ReportingExtension.interim_events`: the counts, without the last rounds."""
+        return (self._counted(),)
+
+    def _counted(self) -> Rounds:
+        # A copy: the thread of the messages may count another round meanwhile.
+        history, members = self.history, dict(self.history.members)
         mean = history.age_sum / history.ages if history.ages else 0.0
-        last = tuple(f"{each.fragment} {each.number} {' '.join(map(str, each.groups))}" for each in history.last)
-        return (Rounds(str(self._server.me), members, mean, history.age_max, last),)
+        counts = {str(count): members[count] for count in sorted(members)}
+        return Rounds(str(self._server.me), counts, mean, history.age_max, ())
 
     def state_dict(self) -> State:
         """Return the state, see `component_state`."""

@@ -19,6 +19,7 @@ from topotrain.config.job import (
     Placement,
     Pull,
     Reduce,
+    Schedule,
     Updater,
     UpdaterType,
     Weigh,
@@ -109,9 +110,24 @@ COMBINATIONS = (
         "must not be given: the servers follow one of SINGA's schedules",
     ),
     _of_outer(
+        "learning_rate.base_lr",
+        lambda u: u.learning_rate and not u.learning_rate.base_lr > 0,
+        "must be a number > 0: with 0 no round changes the values",
+    ),
+    _of_outer(
+        "learning_rate.fixedstep_conf.step_lr",
+        lambda u: (rates := u.learning_rate and u.learning_rate.fixedstep_conf) and not min(rates.step_lr) > 0,
+        "must be numbers > 0: with 0 no round changes the values",
+    ),
+    _of_outer(
+        "momentum",
+        lambda u: u.momentum >= 1,
+        "must be a number >= 0 and < 1: with 1 or more the steps of the servers grow without bound",
+    ),
+    _of_outer(
         "momentum",
         lambda u: u.type in _NESTEROV and not u.momentum,
-        "must be > 0 for kNesterov and kDelayedNesterov",
+        "must be > 0 and < 1 for kNesterov and kDelayedNesterov",
     ),
     _of_outer(
         "momentum",
@@ -215,6 +231,9 @@ COMBINATIONS = (
         "must be kAuto or kSteps with quorum: 0, where all workers push after the same number of steps",
     ),
     _with_outer("cluster.nserver_groups", lambda c: c.nserver_groups != 1, "must be 1"),
+    _with_outer(
+        "cluster.share_memory", lambda c: not c.share_memory, "must not be given, since each worker has its own values,"
+    ),
     _with_outer("cluster.backup", lambda c: c.backup, "must be 0"),
     _with_outer("cluster.n_push", lambda c: c.n_push != 1, "must be 1, and sync_freq counts the local steps,"),
     _with_outer("cluster.n_fetch", lambda c: c.n_fetch != 1, "must be 1, and sync_freq counts the local steps,"),
@@ -226,6 +245,8 @@ COMBINATIONS = (
     _with_outer("grads", lambda j: j.grads is not Grads.kVisible, "must be kVisible"),
     _with_outer("pull", lambda j: j.pull is not Pull.kStep, "must be kStep"),
     _with_outer("correction", lambda j: j.correction is not Correction.kNone, "must be kNone"),
+    _with_outer("microbatches", lambda j: j.microbatches != 1, "must be 1, since no model is split,"),
+    _with_outer("schedule", lambda j: j.schedule is not Schedule.kGPipe, "must not be given, since no model is split,"),
     _with_outer("warmup_steps", lambda j: j.warmup_steps, "must be 0"),
     _with_outer("partition", lambda j: j.partition, "must not be given"),
     _with_outer("placement", lambda j: j.placement is not Placement.kManual, "must be kManual"),

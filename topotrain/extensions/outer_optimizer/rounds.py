@@ -5,7 +5,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from topotrain.config.job import Weigh
+from topotrain.config.job import ConfigError, Weigh
+
+
+def check_fragments(fragments: int, parameters: int) -> None:
+    """Raise ConfigError for more fragments than the optimizer has parameters."""
+    if fragments > parameters:
+        accepted = f"must be at most {parameters}, the number of parameters that the optimizer has"
+        raise ConfigError("cluster.fragments", fragments, accepted)
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> tuple[int, ...]:

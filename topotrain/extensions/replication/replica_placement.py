@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.config.job import Compression, ConfigError, Job, OnFailure, TransportChoice
 from topotrain.config.topology import Topology
 
 
@@ -137,29 +136,3 @@ def domain_in(topology: Topology, slot: int, rank: int) -> int:
 
 def _by_host(topology: Topology) -> bool:
     return len(set(map(topology.host_of, topology.servers(0)))) > 1
-
-
-def check(job: Job, topology: Topology) -> None:
-    """Raise ConfigError for a job with replicas that cannot be kept."""
-    cluster = job.cluster
-    if cluster.replicas < 2:
-        return
-    for fits, accepted in (
-        (job.on_failure is OnFailure.kContinue, "needs on_failure: kContinue, since otherwise a death ends the job"),
-        (
-            cluster.transport is TransportChoice.kTcp,
-            "needs transport: kTcp, since values in shared memory have no second copy",
-        ),
-        (cluster.nserver_groups == 1, "needs nserver_groups: 1"),
-        (
-            topology.shards > 1,
-            "needs nservers_per_group of at least 2: second copies are in processes of other servers",
-        ),
-        (cluster.nservers_per_procs == 1, "needs nservers_per_procs: 1, so that each server has its own process"),
-        (not topology.collective, "needs servers that add up the gradients: algorithm kAuto, no engine"),
-        (cluster.compression is Compression.kNone, "needs compression: kNone"),
-        (cluster.link is None, "needs a cluster without link"),
-        (cluster.backup == 0, "needs backup: 0"),
-    ):
-        if not fits:
-            raise ConfigError("cluster.replicas", cluster.replicas, accepted)

@@ -9,7 +9,6 @@ from topotrain.config.job import Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Notifier, Saved
 from topotrain.extensions.elastic.eligibility import absent_groups
-from topotrain.extensions.replication.replica_placement import check
 from topotrain.launch import EventListener
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals
@@ -231,8 +230,6 @@ class Attempts(Notifier):
             return ready
         hosts = rejoined(hosts, barrier.back)
         topology = layout(self.job.cluster, hosts.numbers, hosts.link_mbit)
-        # Replacements may run on hosts where a server and its backup would share a failure domain.
-        check(self.job, topology)
         if resized is None:
             policy.begin_attempt(topology)
         else:

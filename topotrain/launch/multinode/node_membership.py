@@ -26,10 +26,13 @@ from topotrain.core.events import (
     Failed,
     Final,
     Finished,
+    LocalSteps,
     Metrics,
+    Rounds,
     Serving,
     Skipped,
     Started,
+    StateTaken,
     StepDone,
     from_json,
     to_json,
@@ -544,7 +547,20 @@ class LeaderMembership(NodeMembership):
         self._gone = set(range(len(hosts.names))) - set(ranks) - {self._rank}
 
 
-_OF_A_REPORT = (Started, Serving, StepDone, Skipped, Finished, Metrics, Final, Counted, Apart)
+_OF_A_REPORT = (
+    Started,
+    Serving,
+    StepDone,
+    Skipped,
+    Finished,
+    Metrics,
+    Final,
+    Counted,
+    Apart,
+    Rounds,
+    LocalSteps,
+    StateTaken,
+)
 
 
 class UnitReport:

@@ -47,7 +47,6 @@ from topotrain.extensions.elastic.eligibility import (
     refusal,
     singly,
 )
-from topotrain.extensions.replication import replica_placement
 from topotrain.launch import choose_cause
 from topotrain.launch.recovery.attempt_state import AttemptState
 from topotrain.launch.recovery.elastic_groups import GroupChanges, GroupStates
@@ -191,7 +190,6 @@ class RecoveryPolicy:
         """Reset the state for a restart of the whole job.
 
         topology: the units of the attempt, which may run on other hosts; None: the same as before.
-        Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
         """
         # First, because the attempt begins without the groups that were leaving.
         self._states.reset()
@@ -441,9 +439,7 @@ def recovery(
 
     near: the workers of this unit, where another tool starts the units. None: all units have one launcher.
     kind: the class of the policy.
-    Raises ConfigError.
     """
-    replica_placement.check(job, topology)
     if job.on_failure is not OnFailure.kContinue:
         return None
     terms, resizing = _terms(job, topology), ResizeState(job)

@@ -11,7 +11,6 @@ from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Cluster, ConfigError, Job, all_reduces
 from topotrain.config.topology import layout
 from topotrain.core.events import Bounded, Saved, Unsaved
-from topotrain.extensions.replication import replica_placement
 from topotrain.launch.recovery.recovery_actions import (
     LEAVE,
     Action,
@@ -79,7 +78,6 @@ class ResizeState:
         try:
             job = replace(self.job, cluster=resized(self.job.cluster, workers))
             # Now, and not at the restart: a refused request must leave the job as it is.
-            replica_placement.check(job, layout(job.cluster))
             self._check_units(job, lost_units)
         except ConfigError as error:
             raise ConfigError("", None, f"the job cannot go on with {_workers(workers)}: {error}") from None

@@ -19,6 +19,7 @@ from topotrain.config import job_file
 from topotrain.config.job import OnFailure
 from topotrain.config.python_module import module_of
 from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client_context import JobError
 from topotrain.core.events import (
     Apart,
     Counted,
@@ -143,7 +144,10 @@ class ServerObserver(UnitObserver):
 
     def on_turn(self, servers: Mapping[Address, HostedServer], router: Router, last: bool = False) -> None:
         """Report the work of the servers, now and then."""
-        if self._reports.due(time.monotonic(), last):
+        now = time.monotonic()
+        for event in self._reports.counts(servers, now):
+            self._control.emit(event)
+        if self._reports.due(now, last):
             for event in self._reports.servers(servers, router):
                 self._control.emit(event)
 
@@ -432,9 +436,10 @@ class ProgramGuard:
         self._write(text)
         if kind == "quarantine" and here.worker is not None:
             here.worker.leave_job()  # the report of a job that goes on has all of it
-        plain = explained or kind in ("config", "quarantine")
+        # A `JobError` has words for the user. The log has the traceback.
+        plain = explained or kind == "config" or isinstance(error, JobError)
         words = str(error) if plain else traceback.format_exception_only(error)[-1].strip()
-        shown = _users_line(error.__traceback__) if explained or kind == "config" else text
+        shown = _users_line(error.__traceback__) if plain else text
         here.emit(Failed(str(here.me), kind, words, shown))
         return 2 if kind == "config" else 1
 

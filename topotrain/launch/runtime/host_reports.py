@@ -10,6 +10,8 @@ from topotrain.extensions.replication.replica_host import HostedServer
 
 INTERVAL_S = 1.0
 """Seconds between two reports about the same thing, at least."""
+COUNTS_S = 0.25
+"""Seconds between two reports of what extensions have counted, at least."""
 MOST_SLICES = 500
 """The number of slices of a server that are listed. An event is one line, and a model may have 100,000 parameters."""
 
@@ -22,6 +24,8 @@ class HostReports:
         self._traffic: dict[Address, Traffic] = {}
         self._loads: dict[Address, ServerLoad] = {}
         self._sliced: set[Address] = set()
+        self._counts_due = 0.0
+        self._counts: dict[Address, tuple[Event, ...]] = {}
 
     def due(self, now: float, last: bool = False) -> bool:
         """Whether it is time; last: no other report follows."""
@@ -36,6 +40,18 @@ class HostReports:
         if found.sent and self._traffic.get(me) != found:
             self._traffic[me] = found
             yield found
+
+    def counts(self, servers: Mapping[Address, HostedServer], now: float) -> Iterator[Event]:
+        """Yield what the extensions of coordinators have counted so far."""
+        if now < self._counts_due:
+            return
+        self._counts_due = now + COUNTS_S
+        for me, each in servers.items():
+            if me.index == 0:
+                found = tuple(event for extension in each.server.hooks.interim for event in extension.interim_events())
+                if self._counts.get(me, ()) != found:
+                    self._counts[me] = found
+                    yield from found
 
     def servers(self, servers: Mapping[Address, HostedServer], router: Router) -> Iterator[Event]:
         """Yield the slices, the load and the traffic of servers."""

@@ -41,6 +41,13 @@ class PreparedArguments:
         aside = [entry.weight for entry in sparse]  # servers hold these as tables of rows
         return describe_model(self.model, aside, self.optimizers).parameters
 
+    def trained(self) -> int | None:
+        """Return how many parameters the optimizers have; None: all."""
+        if not self.optimizers:
+            return None
+        held = {id(p) for each in self.optimizers for group in each.param_groups for p in group["params"]}
+        return sum(id(p) in held for p in self.model.parameters())
+
     def momentum(self, updater: Updater | None) -> float:
         """Return the largest momentum of the optimizers, or that of the updater block."""
         if not self.optimizers:

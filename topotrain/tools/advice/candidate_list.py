@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from topotrain.config.job import Apply, ConfigError, Grads, Job, Pull
-from topotrain.extensions.replication import replica_placement
 from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
@@ -88,7 +87,6 @@ class CandidateSource:
         Raises ConfigError where its fields do not fit the machines or the script.
         """
         topology = replace(self.machines, stragglers={}).topology(job, self.probe.transports["tcp"].mbit)
-        replica_placement.check(job, topology)
         members, batch = topology.workers_per_group, self.probe.batch.size
         if not job.per_worker_batch and members > batch:
             raise ConfigError(

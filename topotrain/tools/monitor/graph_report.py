@@ -9,7 +9,8 @@ from topotrain.parallel.estimate.memory_check import ITSELF, MemoryLimits, on_ho
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.program.segments import stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind
-from topotrain.tools.plan.layout_plan import columns, mb
+from topotrain.tools.plan.layout_plan import columns
+from topotrain.tools.plan.round_traffic import mb
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,8 @@ class RoundReport:
 
 
 def _of_rounds(found: Rounds | None) -> dict[str, Any]:
-    if found is None:  # the job failed, and its servers have reported nothing
-        return {"count": None, "members": None, "members_mean": None, "age_mean": None, "age_max": None, "last": []}
+    if found is None:  # the job failed before its first round was reported
+        found = Rounds("", {}, 0.0, 0, ())
     members = {int(count): rounds for count, rounds in found.members.items()}
     rounds = sum(members.values())
     return {

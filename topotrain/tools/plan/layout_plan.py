@@ -15,8 +15,10 @@ from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.extensions.host_sums.host_units import link_advice
+from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.group_agreement import agreement_in_words
+from topotrain.tools.plan.round_traffic import RoundTraffic, mb, round_traffic
 from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
@@ -32,6 +34,7 @@ class PlannedSchema:
     state_factor: float = 0.0  # optimizer state elements per element: plain SGD 0, momentum 1, Adam 2
     momentum: float = 0.0  # of the optimizer
     optimizers: tuple[str, ...] = ()  # class names
+    trained: int | None = None  # how many parameters the optimizer has; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,41 +78,6 @@ class ProcessEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTraffic:
-    """The uncompressed bytes of a round, in which all fragments are exchanged once.
-
-    Attributes:
-        steps: local steps in a round.
-        worker_bytes: that each worker sends to the servers.
-        worker_received: that each worker receives from the servers.
-        server_bytes: that the busiest unit with servers receives.
-        server_sent: that it sends.
-        group_bytes: that each worker sends to the others of its group in each step, and receives from them.
-    """
-
-    steps: int
-    worker_bytes: int
-    worker_received: int
-    server_bytes: int
-    server_sent: int
-    group_bytes: int = 0
-
-    def explain(self) -> str:
-        """Return a sentence, and with groups of several workers another one."""
-        if not self.group_bytes:
-            return (
-                f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB and receives as much "
-                f"(uncompressed); the busiest unit with servers receives and sends {mb(self.server_bytes)} MB"
-            )
-        return (
-            f"in {self.steps} steps each worker sends {mb(self.worker_bytes)} MB to the servers and receives "
-            f"{mb(self.worker_received)} MB (uncompressed); the busiest unit with servers receives "
-            f"{mb(self.server_bytes)} MB and sends {mb(self.server_sent)} MB. In each step a worker sends "
-            f"{mb(self.group_bytes)} MB to the others of its group and receives as much"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
@@ -125,7 +93,7 @@ class LayoutPlan:
     warning: str = ""
     note: str = ""
     link: str = ""
-    traffic: "RoundTraffic | None" = None
+    traffic: RoundTraffic | None = None
     agreement: str = ""
 
     def as_data(self) -> dict[str, Any]:
@@ -155,7 +123,9 @@ class LayoutPlan:
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
-        memory += [] if self.traffic is None else ["", self.traffic.explain()]
+        if self.traffic is not None:
+            texts = (self.traffic.explain(), self.traffic.explain_link())
+            memory += [line for text in texts for line in ("", textwrap.fill(text, _WIDTH))]
         return "\n".join([text, "", *self._slices(self.slices), *memory])
 
     def _slices(self, slices: SliceMap) -> list[str]:
@@ -178,7 +148,7 @@ class LayoutPlan:
 
 
 def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
-    """Plan `job`. Raises ConfigError where the cluster's counts do not fit together."""
+    """Plan `job`. Raises ConfigError where counts do not fit together, or the model."""
     topology = layout(job.cluster)
     if schema is None:
         # Without a program only the job's updater block can name an optimizer.
@@ -186,6 +156,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         warning = async_momentum.warning(job, topology, momentum, names)
         note, agreement = store_advice(job, topology), agreement_in_words(job, topology)
         return LayoutPlan(topology, warning=warning, note=note, link=link_advice(job), agreement=agreement)
+    check_fragments(job.cluster.fragments, len(schema.parameters) if schema.trained is None else schema.trained)
     warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -194,23 +165,9 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    note, link, traffic = store_advice(job, topology), link_advice(job), _round_traffic(job, topology, shares)
+    note, link, traffic = store_advice(job, topology), link_advice(job), round_traffic(job.cluster, topology, slices)
     agreement = agreement_in_words(job, topology)
     return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic, agreement)
-
-
-def _round_traffic(job: Job, topology: Topology, shares: Sequence[ServerShare]) -> RoundTraffic | None:
-    if job.cluster.outer is None:
-        return None
-    # Each worker of a group pushes its part of the group's difference, and each receives all new values.
-    workers = topology.workers_per_group
-    by_unit: dict[int, int] = {}
-    for share in shares:
-        by_unit[share.unit] = by_unit.get(share.unit, 0) + share.value_bytes * topology.worker_groups
-    whole, busiest = sum(share.value_bytes for share in shares), max(by_unit.values(), default=0)
-    # Of each bucket a worker sends its gradient to the one that adds it up, or the mean to all others.
-    inside = 2 * (workers - 1) * whole // workers
-    return RoundTraffic(job.cluster.sync_freq, whole // workers, whole, busiest, busiest * workers, inside)
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
@@ -300,11 +257,6 @@ def _memory_data(memory: ProcessEstimate) -> dict[str, Any]:
         "address": [memory.resident.group, memory.resident.index],
         **{name: getattr(memory, name) for name in ("unit", *_SIZES, "second", "total")},
     }
-
-
-def mb(size: int) -> str:
-    """Return bytes as text, in MB."""
-    return f"{size / MB:,.2f}"
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -180,7 +180,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-SAMPLES = ("StepDone", "Resources", "Traffic", "ServerLoad", "Logged", "LocalSteps", "Waits")
+SAMPLES = ("StepDone", "Resources", "Traffic", "ServerLoad", "Logged", "LocalSteps", "Rounds", "Waits")
 """Events of which a later one of the same process tells the same of a later time. They are thinned with age."""
 ONCE = (Slices.__name__,)
 """Events of which only the last one of a process counts."""

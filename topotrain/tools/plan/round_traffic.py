@@ -1,0 +1,194 @@
+"""The bytes of the rounds of an outer optimizer, and how long a link needs for them.
+
+All is arithmetic, and needs no torch. Headers of messages, and the first and the last values, are not counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from topotrain.config.job import Cluster, Compression
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.topology import Topology
+from topotrain.extensions.compression.encoded_sizes import encoded_bytes, has_codec, of_replies
+
+
+def link_seconds(nbytes: float, mbit: float) -> float:
+    """Return the seconds that a link of so many Mbit/s needs for these bytes."""
+    return nbytes * 8 / 1e6 / mbit
+
+
+def link_mbit(nbytes: float, seconds: float) -> float:
+    """Return the Mbit/s of a link that carries these bytes in so many seconds."""
+    return nbytes * 8 / 1e6 / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The rounds on the link of the busiest host with servers.
+
+    Attributes:
+        hosts: the number of hosts with servers. Each unit counts as one.
+        received: the bytes that come in in a round.
+        sent: the bytes that go out, which a link carries at the same time.
+        apart: no worker is on these hosts, so that each of k hosts carries a k-th.
+        mbit: the speed of the link in each direction. None: not known.
+        exchange_s: the seconds of a round on this link.
+        shortest_step_s: with shorter steps of the workers the link is full.
+        hosts_for_half: so many hosts with servers halve both. None: workers are on the hosts of servers, too.
+    """
+
+    hosts: int
+    received: int
+    sent: int
+    apart: bool
+    mbit: float | None = None
+    exchange_s: float | None = None
+    shortest_step_s: float | None = None
+    hosts_for_half: int | None = None
+
+    def at(self, mbit: float, steps: int) -> "HostLink":
+        """Return the times of rounds of so many local steps on a link of this speed."""
+        exchange_s = link_seconds(max(self.received, self.sent), mbit)
+        half = 2 * self.hosts if self.apart else None
+        return replace(self, mbit=mbit, exchange_s=exchange_s, shortest_step_s=exchange_s / steps, hosts_for_half=half)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTraffic:
+    """The bytes of a round, in which all fragments are exchanged once, as they are encoded.
+
+    Attributes:
+        steps: local steps in a round.
+        worker_bytes: that each worker sends to the servers.
+        worker_received: that each worker receives from the servers.
+        server_bytes: that the busiest unit with servers receives.
+        server_sent: that it sends.
+        group_bytes: that each worker sends to the others of its group in each step, and receives from them.
+        encoding: in words.
+        link: what hosts with servers carry.
+    """
+
+    steps: int
+    worker_bytes: int
+    worker_received: int
+    server_bytes: int
+    server_sent: int
+    group_bytes: int
+    encoding: str
+    link: HostLink
+
+    def explain(self) -> str:
+        """Return the bytes of a worker in words."""
+        sent, received = mb(self.worker_bytes), mb(self.worker_received)
+        both = "as much" if self.worker_bytes == self.worker_received else f"{received} MB"
+        text = f"in {self.steps} steps each worker sends {sent} MB to the servers and receives {both} ({self.encoding})"
+        if not self.group_bytes:
+            return text
+        return (
+            f"{text}. In each step a worker sends {mb(self.group_bytes)} MB to the others of its group and receives as "
+            "much"
+        )
+
+    def explain_link(self) -> str:
+        """Return what a host with servers carries, and how long that takes."""
+        link = self.link
+        which = "the host with servers" if link.hosts == 1 else f"the busiest of {link.hosts} hosts with servers"
+        text = f"a round moves {mb(link.received)} MB into {which} and {mb(link.sent)} MB out of it"
+        if link.mbit is None or link.exchange_s is None or link.shortest_step_s is None:
+            average = link_mbit(max(link.received, link.sent), self.steps)
+            more = "; with k servers on k hosts each carries a k-th" if link.apart else ""
+            return (
+                f"{text}. With steps of 1 s that is {average:.3g} Mbit/s, with steps of 0.1 s ten times as much{more}"
+            )
+        share = f"; with k servers on k hosts {link.exchange_s * link.hosts:.3g} s / k" if link.apart else ""
+        half = (
+            "" if link.hosts_for_half is None else f"; steps half as long need {link.hosts_for_half} hosts with servers"
+        )
+        return (
+            f"{text}. At {link.mbit:g} Mbit/s that takes {link.exchange_s:.3g} s{share}. The link is full with steps "
+            f"shorter than {link.shortest_step_s:.3g} s{half}"
+        )
+
+
+def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> RoundTraffic | None:
+    """Return the traffic of a round. None: there is no outer optimizer."""
+    if cluster.outer is None:
+        return None
+    groups, workers = topology.worker_groups, topology.workers_per_group
+    pushes = _by_shard(slices, _sizes(cluster, cluster.compression, slices))
+    pulls = _by_shard(slices, _sizes(cluster, of_replies(cluster.compression), slices))
+    plain = sum(slices.shard_bytes)
+    # Each worker of a group pushes its part of the group's difference, and each receives all new values.
+    units = [topology.unit_of(server) for server in topology.servers(0)]
+    received, sent = Counter[int](), Counter[int]()
+    for unit, push, pull in zip(units, pushes, pulls, strict=True):
+        received[unit] += push * groups
+        sent[unit] += pull * groups * workers
+    # Of each bucket a worker sends its gradient to the one that adds it up, or the mean to all others.
+    inside = 2 * (workers - 1) * plain // workers
+    busiest = max(received, key=lambda unit: max(received[unit], sent[unit]))
+    link_in, link_out = _over_links(topology, units, pushes, pulls)
+    hardest = max(link_in, key=lambda unit: max(link_in[unit], link_out[unit]))
+    link = HostLink(len(link_in), link_in[hardest], link_out[hardest], cluster.server_worker_separate)
+    if cluster.link is not None and cluster.link.bandwidth is not None:
+        link = link.at(cluster.link.bandwidth, cluster.sync_freq)
+    return RoundTraffic(
+        cluster.sync_freq,
+        sum(pushes) // workers,
+        sum(pulls),
+        received[busiest],
+        sent[busiest],
+        inside,
+        _encoding(cluster.compression),
+        link,
+    )
+
+
+def _over_links(
+    topology: Topology, units: Sequence[int], pushes: Sequence[int], pulls: Sequence[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the bytes that come into each unit with servers, and that go out of it.
+
+    units: of the servers. A worker and a server of the same unit need no link.
+    """
+    inside, workers = Counter[int](), topology.workers_per_group
+    for group in range(topology.worker_groups):
+        inside.update(topology.unit_of(worker) for worker in topology.workers(group))
+    every = topology.worker_groups * workers
+    came, went = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
+    for unit in came:
+        others = every - inside[unit]
+        here = [shard for shard, its in enumerate(units) if its == unit]
+        away = [shard for shard, its in enumerate(units) if its != unit]
+        came[unit] = sum(pushes[s] for s in here) * others // workers + sum(pulls[s] for s in away) * inside[unit]
+        went[unit] = sum(pulls[s] for s in here) * others + sum(pushes[s] for s in away) * inside[unit] // workers
+    return came, went
+
+
+def _sizes(cluster: Cluster, kind: Compression, slices: SliceMap) -> Callable[[Bucket], int]:
+    """Return the bytes of a bucket with this compression."""
+
+    def size(bucket: Bucket) -> int:
+        space = slices.spaces[bucket.space]
+        if has_codec(kind, space.dtype):
+            return encoded_bytes(kind, bucket.hi - bucket.lo, cluster.compression_ratio)
+        return sum(piece.hi - piece.lo for piece in bucket.pieces) * space.itemsize
+
+    return size
+
+
+def _by_shard(slices: SliceMap, size: Callable[[Bucket], int]) -> list[int]:
+    return [sum(map(size, slices.buckets_of(shard))) for shard in range(slices.shards)]
+
+
+def _encoding(kind: Compression) -> str:
+    if kind is Compression.kNone:
+        return "uncompressed"
+    replies = of_replies(kind)
+    return f"{kind.value} up, changes of the values as {replies.value} down"
+
+
+def mb(size: int) -> str:
+    """Return bytes as text, in MB."""
+    return f"{size / 1e6:,.2f}"
