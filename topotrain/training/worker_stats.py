@@ -201,7 +201,10 @@ class RecentStaleness:
         self._open.add(values)
 
     def report(self, now: float) -> StalenessCounts:
-        """End a part; return the counts of the last RECENT_S seconds, or of the last part that has any."""
+        """End a part, and return the counts of the last RECENT_S seconds.
+
+        Without any in that time they are those of the last part that has some.
+        """
         if not self._open.is_empty:
             self._parts.append((now, self._open))
             self._open = StalenessCounts()

@@ -1,4 +1,4 @@
-"""The bytes of the rounds of an outer optimizer, and how long a link needs for them.
+"""Bytes of an outer optimizer's rounds, and the time that a link needs for them.
 
 All is arithmetic, and needs no torch. Headers of messages, and the first and the last values, are not counted.
 """
@@ -56,7 +56,7 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
-    """The bytes of a round, in which all fragments are exchanged once, as they are encoded.
+    """Encoded bytes of a round, in which all fragments are exchanged once.
 
     Attributes:
         steps: local steps in a round.

@@ -298,7 +298,7 @@ def _batch(alone: dict[str, Any]) -> ProbedBatch:
 
 
 def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> tuple[float, float]:
-    """Return the seconds of any batch, and those of each sample, from batches of two sizes.
+    """Return the seconds of any batch and of each sample, from two sizes of batch.
 
     The line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
     kept from falling with more samples, and from falling below zero without any.

@@ -164,7 +164,7 @@ class ProcessTrack:
 
     @property
     def counts(self) -> bool:
-        """Whether its last figures are among those of the job: it was not lost, and has not left."""
+        """Whether the job counts its last figures: it was not lost, and has not left."""
         return self.is_present or self.states.now == "finished" or self.stopped_with_job
 
     @property
