@@ -7,8 +7,8 @@ from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
-from topotrain.core.events import Left, Started, StepDone
-from topotrain.tools.advice.job_measurements import JobMeasurement, from_history
+from topotrain.core.events import Left, Slices, Started, StepDone
+from topotrain.tools.advice.job_measurements import JobMeasurement, check_probe_of, from_history
 from topotrain.tools.advice.running_advice import RunningAdvice, RunningComparison
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
@@ -73,6 +73,23 @@ def test_a_job_that_has_just_begun_says_when_to_ask_again() -> None:
         measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), seconds=1.0))
     with pytest.raises(ConfigError, match="worker 0/0 has not trained"):
         measured(history(DOWNPOUR, {}))
+
+
+@pytest.mark.parametrize(
+    ("names", "counts", "right"),
+    [(("p0", "p3"), (62_500, 40_000), True), (("p0",), (62_501,), False), (("weight",), (1,), False)],
+)
+def test_a_probe_of_another_model_than_that_of_the_recording_is_refused(
+    names: tuple[str, ...], counts: tuple[int, ...], right: bool
+) -> None:
+    made = history(DOWNPOUR, dict.fromkeys(["worker 0/0", "worker 1/0", "worker 2/0"], 0.1))
+    made.add(TimedEvent(20.0, Slices("server 0/0", names, (0,) * len(names), counts)))
+    found = measured(made)
+    if right:
+        check_probe_of(found, timed_probe())
+    else:
+        with pytest.raises(ConfigError, match=r"--probe: a probe of another model, made with made\.py"):
+            check_probe_of(found, timed_probe())
 
 
 def test_the_probe_is_brought_to_what_the_job_says() -> None:

@@ -227,8 +227,13 @@ class Probe:
     def check_model(self, parameters: Iterable[Parameter | ProbedParameter], program: str) -> None:
         """Check that the probe is of this model. Raises ConfigError."""
         if model_digest(parameters) != self.digest:
-            made = f"a probe of another model, made with {self.program}; `topotrain probe {program}` makes one of this"
-            raise ConfigError("probe", None, made)
+            raise another_model(self.program, program)
+
+
+def another_model(made_with: str, program: str) -> ConfigError:
+    """Return the error of a probe that was made with another model. program: the present one."""
+    why = f"a probe of another model, made with {made_with}; `topotrain probe {program}` makes one of this"
+    return ConfigError("--probe", None, why)
 
 
 def model_digest(parameters: Iterable[Parameter | ProbedParameter]) -> str:
