@@ -168,6 +168,11 @@ class RehearsedWorker:
         """Samples of each of its steps."""
         self.clock = VirtualClock(work)
 
+    @property
+    def extra_s(self) -> float:
+        """Seconds that a step of this worker takes longer than one of a worker of the usual speed."""
+        return max(0.0, self._factor - 1.0) * self._probe.batch.compute_s(self.samples)
+
     def _share(self) -> int:
         size, workers = self._probe.batch.size, self._topology.workers_per_group
         if self._job.per_worker_batch or workers == 1:
