@@ -47,9 +47,7 @@ def test_a_probe_of_a_program_with_another_name_is_said(ask: Ask, tmp_path: Path
     (tmp_path / "job.conf").write_text(f'program: "train.py" {CONF}')
     code, out, err = ask("job.conf")
     assert code == 0 and out
-    assert err == (
-        "topotrain: warning: probe.json was made with made.py, and the program is train.py, which is not run\n"
-    )
+    assert err == "topotrain: warning: probe.json was made with made.py, and the job has the program train.py\n"
     (tmp_path / "job.conf").write_text(f'program: "scripts/made.py" {CONF}')
     assert ask("job.conf")[2] == ""
 

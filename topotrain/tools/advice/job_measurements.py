@@ -54,7 +54,6 @@ class JobMeasurement:
         hosts: the number of its hosts.
         workers: those that train.
         away: groups that have left.
-        program: of the job, as its recording has it. "": it has none.
         parts: the parameters in the recording, and the number of elements of each that is known from it at least. A
             recording may have only some of them.
     """
@@ -63,7 +62,6 @@ class JobMeasurement:
     hosts: int
     workers: tuple[MeasuredWorker, ...]
     away: frozenset[int]
-    program: str = ""
     parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -112,15 +110,15 @@ def from_history(summary: Mapping[str, Any], view: Mapping[str, Any], option: st
         raise ConfigError(option, place, "no worker of its job trains")
     hosts = len({each["host"] for each in view["processes"]})
     present = {worker.group for worker in found}
-    cluster, program = _cluster(view, option, place), view["job"].get("program", "")
-    return JobMeasurement(cluster, hosts, tuple(found), frozenset(away - present), program, _parts(view))
+    gone = frozenset(away - present)
+    return JobMeasurement(_cluster(view, option, place), hosts, tuple(found), gone, _parts(view))
 
 
 def check_probe_of(measurement: JobMeasurement, probe: Probe) -> None:
     """Check that a probe is of the model of a running job, as far as its recording has it. Raises ConfigError."""
     known = {parameter.name: parameter.elements for parameter in probe.model}
     if any(elements > known.get(name, -1) for name, elements in measurement.parts.items()):
-        raise another_model(probe.program, measurement.program or "PROGRAM")
+        raise another_model(probe.program, "PROGRAM")
 
 
 def _parts(view: Mapping[str, Any]) -> dict[str, int]:

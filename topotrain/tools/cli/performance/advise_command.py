@@ -258,11 +258,10 @@ def _advise_running(
     from topotrain.tools.advice.job_measurements import check_probe_of, measured
     from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.running_advice import RunningComparison
-    from topotrain.tools.cli.performance.probe_notes import note_other_machine, note_other_program
+    from topotrain.tools.cli.performance.probe_notes import note_other_machine
 
     measurement = measured(workspace, "--running")
     check_probe_of(measurement, probe)
-    note_other_program(probe, file, measurement.program)
     note_other_machine(probe, file)
     with shown_search() as listener:
         comparison = RunningComparison(measurement, probe, machines, job, RehearsalPredictor())

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def note_other_program(probe: "Probe", file: Path, program: str) -> None:
-    """Warn that a probe was made with a program of another name. program: of the job, or ""."""
+    """Warn that a probe was made with a program of another name than that of the job, which may be ""."""
     from topotrain.tools.probe.probe_origin import is_of_other_file
 
     if is_of_other_file(probe, program):
-        _say(f"warning: {file} was made with {probe.program}, and the program is {program}, which is not run")
+        _say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
 
 
 def note_not_run(probe: "Probe", file: Path, program: str) -> None:
