@@ -12,6 +12,7 @@ from made_probe import made_probe
 from topotrain.tools.cli import app
 from topotrain.tools.cli.performance import shown_search
 from topotrain.tools.prediction.rehearsal import MOST_TIMES
+from topotrain.tools.probe.probe_file import ProbedOptimizer
 
 CONF = "cluster { nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true }\n"
 Ask = Callable[..., tuple[int, str, str]]
@@ -124,6 +125,18 @@ def test_bad_input_is_one_line(ask: Ask, argv: tuple[str, ...], line: str) -> No
     assert (code, out) == (2, "")
     assert line in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("workers", [2, 100])
+@pytest.mark.parametrize("name", ["Unheard", "Optimizer"])
+def test_an_unknown_optimizer_is_refused_for_any_number_of_processes(
+    ask: Ask, tmp_path: Path, workers: int, name: str
+) -> None:
+    probe = made_probe((10_000,), optimizer=ProbedOptimizer(name, 0.0, 0.0, 0.0, 0.0))
+    (tmp_path / "probe.json").write_text(probe.to_json())
+    code, _, err = ask("job.conf", "--set", f"cluster.nworker_groups={workers}")
+    assert code == 2
+    assert f"optimizer = '{name}': must be one of torch.optim's: others cannot be predicted" in err
 
 
 @pytest.mark.journey

@@ -14,6 +14,7 @@ from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
 from topotrain.tools.prediction.rehearsal import Rehearsal, RehearsalListener
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
 from topotrain.tools.probe.probe_file import Probe
 
 
@@ -42,6 +43,7 @@ def predict(
     job, machines = steady(job), machines.with_job(job)
     topology = machines.topology(job, probe.transports["tcp"].mbit)
     check(job, topology)
+    optimizer_class(probe)
     # First: a job that does not fit need not be rehearsed.
     planned_memory(job, probe, machines, topology)
     if processes_of(topology) > MOST_PROCESSES:
