@@ -152,12 +152,12 @@ class CandidateSource:
         return tuple(number for number in counts(self._cores) if number > 1)
 
     def _fewer_hosts(self) -> tuple[int, ...]:
-        """Return numbers of hosts below all of them, the largest first."""
+        """Return numbers of hosts below all of them, the smallest first."""
         if self.hosts == 1:
             return ()
         quick = self.hosts - sum(factor > 1 for factor in self.machines.stragglers.values())
         found = {*counts(self.hosts), *([quick] if quick > 0 else ())} - {self.hosts}
-        return tuple(sorted(found, reverse=True))
+        return tuple(sorted(found))
 
     def _check_stragglers(self) -> None:
         cluster = self.job.cluster

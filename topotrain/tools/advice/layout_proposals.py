@@ -40,16 +40,17 @@ def proposals(
 ) -> Iterator[Proposal]:
     """Yield cluster blocks: the plainest of each family, then the second one of each, and so on.
 
-    A search that has little time has something of each family then.
+    Few hosts come before many, because thousands take long to be placed. So a search that has little time has
+    something of each family, and of each number of hosts.
 
     Args:
         hosts: that there are.
         per_host: the numbers of workers of a host to consider, where there are several hosts.
         on_one: the same, for one host.
-        fewer: numbers of hosts below `hosts` to consider.
+        fewer: numbers of hosts below `hosts` to consider, in their order.
     """
     lines: dict[tuple[Family, int], list[Proposal]] = {}
-    for each in (Proposal(Family.ONE, {}), *_all(hosts, per_host, on_one), *_on_fewer(fewer, per_host, on_one)):
+    for each in (Proposal(Family.ONE, {}), *_on_fewer(fewer, per_host, on_one), *_all(hosts, per_host, on_one)):
         lines.setdefault((each.family, each.hosts), []).append(each)
     for row in zip_longest(*lines.values()):
         yield from (each for each in row if each is not None)
