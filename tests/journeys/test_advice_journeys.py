@@ -14,6 +14,8 @@ from launch_targets import MARK, marked, wait_for
 from safetensors.torch import load_file
 from shells import Shell, Shells, ended
 
+from topotrain.tools.probe.probe_file import ProbedParameter
+
 pytestmark = pytest.mark.journey
 
 STEADY = str(PROGRAMS / "steady.py")
@@ -24,8 +26,19 @@ def topotrain(shells: Shells, *words: str) -> Shell:
 
 
 def probe_in(folder: Path) -> str:
-    (folder / "probe.json").write_text(timed_probe(elements=1000, batch=12).to_json())
+    """A probe with the model of the steady program, and times that are made up."""
+    shapes = {"0.weight": (32, 16), "0.bias": (32,), "1.weight": (32,), "1.bias": (32,)}
+    shapes |= {"4.weight": (4, 32), "4.bias": (4,)}
+    model = tuple(ProbedParameter(name, shape, "float32", True, 1.0) for name, shape in shapes.items())
+    (folder / "probe.json").write_text(timed_probe(batch=12, model=model).to_json())
     return "probe.json"
+
+
+def test_a_probe_of_another_model_is_not_tried(shells: Shells) -> None:
+    (shells.folder / "other.json").write_text(timed_probe(elements=1000, batch=12).to_json())
+    (said,) = ended([topotrain(shells, "advise", STEADY, "--probe", "other.json", "--try", "1")], [2])
+    assert "a probe of another model, made with made.py; `topotrain probe " in said
+    assert "advised" not in said
 
 
 def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, served_at: str) -> None:
@@ -93,7 +106,8 @@ def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
     wait_for(trains, 90)
     asked = topotrain(shells, "advise", "--running", "job", "--probe", probe, "--within", "2s")
     (said,) = ended([asked], [0])
-    assert said.splitlines()[0].startswith("now: Downpour, 2 groups of 1 worker, 1 server apart: "), said
+    assert "\nnow: Downpour, 2 groups of 1 worker, 1 server apart: " in said
+    assert "warning: probe.json was not made here, so its figures may not hold: cpu made, here " in said
     assert "topotrain leave WORKSPACE --group 1: " in said
     assert "advised: " in said
     os.kill(job.pid, signal.SIGINT)

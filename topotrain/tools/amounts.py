@@ -1,5 +1,6 @@
 """Amounts in options of the command line: times, counts, sizes, and links."""
 
+import math
 import re
 
 from topotrain.config.job import ConfigError, Link
@@ -17,6 +18,16 @@ _LINK_FIELDS = {
     "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
     "loss": {"": 1.0, "%": 0.01},
 }
+MOST_DELAY_S = 3600.0
+"""Of a link, one way; of its jitter, too."""
+_MBIT = (1e-6, 1e9)
+"""Mbit/s of a link: a bit in a second, and a million gigabits."""
+_LINK_BOUNDS = {
+    "bandwidth": (*_MBIT, "must be 1 bit/s to 1,000,000 Gbit/s"),
+    "delay": (0.0, MOST_DELAY_S * 1000, f"must be at most {MOST_DELAY_S:g} s"),
+    "jitter": (0.0, MOST_DELAY_S * 1000, f"must be at most {MOST_DELAY_S:g} s"),
+}
+_TOO_LARGE = 1e30
 _LINK_PART = re.compile(rf"(?:([a-z]+)=)?{_NUMBER}([a-z%]*)")
 
 
@@ -27,7 +38,7 @@ def seconds(option: str, text: str) -> float:
     """
     found = _TIME.fullmatch(text.strip())
     length = float(found[1]) * _TIMES[found[2]] if found else 0.0
-    if length <= 0:
+    if not 0 < length < math.inf:
         raise ConfigError(option, text, "must be a time above 0, such as 18, 5min, 12h, 30d or 1y")
     return length
 
@@ -38,7 +49,7 @@ def count(option: str, text: str) -> int:
     Raises ConfigError for anything else, and for 0.
     """
     found = _COUNT.fullmatch(text.strip())
-    number = round(float(found[1]) * _COUNTS[found[2]]) if found else 0
+    number = round(_finite(found[1]) * _COUNTS[found[2]]) if found else 0
     if number < 1:
         raise ConfigError(option, text, "must be a number above 0, such as 4096, 512k or 1.2M")
     return number
@@ -50,7 +61,7 @@ def nbytes(option: str, text: str) -> int:
     Raises ConfigError for anything else, and for 0.
     """
     found = _SIZE.fullmatch(text.strip().lower())
-    size = int(float(found[1]) * _SIZES[found[2]]) if found else 0
+    size = int(_finite(found[1]) * _SIZES[found[2]]) if found else 0
     if size < 1:
         raise ConfigError(option, text, "must be a size above 0, such as 512MB, 16GB or 16GiB")
     return size
@@ -70,4 +81,17 @@ def link(option: str, text: str) -> Link:
         if name in values:
             raise ConfigError(option, text, f"{name} is given twice")
         values[name] = float(amount) * _LINK_FIELDS[name][unit]
-    return Link(**values)
+        least, most, accepted = _LINK_BOUNDS.get(name, (0.0, math.inf, ""))
+        if not least <= values[name] <= most:
+            raise ConfigError(option, text, f"{name} {accepted}")
+    try:
+        return Link(**values)
+    except ConfigError as error:
+        # The user has given an option, and no field of a job.
+        raise ConfigError(option, text, f"{error.field.rpartition('.')[2]} {error.accepted}") from None
+
+
+def _finite(digits: str) -> float:
+    """Return the number of these digits; 0.0, which is refused, where they are too many."""
+    number = float(digits)
+    return number if number < _TOO_LARGE else 0.0

@@ -433,8 +433,10 @@ def test_a_link_in_short(text: str, link: Link) -> None:
         ("speed=5mbit", "'speed=5mbit' is not a part of a link"),
         ("-5ms", "'-5ms' is not a part of a link"),
         ("1mbit,2mbit", "bandwidth is given twice"),
-        ("0mbit", "cluster.link.bandwidth = 0.0: must be a number > 0"),
-        ("loss=1", "cluster.link.loss = 1.0: must be a number >= 0 and < 1"),
+        ("0mbit", "--emulate = '0mbit': bandwidth must be 1 bit/s to 1,000,000 Gbit/s"),
+        ("loss=1", "--emulate = 'loss=1': loss must be a number >= 0 and < 1"),
+        ("99999999s", "--emulate = '99999999s': delay must be at most 3600 s"),
+        ("jitter=4000s", "--emulate = 'jitter=4000s': jitter must be at most 3600 s"),
     ],
 )
 def test_what_is_no_link(text: str, complaint: str) -> None:

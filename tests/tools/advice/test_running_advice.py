@@ -1,5 +1,6 @@
 """Advice for a job that runs: from a history of events to commands, with a predictor that is plain arithmetic."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,9 +8,9 @@ from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
-from topotrain.core.events import Left, Started, StepDone
-from topotrain.tools.advice.job_measurements import JobMeasurement, from_history
-from topotrain.tools.advice.running_advice import RunningAdvice, RunningComparison
+from topotrain.core.events import Left, Slices, Started, StepDone
+from topotrain.tools.advice.job_measurements import JobMeasurement, check_probe_of, from_history
+from topotrain.tools.advice.running_advice import Change, RunningAdvice, RunningComparison
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.recording.job_history import JobHistory
@@ -73,6 +74,23 @@ def test_a_job_that_has_just_begun_says_when_to_ask_again() -> None:
         measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), seconds=1.0))
     with pytest.raises(ConfigError, match="worker 0/0 has not trained"):
         measured(history(DOWNPOUR, {}))
+
+
+@pytest.mark.parametrize(
+    ("names", "counts", "right"),
+    [(("p0", "p3"), (62_500, 40_000), True), (("p0",), (62_501,), False), (("weight",), (1,), False)],
+)
+def test_a_probe_of_another_model_than_that_of_the_recording_is_refused(
+    names: tuple[str, ...], counts: tuple[int, ...], right: bool
+) -> None:
+    made = history(DOWNPOUR, dict.fromkeys(["worker 0/0", "worker 1/0", "worker 2/0"], 0.1))
+    made.add(TimedEvent(20.0, Slices("server 0/0", names, (0,) * len(names), counts)))
+    found = measured(made)
+    if right:
+        check_probe_of(found, timed_probe())
+    else:
+        with pytest.raises(ConfigError, match=r"--probe: a probe of another model, made with made\.py"):
+            check_probe_of(found, timed_probe())
 
 
 def test_the_probe_is_brought_to_what_the_job_says() -> None:
@@ -146,3 +164,27 @@ def test_other_blocks_are_compared_with_the_present_one() -> None:
     data = found.as_data()
     assert data["others"][0]["label"] == best.label
     assert data["measured_samples_per_s"] == found.measured
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "clear"),
+    [
+        (0.1, 0.08, True),
+        (0.1, 0.12, False),
+        (0.1, 0.0, True),
+        (0.2, None, False),
+        (0.3, None, True),
+        (-0.1, 0.0, False),
+    ],
+)
+def test_a_gain_is_clear_above_the_error_or_above_a_bound_where_it_is_unknown(
+    gain: float, error: float | None, clear: bool
+) -> None:
+    assert Change("a layout", "", 100.0, gain, error, (), "because").is_clear is clear
+
+
+def test_an_unknown_error_is_said_to_count_as_its_bound() -> None:
+    known = RunningAdvice("now", 100.0, 100.0, {}, (), (Change("a", "", 110.0, 0.1, 0.2, (), "why"),), ())
+    unknown = replace(known, others=(replace(known.others[0], error=None),))
+    assert known.explain().endswith("by more than the error of its prediction")
+    assert unknown.explain().endswith("by more than the error of its prediction; an unknown error counts as 25%")

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ from arithmetic_predictor import timed_probe
 
 from topotrain.config import job_file
 from topotrain.config.topology import layout
+from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.tools.cli import app
+from topotrain.tools.diagnostics.environment_report import processor_name
+from topotrain.tools.probe.probe_origin import unlike_this_machine
 
 Ask = Callable[..., tuple[int, str, str]]
 FAST = ("--probe", "probe.json", "--within", "1s", "--sync")
@@ -92,3 +97,22 @@ def test_words_of_the_script_follow_a_double_dash(ask: Ask) -> None:
     code, _, err = ask("train.py", *FAST, "--hosts", "2", "--out", "best.conf", "--", "--epochs", "3")
     assert code == 0, err
     assert job_file.load("best.conf").args == ("--epochs", "3")
+
+
+def test_a_program_beside_a_probe_is_said_not_to_run(ask: Ask) -> None:
+    code, out, err = ask(*FAST, "train.py")
+    assert code == 0
+    assert "started" not in out
+    assert err == "topotrain: all figures are those of probe.json, made with made.py: train.py is not run\n"
+    assert not ask(*FAST)[2]
+
+
+def test_a_probe_of_another_machine_is_named_with_its_differences() -> None:
+    probe = timed_probe()
+    versions = {name: version(name) for name in ("torch", "topotrain")}
+    machine = replace(probe.machine, cpu=processor_name(), cores=allowed_cores())
+    here = replace(probe, machine=machine, versions=versions)
+    assert unlike_this_machine(here) == ""
+    assert unlike_this_machine(replace(here, versions={**versions, "torch": "1.0"})).startswith("torch 1.0, here ")
+    other = replace(here, machine=replace(machine, cpu="another"))
+    assert unlike_this_machine(other) == f"cpu another, here {processor_name()}"

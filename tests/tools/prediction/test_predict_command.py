@@ -10,6 +10,9 @@ import pytest
 from made_probe import made_probe
 
 from topotrain.tools.cli import app
+from topotrain.tools.cli.performance import shown_search
+from topotrain.tools.prediction.rehearsal import MOST_TIMES
+from topotrain.tools.probe.probe_file import ProbedOptimizer
 
 CONF = "cluster { nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true }\n"
 COPIES = ("--set", "cluster.transport=kTcp")
@@ -40,6 +43,25 @@ def test_the_text_names_what_bounds_the_job(ask: Ask) -> None:
     assert "updates: not those of one process; a gradient is" in out
     assert "rehearsed with the job's own servers and workers in virtual time (seed 0)" in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_a_probe_of_a_program_with_another_name_is_said(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "job.conf").write_text(f'program: "train.py" {CONF}')
+    code, out, err = ask("job.conf")
+    assert code == 0 and out
+    assert err == "topotrain: warning: probe.json was made with made.py, and the job has the program train.py\n"
+    (tmp_path / "job.conf").write_text(f'program: "scripts/made.py" {CONF}')
+    assert ask("job.conf")[2] == ""
+
+
+def test_a_rehearsal_that_takes_long_has_a_line(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown_search, "LINES_S", 0.0)
+    code, _, err = ask("job.conf")
+    assert code == 0
+    first, *_, last = err.splitlines()
+    most = MOST_TIMES * 2 * (3 + 24)
+    assert first == f"topotrain: rehearsing: 1 steps of all workers, of at most {most}"
+    assert last == f"topotrain: rehearsing: {most // MOST_TIMES} steps of all workers, of at most {most}"
 
 
 def test_full_cores_are_said_to_bound_the_job(ask: Ask) -> None:
@@ -104,6 +126,18 @@ def test_bad_input_is_one_line(ask: Ask, argv: tuple[str, ...], line: str) -> No
     assert (code, out) == (2, "")
     assert line in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("workers", [2, 100])
+@pytest.mark.parametrize("name", ["Unheard", "Optimizer"])
+def test_an_unknown_optimizer_is_refused_for_any_number_of_processes(
+    ask: Ask, tmp_path: Path, workers: int, name: str
+) -> None:
+    probe = made_probe((10_000,), optimizer=ProbedOptimizer(name, 0.0, 0.0, 0.0, 0.0))
+    (tmp_path / "probe.json").write_text(probe.to_json())
+    code, _, err = ask("job.conf", "--set", f"cluster.nworker_groups={workers}")
+    assert code == 2
+    assert f"optimizer = '{name}': must be one of torch.optim's: others cannot be predicted" in err
 
 
 @pytest.mark.journey

@@ -132,6 +132,38 @@ def test_processes_share_the_cores_of_a_host():
     assert predict(job, made_probe(batch=32, cores=4), Machines()).step_s == pytest.approx(COMPUTE_S / 4, rel=0.02)
 
 
+class CountedSteps:
+    """Counts the steps of a rehearsal."""
+
+    made = 0
+
+    def stepped(self, made: int, most: int) -> None:
+        self.made = made
+        assert made <= most
+
+
+@pytest.mark.parametrize("times", [1.0, 4.0, 12.0, 1000.0])
+def test_a_straggler_does_not_prolong_the_rehearsal(times):
+    job, counted = made_job(**LAYOUTS["downpour"]), CountedSteps()
+    found = predict(job, made_probe(), Machines(link=FAST, stragglers={1: times}), listener=counted)
+    # Three workers, and 27 steps of each. Up to four times slower all of them are made.
+    assert counted.made == pytest.approx(27 * (2 * times + 1) if times <= 4 else 4 * 3 * 27, abs=5)
+    assert found.samples_per_s == pytest.approx(32 / COMPUTE_S * (2 + 1 / times), rel=0.05)
+    assert found.start_s < 3
+
+
+def test_a_group_with_a_straggler_that_makes_no_step_is_counted_by_arithmetic():
+    job = made_job(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True, sync_freq=1)
+    found = predict(job, made_probe(), Machines(link=FAST, stragglers={3: 1000.0}))
+    alone = predict(made_job(nworkers_per_group=2, server_worker_separate=True), made_probe(), Machines(link=FAST))
+    assert found.samples_per_s == pytest.approx(alone.samples_per_s * 1.001, rel=0.05)
+
+
+def test_steps_that_take_years_are_refused():
+    with pytest.raises(ConfigError, match="prediction: some steps of this job would take more than 32 years"):
+        predict(made_job(**LAYOUTS["allreduce"]), made_probe(), Machines(link=Link(bandwidth=1e-12)))
+
+
 # --- links --------------------------------------------------------------------------------------------------------
 
 

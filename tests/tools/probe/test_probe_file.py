@@ -68,6 +68,17 @@ def changed(**changes: object) -> str:
     return json.dumps({**json.loads(PROBE.to_json()), **changes})
 
 
+def within(block: str, **changes: object) -> str:
+    """The text of a probe with other fields in a block."""
+    return changed(**{block: {**json.loads(PROBE.to_json())[block], **changes}})
+
+
+def with_first(**changes: object) -> str:
+    """The text of a probe with another first parameter."""
+    first, *rest = json.loads(PROBE.to_json())["model"]
+    return json.dumps({**json.loads(PROBE.to_json()), "model": [{**first, **changes}, *rest], "digest": None})
+
+
 def without(block: str, field: str) -> str:
     data = json.loads(PROBE.to_json())
     del (data[block] if block else data)[field]
@@ -94,6 +105,27 @@ def without(block: str, field: str) -> str:
         (changed(machine=3), "machine: must be a block"),
         (changed(batch={**json.loads(PROBE.to_json())["batch"], "size": 0}), "batch.size = 0: must be"),
         (changed(digest="0" * 64), "digest"),
+        (within("batch", forward_s=0, backward_s=0), r"batch.forward_s = 0.0: must be above 0, alone or with batch"),
+        (within("batch", forward_s=1e300), r"batch.forward_s = 1e\+300: must be a number of seconds, 0 to 86,400"),
+        (within("batch", forward_s=10**400), "batch.forward_s = 1000.*: must be a number >= 0"),
+        (within("batch", size=1e30), r"batch.size = 1e\+30: must be a whole number"),
+        (within("batch", size=10**30), "batch.size = 1000.*: must be a whole number"),
+        (within("batch", size=2**40), "batch.size = 1099511627776: must be a whole number, 1 to 1,073,741,824"),
+        (within("machine", cores=10**9), "machine.cores = 1000000000: must be a whole number, 1 to 65,536"),
+        (within("kernels", byte_s=1), "kernels.byte_s = 1.0: must be a number of seconds, 0 to 0.001"),
+        (within("optimizer", momentum=2), "optimizer.momentum = 2.0: must be a number, 0 to 1"),
+        (changed(sharing={"2": 0}), "sharing.2 = 0.0: must be a number, 1 to 1,000"),
+        (changed(sharing={"2": 1.0, "02": 2.0}), "sharing = '02': must not be given twice"),
+        (changed(sharing={"9" * 5000: 2.0}), "must be numbers of processes"),
+        (changed(spread=100), "spread = 100.0: must be a number, 0 to 10"),
+        (with_first(name="bias"), r"model\[1\].name = 'bias': must not be given twice"),
+        (with_first(dtype="bool"), r"model\[0\].dtype = 'bool': must be one of .*float32.* that is trainable"),
+        (with_first(shape=[10**9, 1000]), r"model\[0\].shape = .*: must leave the model at most 137,438,953,472"),
+        (with_first(ready=9.0), r"model\[0\].ready = 9.0: must be a number, 0 to 1"),
+        (
+            changed(model=[{**each, "trainable": False} for each in json.loads(PROBE.to_json())["model"]]),
+            "model: must have a parameter that is trainable",
+        ),
     ],
 )
 def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, words: str) -> None:

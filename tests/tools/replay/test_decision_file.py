@@ -12,6 +12,7 @@ from topotrain.config.job import Cluster, ConfigError, Grads, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
+from topotrain.tools.cli import app
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile, load_decisions
 from topotrain.tools.replay.job_record import JobRecord, check_recordable
@@ -63,7 +64,12 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
         ({"version": 2}, "is a recording of version 2, must be 1"),
         ({"format": "something"}, "is no recording"),
         ({"job": "cluster { nworker_groups: -1 }"}, "nworker_groups"),
-        ({"job": None}, "has no valid record.json"),
+        ({"job": None}, "record.json: job: must be the text of a job file"),
+        ({"versions": 3}, "record.json: versions = 3: must be a block of texts by name"),
+        ({"versions": {"torch": 2}}, "record.json: versions = .*: must be a block of texts by name"),
+        ({"whole": "yes"}, "record.json: whole = 'yes': must be true or false"),
+        ({"made_at": "now"}, "record.json: made_at = 'now': must be a number of seconds"),
+        ({"made_at": True}, "record.json: made_at = true: must be a number of seconds"),
     ],
 )
 def test_another_version_or_format_is_refused(tmp_path: Path, about: dict[str, object], wanted: str) -> None:
@@ -171,3 +177,19 @@ def test_server_groups_that_exchange_write_no_snapshots_while_they_are_recorded(
     downpour = JobRecord(JOB, layout(JOB.cluster))
     assert not downpour.drops_snapshots
     assert wants_snapshots(downpour.job)
+
+
+@pytest.mark.parametrize(
+    "words", [("--out", "x.safetensors"), ("--workspace", "there"), ("--until", "1"), ("train.py",)]
+)
+def test_a_comparison_refuses_what_only_a_replay_has(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.record"
+    RECORD.save(path)
+    with pytest.raises(SystemExit) as left:
+        app.main(("replay", str(path), "--compare", str(path), *words))
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert "--compare runs nothing: leave out PROGRAM, --until, --dump, --out and --workspace" in said.err
+    assert not said.out

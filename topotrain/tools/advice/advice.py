@@ -11,7 +11,7 @@ from topotrain.tools.advice.candidate import Candidate, LeftOut
 from topotrain.tools.advice.candidate_list import CandidateSource
 from topotrain.tools.advice.layout_search import LayoutSearch, Rehearsed, SearchListener, SilentListener
 from topotrain.tools.advice.predictor import Predictor, RehearsalPredictor
-from topotrain.tools.advice.wishes import Wishes
+from topotrain.tools.advice.wishes import SearchClock, Wishes, search_time
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 
@@ -30,6 +30,7 @@ class Advice:
         rehearsed: with predictions; never empty.
         refused: layouts that do not fit into memory.
         left_out: layouts and settings that were not rehearsed.
+        late: layouts that were not rehearsed because the time was over.
     """
 
     machines: Machines
@@ -37,6 +38,7 @@ class Advice:
     rehearsed: tuple[Rehearsed, ...]
     refused: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
+    late: int = 0
 
     @property
     def winner(self) -> Rehearsed:
@@ -59,6 +61,7 @@ class Advice:
         return {
             "version": VERSION,
             "hosts": max(1, self.machines.hosts),
+            "ended_by_time": bool(self.late),
             "winner": self._row(winner),
             "candidates": [self._row(each) for each in self.rehearsed],
             "refused": [{"layout": each.what, "why": each.why} for each in self.refused],
@@ -70,6 +73,7 @@ class Advice:
         return {
             "layout": candidate.label,
             "framework": candidate.topology.framework,
+            "hosts": candidate.used,
             "block": dumps_cluster(candidate.job.cluster),
             "samples_per_s": one.samples_per_s,
             "error": found.error,
@@ -93,6 +97,7 @@ def advise(
     wishes: Wishes | None = None,
     predictor: Predictor | None = None,
     listener: SearchListener | None = None,
+    clock: SearchClock | None = None,
 ) -> Advice:
     """Rehearse the layouts for a program on machines.
 
@@ -103,6 +108,7 @@ def advise(
         wishes: of the user.
         predictor: of the layouts; None: a rehearsal.
         listener: is told about each rehearsal.
+        clock: of the search. None: that of this machine.
 
     Raises:
         ConfigError: no layout fits, or a straggler is none of the hosts.
@@ -110,12 +116,16 @@ def advise(
     wanted = wishes or Wishes()
     own = job is not None and not job.cluster.auto
     source = CandidateSource(probe, machines, job or Job(), wanted, own)
-    found = source.collect()
-    search = LayoutSearch(predictor or RehearsalPredictor(), probe, wanted, listener or SilentListener())
+    used = predictor or RehearsalPredictor()
+    # What comes before the first rehearsal takes time, too.
+    time = search_time(wanted.within_s, clock)
+    found = source.collect(time)
+    search = LayoutSearch(used, probe, wanted, time, listener or SilentListener())
     search.run(found.candidates)
     if not search.rehearsed:
         raise _nothing(found.candidates, found.refused, search.left_out)
-    return Advice(machines, wanted, tuple(search.rehearsed), found.refused, (*search.left_out, *found.left_out))
+    left_out = (*search.left_out, *found.left_out)
+    return Advice(machines, wanted, tuple(search.rehearsed), found.refused, left_out, search.late + found.late)
 
 
 def host_memory(one: Rehearsed) -> int:
@@ -132,11 +142,11 @@ def host_memory(one: Rehearsed) -> int:
 def host_traffic(one: Rehearsed) -> float:
     """Return the bytes that all processes send to other hosts, per worker step.
 
-    If all processes are on one host, these are the bytes that they send to each other.
+    If there is one host, these are the bytes that they send to each other.
     """
     links = one.prediction.links
     between = [link for link in links if link.between_hosts]
-    return sum(link.nbytes for link in between or links)
+    return sum(link.nbytes for link in (between if between or one.candidate.given > 1 else links))
 
 
 def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:

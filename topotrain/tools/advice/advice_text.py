@@ -86,6 +86,12 @@ def _grouped(found: Sequence[LeftOut]) -> list[LeftOut]:
 
 def _verdict(advice: Advice) -> Iterator[str]:
     winner = advice.winner
+    if advice.late:
+        text = (
+            f"the time has ended the search: within {advice.wishes.within_s:g} s {advice.late} layouts were not looked "
+            "at, and one of them may be faster; a longer --within looks at more"
+        )
+        yield from _wrapped(text, "")
     yield from _wrapped(f"advised: {winner.candidate.label}: {speed(winner)}; {advice.reason(winner)}", "")
     exact = advice.best_exact
     if not winner.is_exact:
@@ -105,7 +111,7 @@ def job_text(advice: Advice, job: Job) -> str:
     job: that of the winner, with its program.
     """
     winner = advice.winner
-    hosts = max(1, advice.machines.hosts)
+    hosts = winner.candidate.used
     where = "one host" if hosts == 1 else f"{hosts} hosts, one unit on each"
     said = [
         f"Advised by `topotrain advise` for {where}: {winner.candidate.label}.",

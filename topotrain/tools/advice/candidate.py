@@ -11,6 +11,9 @@ from topotrain.config.job import Agreement, Algorithm, Compression, Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.machines import Machines
 
+_NAMED = 4
+"""Idle hosts that are named in a label."""
+
 
 class Family(str, Enum):
     """A family of layouts.
@@ -39,12 +42,30 @@ class Candidate:
         job: the whole job with this layout.
         topology: its workers and servers, on the hosts that were asked for.
         machines: with the stragglers by the numbers of this layout's workers.
+        given: hosts that there are. The layout may be for fewer.
+        without: numbers of slow hosts that are left idle.
     """
 
     family: Family
     job: Job
     topology: Topology
     machines: Machines
+    given: int = 1
+    without: tuple[int, ...] = ()
+
+    @property
+    def used(self) -> int:
+        """The number of hosts with processes of the job."""
+        return len(set(self.topology.hosts)) or 1
+
+    @property
+    def place(self) -> str:
+        """Which of the hosts are used, in words; "": all."""
+        if self.used >= self.given:
+            return ""
+        few = ", ".join(map(str, self.without[:_NAMED])) + ", …" * (len(self.without) > _NAMED)
+        idle = f" without host{'s' * (len(self.without) > 1)} {few}" if self.without else ""
+        return f"on {self.used} of {self.given} hosts{idle}"
 
     @property
     def label(self) -> str:
@@ -87,7 +108,7 @@ class Candidate:
             "replicas 2": cluster.replicas > 1,
             f"backup {cluster.backup}": cluster.backup > 0,
         }
-        return [text for text, holds in conditions.items() if holds]
+        return [text for text, holds in {**conditions, self.place: bool(self.place)}.items() if holds]
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -137,18 +158,19 @@ class LeftOut:
     why: str
 
 
-def slowed(machines: Machines, topology: Topology) -> Machines:
+def slowed(machines: Machines, topology: Topology, hosts: Sequence[int]) -> Machines:
     """Return the machines with stragglers as numbers of workers of one layout.
 
     With several hosts a straggler is the number of a host, and all workers on it are slow. With one host it is the
-    number of a worker, and a layout with fewer workers does not have it.
+    number of a worker, and a layout with fewer workers does not have it. hosts: the numbers of those that the layout
+    has. Empty: there is one host only.
     """
     factors: dict[int, float] = {}
     per_group = topology.workers_per_group
     for group in range(topology.worker_groups if machines.stragglers else 0):
         for worker in topology.workers(group):
             number = group * per_group + worker.index
-            place = topology.host_of(worker) if machines.hosts > 1 else number
+            place = hosts[topology.host_of(worker)] if hosts else number
             if place in machines.stragglers:
                 factors[number] = machines.stragglers[place]
     return replace(machines, stragglers=factors)

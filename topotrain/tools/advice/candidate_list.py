@@ -8,13 +8,13 @@ from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
 from topotrain.tools.advice.speed_bounds import slowdown
-from topotrain.tools.advice.wishes import Wishes
+from topotrain.tools.advice.wishes import SearchTime, Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.probe.probe_file import Probe
 
-CLEAR = 1.25
-"""A number of workers per host is the only one considered where it computes so many times as fast as any other."""
+PROPOSALS_SHARE = 0.5
+"""The share of a search's time in which its candidates are made; the rest is for rehearsals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class CandidateList:
     """The candidates, and the layouts and settings that are no candidates.
 
     candidates: can be rehearsed. refused: layouts that do not fit into memory. left_out: is not considered.
+    late: the number of layouts that were not looked at because the time was over.
     """
 
     candidates: tuple[Candidate, ...]
     refused: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,22 @@ class CandidateSource:
         """The number of hosts; one where none was given."""
         return max(1, self.machines.hosts)
 
-    def collect(self) -> CandidateList:
-        """Return all candidates. Raises ConfigError for a straggler that no layout has."""
+    def collect(self, time: SearchTime | None = None) -> CandidateList:
+        """Return all candidates, or those that there is time for.
+
+        time: of the search. None: not limited. Raises ConfigError for a straggler that no layout has.
+        """
         self._check_stragglers()
-        candidates: dict[Job, Candidate] = {}
+        candidates: dict[tuple[Job, int], Candidate] = {}
         refused: list[LeftOut] = []
         left_out: list[LeftOut] = []
-        changing = 0
-        for family, job in self._jobs(left_out):
+        changing = late = 0
+        for family, job, hosts in self._jobs(left_out):
+            if candidates and time is not None and time.is_over(PROPOSALS_SHARE):
+                late += 1
+                continue
             try:
-                found = self.candidate(family, job)
+                found = self.candidate(family, job, hosts)
                 if self.wishes.sync and not found.is_exact:
                     changing += 1
                     continue
@@ -75,55 +83,84 @@ class CandidateSource:
             except ConfigError as error:
                 refused.append(LeftOut(found.label, str(error)))
             else:
-                candidates.setdefault(found.job, found)
+                candidates.setdefault((found.job, found.used), found)
         if changing:
             text = "asynchrony, local steps or lossy compression: left out by --sync"
             left_out.append(LeftOut(f"{changing} layouts that change the statistics", text))
-        return CandidateList(tuple(candidates.values()), tuple(refused), (*left_out, *self._settings()))
+        if late and time is not None:
+            text = f"half of the {time.within_s:g} s of the search was over before they were looked at"
+            left_out.append(LeftOut(f"{late} further layouts", text))
+        return CandidateList(tuple(candidates.values()), tuple(refused), (*left_out, *self._settings()), late)
 
-    def candidate(self, family: Family, job: Job) -> Candidate:
+    def candidate(self, family: Family, job: Job, hosts: int = 0) -> Candidate:
         """Return the candidate of a job.
+
+        hosts: how many are used at most. 0: all.
 
         Raises ConfigError where its fields do not fit the machines or the script.
         """
-        topology = replace(self.machines, stragglers={}).topology(job, self.probe.transports["tcp"].mbit)
-        members, batch = topology.workers_per_group, self.probe.batch.size
+        members, batch = job.cluster.nworkers_per_group, self.probe.batch.size
+        # First: to place thousands of workers takes time.
         if not job.per_worker_batch and members > batch:
             raise ConfigError(
                 "cluster.nworkers_per_group", members, f"must be at most {batch}: a batch has so many samples"
             )
-        return Candidate(family, job, topology, slowed(self.machines, topology))
+        machines, chosen = self.machines, self._fastest(hosts or self.hosts)
+        if self.hosts > len(chosen):
+            link = machines.link if len(chosen) > 1 else None
+            machines = replace(machines, hosts=len(chosen), link=link)
+        topology = replace(machines, stragglers={}).topology(job, self.probe.transports["tcp"].mbit)
+        # With one host a straggler is a worker.
+        numbers = chosen if self.hosts > 1 else ()
+        without = tuple(sorted(set(self.machines.stragglers) - set(chosen))) if numbers else ()
+        return Candidate(family, job, topology, slowed(machines, topology, numbers), self.hosts, without)
 
-    def _jobs(self, left_out: list[LeftOut]) -> Iterator[tuple[Family, Job]]:
-        if self.own:
-            yield Family.OWN, self.job
+    def _fastest(self, count: int) -> tuple[int, ...]:
+        """Return the numbers of so many hosts, without the slowest ones."""
+        if count >= self.hosts:
+            return tuple(range(self.hosts))
+        slow = self.machines.stragglers
+        return tuple(sorted(sorted(range(self.hosts), key=lambda host: (slow.get(host, 1.0), host))[:count]))
+
+    def _jobs(self, left_out: list[LeftOut]) -> Iterator[tuple[Family, Job, int]]:
         bare = without_layout(self.job)
-        for proposal in proposals(self.hosts, self.workers_per_host()):
+        if self.own:
+            yield Family.OWN, self.job, self.hosts
+        for proposal in proposals(self.hosts, self.workers_per_host(), self._on_one_host(), self._fewer_hosts()):
             try:
-                yield proposal.family, _with_block(bare, proposal)
+                yield proposal.family, _with_block(bare, proposal), proposal.hosts
             except ConfigError as error:
                 left_out.append(LeftOut(_fields(proposal), str(error)))
 
-    def workers_per_host(self) -> tuple[int, ...]:
-        """Return the numbers of workers that a host may get.
+    @property
+    def _cores(self) -> int:
+        return self.machines.cores or self.probe.machine.cores
 
-        They follow from the times of processes that compute at once.
+    def workers_per_host(self) -> tuple[int, ...]:
+        """Return the numbers of workers that each of several hosts may get.
+
+        They are one, and the number that computes the most at once by the probed times.
         """
-        cores = self.machines.cores or self.probe.machine.cores
-        every = counts(cores)
+        every = counts(self._cores)
+        best = max(every, key=lambda number: number / slowdown(self.probe, number))
+        return (1,) if best == 1 else (1, best)
+
+    def _on_one_host(self) -> tuple[int, ...]:
+        # One worker has a proposal of its own.
+        return tuple(number for number in counts(self._cores) if number > 1)
+
+    def _fewer_hosts(self) -> tuple[int, ...]:
+        """Return numbers of hosts below all of them, the smallest first."""
         if self.hosts == 1:
-            # One worker has a proposal of its own.
-            return tuple(number for number in every if number > 1)
-        speed = {number: number / slowdown(self.probe, number) for number in every}
-        best = max(every, key=lambda number: speed[number])
-        if best == 1 or speed[best] > CLEAR * speed[1]:
-            return (best,)
-        return (1, best)
+            return ()
+        quick = self.hosts - sum(factor > 1 for factor in self.machines.stragglers.values())
+        found = {*counts(self.hosts), *([quick] if quick > 0 else ())} - {self.hosts}
+        return tuple(sorted(found))
 
     def _check_stragglers(self) -> None:
         cluster = self.job.cluster
         mine = cluster.nworker_groups * cluster.nworkers_per_group
-        most = self.hosts if self.hosts > 1 else max(self.machines.cores or self.probe.machine.cores, mine)
+        most = self.hosts if self.hosts > 1 else max(self._cores, mine)
         what = "host" if self.hosts > 1 else "worker"
         for number in self.machines.stragglers:
             if number >= most:

@@ -5,12 +5,13 @@ They are the speed of each worker, its waiting, and the layout. All is from the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from topotrain.config.job import Cluster, ConfigError
 from topotrain.config.job_file import loads
+from topotrain.tools.probe.probe_file import Probe, another_model
 
 LEAST_S = 2.0
 """Seconds of steps from which on a rate says something."""
@@ -53,12 +54,15 @@ class JobMeasurement:
         hosts: the number of its hosts.
         workers: those that train.
         away: groups that have left.
+        parts: the parameters in the recording, and the number of elements of each that is known from it at least. A
+            recording may have only some of them.
     """
 
     cluster: Cluster
     hosts: int
     workers: tuple[MeasuredWorker, ...]
     away: frozenset[int]
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float:
@@ -106,7 +110,23 @@ def from_history(summary: Mapping[str, Any], view: Mapping[str, Any], option: st
         raise ConfigError(option, place, "no worker of its job trains")
     hosts = len({each["host"] for each in view["processes"]})
     present = {worker.group for worker in found}
-    return JobMeasurement(_cluster(view, option, place), hosts, tuple(found), frozenset(away - present))
+    gone = frozenset(away - present)
+    return JobMeasurement(_cluster(view, option, place), hosts, tuple(found), gone, _parts(view))
+
+
+def check_probe_of(measurement: JobMeasurement, probe: Probe) -> None:
+    """Check that a probe is of the model of a running job, as far as its recording has it. Raises ConfigError."""
+    known = {parameter.name: parameter.elements for parameter in probe.model}
+    if any(elements > known.get(name, -1) for name, elements in measurement.parts.items()):
+        raise another_model(probe.program, "PROGRAM")
+
+
+def _parts(view: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for process in view["processes"]:
+        for part in process.get("slices", ()):
+            found[part["name"]] = max(found.get(part["name"], 0), part["first"] + part["count"])
+    return found
 
 
 def _cluster(view: Mapping[str, Any], option: str, place: str) -> Cluster:

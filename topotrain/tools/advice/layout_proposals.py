@@ -1,13 +1,14 @@
 """The cluster blocks that an advice considers.
 
-They are for a number of hosts, and for a number of workers on each host.
+They are for a number of hosts, or for fewer of them, and for a number of workers on each host.
 
 With several hosts each unit is a host. So a layout with separate servers has fewer hosts with workers. With one host
 all units are on it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from topotrain.config.job import Agreement, Algorithm, ChangeMethod, Compression, LRGen, Updater, UpdaterType
@@ -24,23 +25,58 @@ MOST_COUNTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Fields of a cluster block that differ from their defaults."""
+    """Fields of a cluster block that differ from their defaults.
+
+    hosts: that the block is for.
+    """
 
     family: Family
     fields: Mapping[str, Any]
+    hosts: int = 1
 
 
-def proposals(hosts: int, per_host: tuple[int, ...]) -> Iterator[Proposal]:
-    """Yield cluster blocks, the plainest of each family first.
+def proposals(
+    hosts: int, per_host: tuple[int, ...], on_one: tuple[int, ...] = (), fewer: tuple[int, ...] = ()
+) -> Iterator[Proposal]:
+    """Yield cluster blocks: the plainest of each family, then the second one of each, and so on.
 
-    per_host: the numbers of workers of a host to consider.
+    Few hosts come before many, because thousands take long to be placed. So a search that has little time has
+    something of each family, and of each number of hosts.
+
+    Args:
+        hosts: that there are.
+        per_host: the numbers of workers of a host to consider, where there are several hosts.
+        on_one: the same, for one host.
+        fewer: numbers of hosts below `hosts` to consider, in their order.
     """
-    yield Proposal(Family.ONE, {})
-    for workers in per_host:
-        if hosts > 1:
-            yield from _over_hosts(hosts, workers)
-        elif workers > 1:
+    lines: dict[tuple[Family, int], list[Proposal]] = {}
+    for each in (Proposal(Family.ONE, {}), *_on_fewer(fewer, per_host, on_one), *_all(hosts, per_host, on_one)):
+        lines.setdefault((each.family, each.hosts), []).append(each)
+    for row in zip_longest(*lines.values()):
+        yield from (each for each in row if each is not None)
+
+
+def _all(hosts: int, per_host: tuple[int, ...], on_one: tuple[int, ...]) -> Iterator[Proposal]:
+    """Yield the blocks that use all hosts."""
+    if hosts == 1:
+        for workers in on_one:
             yield from _on_one_host(workers)
+        return
+    for workers in per_host:
+        for each in _over_hosts(hosts, workers):
+            yield replace(each, hosts=hosts)
+
+
+def _on_fewer(fewer: tuple[int, ...], per_host: tuple[int, ...], on_one: tuple[int, ...]) -> Iterator[Proposal]:
+    """Yield the plainest blocks for fewer hosts than there are."""
+    for count in fewer:
+        if count == 1:
+            for workers in on_one:
+                yield from _plain_on_one_host(workers)
+            continue
+        for workers in per_host:
+            for each in _plain_over_hosts(count, workers):
+                yield replace(each, hosts=count)
 
 
 def counts(most: int) -> tuple[int, ...]:
@@ -78,6 +114,13 @@ def _together(servers: int) -> dict[str, int]:
     return {"nservers_per_group": servers, "nservers_per_procs": servers}
 
 
+def _plain_on_one_host(workers: int) -> Iterator[Proposal]:
+    group = {"nworkers_per_group": workers, "nworkers_per_procs": workers}
+    yield Proposal(Family.SANDBLASTER, {**group, **_together(workers)})
+    yield Proposal(Family.SANDBLASTER, {**group, **_together(1), "server_worker_separate": True})
+    yield Proposal(Family.HYBRID, {"nworker_groups": workers, "nworkers_per_procs": workers})
+
+
 # ---- several hosts ---------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +132,14 @@ def _over_hosts(hosts: int, workers: int) -> Iterator[Proposal]:
     yield from _server_groups({**groups, "nserver_groups": hosts})
     yield from _islands({"nworker_groups": hosts * workers, "nworkers_per_procs": workers}, hosts)
     yield from _compressed(hosts, workers)
+
+
+def _plain_over_hosts(hosts: int, workers: int) -> Iterator[Proposal]:
+    yield next(_all_reduce(hosts, workers))
+    servers = counts(hosts // 2)[-1]
+    yield Proposal(Family.SANDBLASTER, {**_group(hosts - servers, workers), **_apart(servers)})
+    groups = {"nworker_groups": hosts, "nworkers_per_group": workers, "nworkers_per_procs": workers}
+    yield Proposal(Family.DOWNPOUR, {**groups, "nservers_per_group": hosts})
 
 
 def _group(hosts: int, workers: int) -> dict[str, int]:
@@ -114,9 +165,6 @@ def _sandblaster(hosts: int, workers: int) -> Iterator[Proposal]:
     # Servers beside the workers of some hosts. With one on each host of one worker this is AllReduce.
     for servers in counts(hosts if workers > 1 else hosts - 1):
         yield Proposal(Family.SANDBLASTER, {**_group(hosts, workers), "nservers_per_group": servers})
-    if hosts >= 4:
-        apart = {**_group(hosts - 2, workers), **_apart(2)}
-        yield Proposal(Family.SANDBLASTER, {**apart, "replicas": 2, "transport": "kTcp"})
 
 
 def _downpour(hosts: int, workers: int) -> Iterator[Proposal]:

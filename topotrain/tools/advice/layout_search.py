@@ -2,12 +2,12 @@
 
 It decides which candidates are rehearsed, in which order, and which need no rehearsal.
 
-The candidate of each family with the highest bound is rehearsed first, so that a user can compare the families. The
-others follow by falling bound, as long as their bound is above the fastest layout of their kind. So the fastest one is
-always found, unless the time or the number of rehearsals ends the search.
+One worker is rehearsed first. The candidate of each family with the highest bound follows, so that a user can compare
+the families. Then comes one of each number of hosts. The others follow by falling bound, as long as their bound is
+above the fastest layout of their kind. So the fastest one is always found, unless the time or the number of rehearsals
+ends the search.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +16,7 @@ from topotrain.config.job import ConfigError
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut
 from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.advice.speed_bounds import BoundEstimate, SpeedBound
-from topotrain.tools.advice.wishes import Wishes
+from topotrain.tools.advice.wishes import SearchTime, Wishes
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.probe.probe_file import Probe
 
@@ -51,14 +51,6 @@ class SearchListener(Protocol):
         ...
 
 
-class SearchClock(Protocol):
-    """The time of a search."""
-
-    def now(self) -> float:
-        """Return seconds since any moment."""
-        ...
-
-
 class SilentListener:
     """Takes note of nothing."""
 
@@ -66,46 +58,39 @@ class SilentListener:
         """As `SearchListener.rehearsing`."""
 
 
-class MonotonicClock:
-    """The clock of this machine."""
-
-    def now(self) -> float:
-        """As `SearchClock.now`."""
-        return time.monotonic()
-
-
 @dataclass(slots=True)
 class LayoutSearch:
     """Rehearses candidates until the fastest is known, or the time is over.
 
-    predictor: of the layouts. probe: of the program. listener: is told about each rehearsal.
+    Attributes:
+        predictor: of the layouts.
+        probe: of the program.
+        wishes: of the user.
+        time: until which a layout may be rehearsed.
+        listener: is told about each rehearsal.
+        rehearsed, left_out: the result.
+        late: layouts that were left out because the time was over.
     """
 
     predictor: Predictor
     probe: Probe
     wishes: Wishes
+    time: SearchTime
     listener: SearchListener = field(default_factory=SilentListener)
-    clock: SearchClock = field(default_factory=MonotonicClock)
     rehearsed: list[Rehearsed] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    late: int = 0
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Rehearse what is worth it; `rehearsed` and `left_out` are the result."""
-        began = self.clock.now()
-        bounded = [(each, BoundEstimate(each, self.probe).bound()) for each in candidates]
-        bounded.sort(key=lambda pair: -pair[1].samples_per_s)
-        firsts: dict[Family, Candidate] = {}
-        for each, _ in bounded:
-            firsts.setdefault(each.family, each)
-        chosen = frozenset(map(id, firsts.values()))
-        # Candidates that compute the same as one process come first: time may run out.
-        exact = [pair for pair in bounded if id(pair[0]) in chosen and pair[0].is_exact]
-        other = [pair for pair in bounded if id(pair[0]) in chosen and not pair[0].is_exact]
-        rest = [pair for pair in bounded if id(pair[0]) not in chosen]
+        bounded = self._bounded(candidates)
+        firsts, alike = _firsts(bounded)
+        rest = [pair for pair in bounded if id(pair[0]) not in firsts and id(pair[0]) not in alike]
+        order = [*firsts.values(), *alike.values(), *rest]
         done = 0
-        for each, bound in (*exact, *other, *rest):
-            why = "" if id(each) in chosen else self._needless(each, bound)
-            why = why or self._over(done, self.clock.now() - began, bound)
+        for each, bound in order:
+            why = "" if id(each) in firsts else self._needless(each, bound)
+            why = why or self._over(done, bound)
             if why:
                 self.left_out.append(LeftOut(each.label, why))
                 continue
@@ -113,6 +98,18 @@ class LayoutSearch:
             self.listener.rehearsing(done, min(len(bounded), self.wishes.most), each)
             self._rehearse(each, bound)
         self.rehearsed.sort(key=lambda found: -found.samples_per_s)
+
+    def _bounded(self, candidates: Sequence[Candidate]) -> "list[Bounded]":
+        """Return the candidates with their bounds, the highest first."""
+        found: list[Bounded] = []
+        # One worker has no bound to speak of, and is there however short the time is.
+        for each in sorted(candidates, key=lambda candidate: candidate.family is not Family.ONE):
+            if found and self.time.is_over():
+                self.late += 1
+                self.left_out.append(LeftOut(each.label, self._ended()))
+            else:
+                found.append((each, BoundEstimate(each, self.probe).bound()))
+        return sorted(found, key=lambda pair: -pair[1].samples_per_s)
 
     def _rehearse(self, candidate: Candidate, bound: SpeedBound) -> None:
         try:
@@ -133,13 +130,39 @@ class LayoutSearch:
             return ""
         return f"by arithmetic at most {bound.samples_per_s:,.0f} samples/s: {bound.limit}"
 
-    def _over(self, done: int, seconds: float, bound: SpeedBound) -> str:
+    def _over(self, done: int, bound: SpeedBound) -> str:
         """Why no further candidate is rehearsed; "": one may be."""
         # At least one, for which the search was started.
-        if done and seconds >= self.wishes.within_s:
-            why = f"the search has ended after {self.wishes.within_s:g} s"
+        if done and self.time.is_over():
+            self.late += 1
+            why = self._ended()
         elif done >= self.wishes.most:
             why = f"the search has ended after {self.wishes.most} rehearsals"
         else:
             return ""
         return f"{why}; by arithmetic at most {bound.samples_per_s:,.0f} samples/s"
+
+    def _ended(self) -> str:
+        return f"the search has ended after {self.time.within_s:g} s"
+
+
+Bounded = tuple[Candidate, SpeedBound]
+"""A candidate, and how fast it is at most."""
+
+
+def _firsts(bounded: Sequence[Bounded]) -> tuple[dict[int, Bounded], dict[int, Bounded]]:
+    """Return what is rehearsed before all others, by the identity of the candidate, in this order.
+
+    The first ones are the best of each family: one worker, so that nothing slower is ever advised; what computes the
+    same as one process; the rest. The second ones are the best of each number of hosts that compute the same. Without
+    them a search that ends early would know large layouts only.
+    """
+    families: dict[Family, Bounded] = {}
+    hosts: dict[int, Bounded] = {}
+    for pair in bounded:
+        families.setdefault(pair[0].family, pair)
+        if pair[0].is_exact and pair[0].family is not Family.ONE:
+            hosts.setdefault(pair[0].used, pair)
+    ranked = sorted(families.values(), key=lambda pair: (pair[0].family is not Family.ONE, not pair[0].is_exact))
+    firsts = {id(pair[0]): pair for pair in ranked}
+    return firsts, {id(pair[0]): pair for pair in hosts.values() if id(pair[0]) not in firsts}

@@ -32,6 +32,9 @@ from topotrain.tools.probe.probe_file import Probe
 SLOW = 1.15
 """A worker that computes so many times as long as the median one is a straggler."""
 
+UNKNOWN_ERROR = 0.25
+"""A prediction with an unknown error counts as so wrong. A gain that is larger is clear."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -57,8 +60,8 @@ class Change:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain is larger than the error of the prediction."""
-        return self.gain > (self.error or 0.0) and self.gain > 0
+        """Whether the gain is larger than the error of the prediction, or than `UNKNOWN_ERROR`."""
+        return self.gain > max(0.0, UNKNOWN_ERROR if self.error is None else self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,9 @@ class RunningAdvice:
         if better:
             best = max(better, key=lambda each: each.gain)
             return f"advised: start again from a snapshot with {best.label}: {best.gain:+.0%}"
-        return "advised: no change: no other layout is faster by more than the error of its prediction"
+        unknown = any(each.error is None for each in (*self.reachable, *self.others))
+        taken = f"; an unknown error counts as {UNKNOWN_ERROR:.0%}" if unknown else ""
+        return f"advised: no change: no other layout is faster by more than the error of its prediction{taken}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A bound leaves out all that only a rehearsal knows: waiting, the work of servers
 than its bound. A layout with a bound below the speed of another layout needs no rehearsal.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,14 +108,37 @@ class BoundEstimate:
     def _beside(self, group: int) -> int:
         """Return how many workers compute on the host of a group's first worker."""
         topology = self.candidate.topology
-        everywhere = [worker for unit in topology.units for worker in unit.workers]
-        if self.candidate.machines.emulated or len(set(topology.hosts)) <= 1:
-            return len(everywhere)
-        # Each unit has as many workers as any other one.
-        return topology.cluster.nworkers_per_procs * sum(
-            host == topology.host_of(topology.workers(group)[0]) and bool(topology.units[rank].workers)
-            for rank, host in enumerate(topology.hosts)
-        )
+        if self.candidate.machines.emulated or len(self._residents) <= 1:
+            return topology.worker_groups * topology.workers_per_group
+        return self._residents[topology.host_of(topology.workers(group)[0])]
+
+    @cached_property
+    def _residents(self) -> Counter[int]:
+        """Workers of each host that has some."""
+        topology = self.candidate.topology
+        found: Counter[int] = Counter()
+        for rank, unit in enumerate(topology.units):
+            if unit.workers:
+                found[topology.hosts[rank] if topology.hosts else 0] += len(unit.workers)
+        return found
+
+    @cached_property
+    def _shards(self) -> dict[int, Counter[int]]:
+        """Servers of each host, by the server group."""
+        topology = self.candidate.topology
+        return {
+            group: Counter(topology.host_of(server) for server in topology.servers(group))
+            for group in range(topology.server_groups)
+        }
+
+    @cached_property
+    def _group_hosts(self) -> list[frozenset[int]]:
+        """The hosts with workers of each worker group."""
+        topology = self.candidate.topology
+        return [
+            frozenset(topology.host_of(worker) for worker in topology.workers(group))
+            for group in range(topology.worker_groups)
+        ]
 
     def _away(self, group: int) -> dict[int, float]:
         """Return the share of the parameters that other hosts have.
@@ -122,22 +146,27 @@ class BoundEstimate:
         It is given for each host with workers of the group.
         """
         topology = self.candidate.topology
-        servers = [topology.host_of(server) for server in topology.servers(topology.server_group_of(group))]
-        hosts = {topology.host_of(worker) for worker in topology.workers(group)}
-        return {host: sum(place != host for place in servers) / len(servers) for host in hosts}
+        servers = self._shards[topology.server_group_of(group)]
+        return {host: 1.0 - servers[host] / topology.shards for host in self._group_hosts[group]}
 
     def _servers(self) -> Iterator[SpeedBound]:
         """Yield the bound of the busiest host with servers."""
         topology, rate = self.candidate.topology, self.link_bytes_per_s
         if rate is None or topology.synced or topology.implicit or topology.collective:
             return
+        # Of each server group: hosts with workers that pull, over its groups, and how often each host is one of them.
+        pulls: Counter[int] = Counter()
+        own: dict[int, Counter[int]] = {group: Counter() for group in range(topology.server_groups)}
+        for group, hosts in enumerate(self._group_hosts):
+            serving = topology.server_group_of(group)
+            pulls[serving] += len(hosts)
+            own[serving].update(hosts)
         # Copies of all parameters that the servers of each host send while each group makes one step.
         loads: dict[int, float] = {}
-        for group in range(topology.worker_groups):
-            hosts = {topology.host_of(worker) for worker in topology.workers(group)}
-            for server in topology.servers(topology.server_group_of(group)):
-                place = topology.host_of(server)
-                loads[place] = loads.get(place, 0.0) + len(hosts - {place}) / topology.shards
+        for serving, servers in self._shards.items():
+            for place, count in servers.items():
+                sent = count * (pulls[serving] - own[serving][place]) / topology.shards
+                loads[place] = loads.get(place, 0.0) + sent
         busiest = max(loads, key=lambda host: loads[host])
         seconds = loads[busiest] * self._received / self.steps_per_exchange / rate
         if seconds:

@@ -1,6 +1,8 @@
-"""The wishes of a user for an advice."""
+"""The wishes of a user for an advice, and the time that its search may take."""
 
+import time
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +18,44 @@ class Wishes:
     sync: bool = False
     most: int = 40
     within_s: float = 60.0
+
+
+class SearchClock(Protocol):
+    """The time of a search."""
+
+    def now(self) -> float:
+        """Return seconds since any moment."""
+        ...
+
+
+class MonotonicClock:
+    """The clock of this machine."""
+
+    def now(self) -> float:
+        """As `SearchClock.now`."""
+        return time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTime:
+    """The time of a search, from its start to its end.
+
+    Attributes:
+        clock: of the search.
+        within_s: seconds that the whole search may take.
+        began: when it began, by the clock.
+    """
+
+    clock: SearchClock
+    within_s: float
+    began: float
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is over."""
+        return self.clock.now() - self.began >= self.within_s * share
+
+
+def search_time(within_s: float, clock: SearchClock | None = None) -> SearchTime:
+    """Return the time of a search that begins now."""
+    used = clock or MonotonicClock()
+    return SearchTime(used, within_s, used.now())

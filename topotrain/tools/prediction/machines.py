@@ -12,7 +12,9 @@ from topotrain.config.topology import Topology, layout
 from topotrain.tools import amounts
 
 MOST_HOSTS = 1 << 16
-_STRAGGLER = re.compile(r"(\d+)x(\d+\.?\d*|\.\d+)")
+MOST_SLOWER = 1000
+"""Times that a straggler may compute longer."""
+_STRAGGLER = re.compile(r"(\d{1,9})x(\d+\.?\d*|\.\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,11 @@ def parse_stragglers(text: str) -> Mapping[int, float]:
     found: dict[int, float] = {}
     for part in text.replace(" ", "").split(","):
         match = _STRAGGLER.fullmatch(part)
-        if match is None or float(match[2]) <= 0:
+        if match is not None and not 1 <= float(match[2]) <= MOST_SLOWER:
+            raise ConfigError(
+                "--straggler", text, f"{part!r} is no straggler: must be 1 to {MOST_SLOWER:,} times slower"
+            )
+        if match is None:
             accepted = "must be such as 1x4: worker 1 computes 4 times as long; several separated by commas"
             raise ConfigError("--straggler", text, f"{part!r} is no straggler: {accepted}")
         number = int(match[1])

@@ -1,5 +1,7 @@
 """Predict a job on certain machines from a probe."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,12 +12,20 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
-from topotrain.tools.prediction.rehearsal import Rehearsal
+from topotrain.tools.prediction.rehearsal import Rehearsal, RehearsalListener
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
 from topotrain.tools.probe.probe_file import Probe
 
 
-def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Path | None = None) -> Prediction:
+def predict(
+    job: Job,
+    probe: Probe,
+    machines: Machines,
+    seed: int = 0,
+    trace: Path | None = None,
+    listener: RehearsalListener | None = None,
+) -> Prediction:
     """Predict a job.
 
     Args:
@@ -24,6 +34,7 @@ def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Pa
         machines: that the job is to run on.
         seed: of the random draws.
         trace: a file for the spans of one step.
+        listener: is told how far a rehearsal is.
 
     Raises:
         ConfigError: the job does not fit the machines, or has something that cannot be predicted.
@@ -32,6 +43,7 @@ def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Pa
     job, machines = steady(job), machines.with_job(job)
     topology = machines.topology(job, probe.transports["tcp"].mbit)
     check(job, topology)
+    optimizer_class(probe)
     # First: a job that does not fit need not be rehearsed.
     planned_memory(job, probe, machines, topology)
     if processes_of(topology) > MOST_PROCESSES:
@@ -43,14 +55,27 @@ def predict(job: Job, probe: Probe, machines: Machines, seed: int = 0, trace: Pa
             )
             raise ConfigError("--trace", str(trace), accepted)
         return predict_flow(job, probe, machines)
-    rehearsal = Rehearsal(job, probe, machines, seed)
-    if trace is not None:
-        # The second measured step.
-        rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2)
-    predicted = RehearsalResult(rehearsal.run()).prediction()
+    with _enough_memory():
+        rehearsal = Rehearsal(job, probe, machines, seed, listener=listener)
+        if trace is not None:
+            # The second measured step.
+            rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2, listener)
+        predicted = RehearsalResult(rehearsal.run()).prediction()
     if trace is not None:
         _write_trace(rehearsal, trace)
     return predicted
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raise ConfigError where the model of a rehearsal does not fit into the memory of this machine."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        accepted = "this machine has too little memory to rehearse a job with a model of this size"
+        raise ConfigError("--probe", None, accepted) from None
 
 
 def _write_trace(rehearsal: Rehearsal, path: Path) -> None:

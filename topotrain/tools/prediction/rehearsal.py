@@ -8,8 +8,9 @@ clock and the script's computing are simulated.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from topotrain.config.job import Compression, Job, TransportChoice
+from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client import Client
@@ -29,14 +30,19 @@ from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, Ma
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, StillRuns
 from topotrain.tools.simulator.sim_unit_links import reduction_of
 
 WARM_UP = 3
 """Steps of each worker before the measured ones."""
 MEASURED = ((8, 24), (24, 12), (MOST_PROCESSES, 6))
 """Workers and servers at most, and the measured steps of each worker then."""
-_LIMIT_S = 1e9
+MOST_TIMES = 4
+"""A rehearsal ends after so many times the steps that all workers together would make if they were equally fast.
+
+A worker that is slower than this by comparison may have made no measured step then.
+"""
+_LIMIT_S, _YEAR_S = 1e9, 365.25 * 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +53,23 @@ class Use:
     busy: Mapping[str, float]
 
 
+class RehearsalListener(Protocol):
+    """Is told how far a rehearsal is."""
+
+    def stepped(self, made: int, most: int) -> None:
+        """Take note of a step. made: the steps of all workers so far. most: after which the rehearsal ends."""
+        ...
+
+
+class SilentRehearsal:
+    """Takes note of nothing."""
+
+    def stepped(self, made: int, most: int) -> None:
+        """As `RehearsalListener.stepped`."""
+
+
 class _Enough(BaseException):
-    """All workers have made their steps."""
+    """All workers have made their steps, or the job as a whole has made enough."""
 
 
 class RehearsedServer(SimServer):
@@ -91,13 +112,23 @@ class Rehearsal(SimCluster, StepObserver):
         machines: hosts and links.
         seed: of all draws.
         traced: the step of which spans are kept, from 1; 0: none.
+        listener: is told of each step.
     """
 
-    def __init__(self, job: Job, probe: Probe, machines: Machines, seed: int = 0, traced: int = 0) -> None:
+    def __init__(
+        self,
+        job: Job,
+        probe: Probe,
+        machines: Machines,
+        seed: int = 0,
+        traced: int = 0,
+        listener: RehearsalListener | None = None,
+    ) -> None:
         self.probe, self.machines = probe, machines
-        self._traced = traced
+        self._traced, self._listener = traced, listener or SilentRehearsal()
+        self._made = 0
         self.warm: Use | None = None
-        """When all workers had made their first steps."""
+        """When all workers had made their first steps, or the job as a whole enough of them."""
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
         self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
@@ -187,11 +218,19 @@ class Rehearsal(SimCluster, StepObserver):
 
     def step_over(self, worker: RehearsedWorker) -> None:
         """As `StepObserver.step_over`."""
-        if self.warm is None and all(len(each.records) >= self.measured.start for each in self.scripts):
+        self._made += 1
+        self._listener.stepped(self._made, self._most(self.measured.stop))
+        if self.warm is None and self._is_over(self.measured.start):
             self.warm = self.use()
-        needed = self.measured.stop
-        if len(worker.records) == needed and all(len(each.records) >= needed for each in self.scripts):
+        if self._is_over(self.measured.stop):
             raise _Enough
+
+    def _is_over(self, steps: int) -> bool:
+        """Whether each worker has made so many steps, or all together enough for it."""
+        return self._made >= self._most(steps) or all(len(each.records) >= steps for each in self.scripts)
+
+    def _most(self, steps: int) -> int:
+        return MOST_TIMES * len(self.scripts) * steps
 
     def use(self) -> Use:
         """Return for how long each resource was busy so far."""
@@ -217,9 +256,16 @@ class Rehearsal(SimCluster, StepObserver):
         return f"{residents[0] if len(residents) == 1 else f'host {host}'}'s {what}"
 
     def run(self) -> "Rehearsal":
-        """Run until all workers have made their steps."""
+        """Run until all workers have made their steps, or the job as a whole enough of them.
+
+        Raises ConfigError where its steps take years.
+        """
         for script in self.scripts:
             self.sim.actor(str(script.me), lambda script=script: script.run(self))  # type: ignore[misc]
-        with suppress(_Enough):
-            self.sim.run(_LIMIT_S)
+        try:
+            with suppress(_Enough):
+                self.sim.run(_LIMIT_S)
+        except StillRuns:
+            accepted = f"some steps of this job would take more than {_LIMIT_S / _YEAR_S:.0f} years on these machines"
+            raise ConfigError("prediction", None, accepted) from None
         return self

@@ -44,7 +44,8 @@ class RehearsalResult:
         job, topology = rehearsal.job, rehearsal.topology
         times = sorted(record.ended - record.begun for record in self._steps)
         parts, waits = self._parts()
-        start_s = rehearsal.probe.start_s + max(script.records[0].begun for script in rehearsal.scripts)
+        begun = max(script.records[0].begun for script in rehearsal.scripts if script.records)
+        start_s = rehearsal.probe.start_s + begun
         return Prediction(
             topology.framework,
             processes_of(topology),
@@ -67,8 +68,20 @@ class RehearsalResult:
 
     def _rate(self, script: RehearsedWorker) -> float:
         """Return the steps of a worker per second."""
-        measured = script.records[self._first :]
-        return len(measured) / (measured[-1].ended - measured[0].begun)
+        measured = self._measured(script)
+        if measured:
+            return len(measured) / (measured[-1].ended - measured[0].begun)
+        # Too slow for a step in all of the rehearsal: by arithmetic, and as long as the slowest worker of its group.
+        usual = median(record.ended - record.begun for record in self._steps)
+        group = [each for each in self._rehearsal.scripts if each.me.group == script.me.group]
+        return 1.0 / (usual + max(each.extra_s for each in group))
+
+    def _measured(self, script: RehearsedWorker) -> Sequence[StepRecord]:
+        """Return the steps of a worker that count.
+
+        A slow worker may have made no step behind the first ones. Then all but its first one count.
+        """
+        return script.records[self._first :] or script.records[1:]
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -129,18 +142,19 @@ class RehearsalResult:
     def _links(self) -> Iterator[LinkLoad]:
         rehearsal, messages = self._rehearsal, self._rehearsal.messages
         begun = rehearsal.warm.time if rehearsal.warm is not None else 0.0
-        mean = fmean(len(script.records) - self._first for script in rehearsal.scripts)
+        mean = len(self._steps) / len(rehearsal.scripts)
         scripts = {script.me: script for script in rehearsal.scripts}
         for me, to in sorted(messages.pairs.keys() | messages.others.keys()):
             # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
             worker = next((end for end in (me, to) if end.role is Role.WORKER), rehearsal.workers[0])
-            measured = scripts[worker].records[self._first :]
+            measured = self._measured(scripts[worker])
             # A worker that makes steps alone exchanges in some of them only.
             exchanged = sorted({record.number for record in measured if record.exchanged})
-            numbered = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs else (0, 0)
+            numbered = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs and measured else (0, 0)
             rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
-            nbytes = numbered[0] / len(measured) + sum(rest) / mean
-            count = numbered[1] / len(measured) + len(rest) / mean
+            steps = max(1, len(measured))
+            nbytes = numbered[0] / steps + sum(rest) / mean
+            count = numbered[1] / steps + len(rest) / mean
             if count:
                 yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
 

@@ -6,21 +6,40 @@ checked when it is read.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.config.sharding import ITEM_BYTES, MAX_ELEMENTS, Parameter
+from topotrain.config.sharding import ITEM_BYTES, Parameter
+from topotrain.tools.probe.checked_block import block
 
 VERSION = 1
 _LARGEST = 64 << 20
 """Bytes of the largest file that is read: a model of 100,000 parameters has a smaller one."""
 
-T = TypeVar("T")
+# The bounds are far from anything that was ever measured. They keep a damaged file from an endless prediction.
+_MOST_ELEMENTS = 1 << 37
+"""Elements of the largest model: half a terabyte of float32."""
+_MOST_PROCESSES = 1 << 16
+"""Cores of a machine, and processes at once."""
+_MOST_BATCH = 1 << 30
+"""Samples of a batch."""
+_MOST_STEP_S = 86400.0
+"""Seconds of a step, and of the start of a job."""
+_MOST_MESSAGE_S = 60.0
+"""Seconds for a message, or for a small operation."""
+_MOST_BYTE_S = 1e-3
+"""Seconds for a byte, or for an element."""
+_MOST_SPREAD = 10.0
+_MOST_SHARING = 1000.0
+"""Times that a process may be slower beside others."""
+_MOST_STATE = 100.0
+"""Elements of an optimizer's state for each element of a parameter."""
+_TRAINABLE = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex")))
+"""The types of which torch computes gradients."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +227,13 @@ class Probe:
     def check_model(self, parameters: Iterable[Parameter | ProbedParameter], program: str) -> None:
         """Check that the probe is of this model. Raises ConfigError."""
         if model_digest(parameters) != self.digest:
-            made = f"a probe of another model, made with {self.program}; `topotrain probe {program}` makes one of this"
-            raise ConfigError("probe", None, made)
+            raise another_model(self.program, program)
+
+
+def another_model(made_with: str, program: str) -> ConfigError:
+    """Return the error of a probe that was made with another model. program: the present one."""
+    why = f"a probe of another model, made with {made_with}; `topotrain probe {program}` makes one of this"
+    return ConfigError("--probe", None, why)
 
 
 def model_digest(parameters: Iterable[Parameter | ProbedParameter]) -> str:
@@ -250,7 +274,7 @@ def read_probe(text: str, place: str) -> Probe:
     if data["version"] != VERSION:
         raise ConfigError("version", data["version"], f"must be {VERSION}: make it again with this release", place)
     try:
-        found = _block("", Probe, data)
+        found = block("", Probe, data)
         _check(found)
         if data.get("digest", found.digest) != found.digest:
             raise ConfigError("digest", data["digest"], "is not that of the model in the file")
@@ -260,73 +284,78 @@ def read_probe(text: str, place: str) -> Probe:
 
 
 def _check(probe: Probe) -> None:
-    """Check what a prediction divides by, or looks up."""
-    if not probe.model:
-        raise ConfigError("model", None, "must have a parameter")
-    for at, parameter in enumerate(probe.model):
-        if parameter.dtype not in ITEM_BYTES:
-            raise ConfigError(f"model[{at}].dtype", parameter.dtype, f"must be one of {', '.join(ITEM_BYTES)}")
-        if parameter.elements > MAX_ELEMENTS:
-            raise ConfigError(f"model[{at}].shape", parameter.shape, f"must have at most {MAX_ELEMENTS} elements")
-    if probe.batch.size < 1:
-        raise ConfigError("batch.size", probe.batch.size, "must be a whole number >= 1")
-    if probe.machine.cores < 1:
-        raise ConfigError("machine.cores", probe.machine.cores, "must be a whole number >= 1")
+    """Check the values of a probe, which have the right types. Raises ConfigError."""
+    _check_model(probe)
+    _whole("batch.size", probe.batch.size, 1, _MOST_BATCH)
+    _whole("machine.cores", probe.machine.cores, 1, _MOST_PROCESSES)
     for name in ("shm", "tcp"):
         if name not in probe.transports:
             raise ConfigError(f"transports.{name}", None, "is missing")
+    for name, value, most in _times(probe):
+        if value > most:
+            raise ConfigError(name, value, f"must be a number of seconds, 0 to {most:,g}")
+    if not probe.batch.forward_s + probe.batch.backward_s > 0:
+        accepted = "must be above 0, alone or with batch.backward_s: a step needs time"
+        raise ConfigError("batch.forward_s", probe.batch.forward_s, accepted)
+    _share("spread", probe.spread, 0.0, _MOST_SPREAD)
+    _share("optimizer.state_factor", probe.optimizer.state_factor, 0.0, _MOST_STATE)
+    _share("optimizer.momentum", probe.optimizer.momentum, 0.0, 1.0)
+    for count, factor in probe.sharing.items():
+        _whole("sharing", count, 1, _MOST_PROCESSES)
+        _share(f"sharing.{count}", factor, 1.0, _MOST_SHARING)
 
 
-def _block(path: str, kind: type[T], data: object) -> T:
-    """Return a block of the file, with all its fields checked."""
-    if not isinstance(data, Mapping):
-        raise ConfigError(path, None, "must be a block with fields")
-    values = {}
-    for field in fields(cast(Any, kind)):
-        name = f"{path}.{field.name}" if path else field.name
-        if field.name not in data:
-            raise ConfigError(name, None, "is missing")
-        values[field.name] = _value(name, field.type, data[field.name])
-    return kind(**values)
+def _check_model(probe: Probe) -> None:
+    if not probe.model:
+        raise ConfigError("model", None, "must have a parameter")
+    names: set[str] = set()
+    elements = 0
+    for at, parameter in enumerate(probe.model):
+        if parameter.name in names:
+            raise ConfigError(f"model[{at}].name", parameter.name, "must not be given twice")
+        names.add(parameter.name)
+        if parameter.dtype not in ITEM_BYTES:
+            raise ConfigError(f"model[{at}].dtype", parameter.dtype, f"must be one of {', '.join(ITEM_BYTES)}")
+        if parameter.trainable and parameter.dtype not in _TRAINABLE:
+            accepted = f"must be one of {', '.join(_TRAINABLE)} for a parameter that is trainable"
+            raise ConfigError(f"model[{at}].dtype", parameter.dtype, accepted)
+        _share(f"model[{at}].ready", parameter.ready, 0.0, 1.0)
+        elements += parameter.elements
+        if elements > _MOST_ELEMENTS:
+            accepted = f"must leave the model at most {_MOST_ELEMENTS:,} elements"
+            raise ConfigError(f"model[{at}].shape", parameter.shape, accepted)
+    if not any(parameter.trainable for parameter in probe.model):
+        raise ConfigError("model", None, "must have a parameter that is trainable")
 
 
-def _value(path: str, kind: Any, data: object) -> Any:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        if not isinstance(data, list):
-            raise ConfigError(path, None, "must be a list")
-        return tuple(_value(f"{path}[{at}]", inner[0], item) for at, item in enumerate(data))
-    if origin is dict:
-        if not isinstance(data, Mapping):
-            raise ConfigError(path, None, "must be a block with fields")
-        return {_key(path, inner[0], key): _value(f"{path}.{key}", inner[1], item) for key, item in data.items()}
-    if kind is float:
-        return _number(path, data)
-    if kind is int:
-        if not isinstance(data, int) or isinstance(data, bool) or data < 0:
-            raise ConfigError(path, data, "must be a whole number >= 0")
-        return data
-    if kind in (str, bool):
-        if not isinstance(data, kind):
-            raise ConfigError(path, data, "must be a text" if kind is str else "must be true or false")
-        return data
-    return _block(path, kind, data)
+def _times(probe: Probe) -> Iterator[tuple[str, float, float]]:
+    """Yield each time of a probe: the name of its field, the seconds, and the most that is accepted."""
+    batch, optimizer, kernels = probe.batch, probe.optimizer, probe.kernels
+    for name in ("forward_s", "backward_s", "other_s", "optimizer_s", "fixed_s", "per_sample_s"):
+        yield f"batch.{name}", getattr(batch, name), _MOST_STEP_S
+    yield "optimizer.fixed_s", optimizer.fixed_s, _MOST_MESSAGE_S
+    yield "optimizer.element_s", optimizer.element_s, _MOST_BYTE_S
+    yield "kernels.operation_s", kernels.operation_s, _MOST_MESSAGE_S
+    yield "kernels.byte_s", kernels.byte_s, _MOST_BYTE_S
+    yield "kernels.copy_byte_s", kernels.copy_byte_s, _MOST_BYTE_S
+    for transport, each in probe.transports.items():
+        for name in ("send_message_s", "receive_message_s", "latency_s"):
+            yield f"transports.{transport}.{name}", getattr(each, name), _MOST_MESSAGE_S
+        for name in ("send_byte_s", "receive_byte_s"):
+            yield f"transports.{transport}.{name}", getattr(each, name), _MOST_BYTE_S
+    yield "worker_step_s", probe.worker_step_s, _MOST_STEP_S
+    yield "server_message_s", probe.server_message_s, _MOST_MESSAGE_S
+    yield "start_s", probe.start_s, _MOST_STEP_S
 
 
-def _number(path: str, data: object) -> float:
-    right = isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data)
-    if not right or cast(float, data) < 0:
-        raise ConfigError(path, data, "must be a number >= 0")
-    return float(cast(float, data))
+def _whole(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(name, value, f"must be a whole number, {least} to {most:,}")
 
 
-def _key(path: str, kind: type, key: str) -> Any:
-    # JSON has names only, and the number of processes is one.
-    if kind is str:
-        return key
-    if not key.isdecimal() or int(key) < 1:
-        raise ConfigError(path, key, "must be numbers of processes >= 1")
-    return int(key)
+def _share(name: str, value: float, least: float, most: float) -> None:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ConfigError(name, value, f"must be a number, {least:g} to {most:,g}")
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -104,6 +104,24 @@ def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
         return _Stages(request, progress, folder, path, client, began).measure()
 
 
+def check_program_model(probe: Probe, request: ProbeRequest, progress: ProbeProgress) -> None:
+    """Run a program up to its first step, and check that a probe is of its model.
+
+    Raises ConfigError: the probe is of another model, or the program makes no step.
+    """
+    with ExitStack() as stack:
+        folder, lock = temporary_folders.make()
+        stack.callback(os.close, lock)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        progress.stage("the model of the program")
+        path = request.forkserver
+        if not path:
+            path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
+        client = stack.enter_context(closing(forkserver.ForkserverClient(path)))
+        stages = _Stages(request, progress, folder, path, client, time.monotonic())
+        probe.check_model(stages.model(), request.program)
+
+
 class _Stages:
     """The stages of one probe, in their order."""
 
@@ -150,6 +168,15 @@ class _Stages:
             sharing=sharing,
             start_s=self._loaded_s + job.start_s + script_s,
         )
+
+    def model(self) -> tuple[ProbedParameter, ...]:
+        """Return the parameters of the program, which is left behind its first step."""
+        program = self._start(1)
+        with closing(program):
+            first = program.measured(self._until(0.0))
+            if not first["ended"]:
+                program.order(end=True)
+            return _model(first)
 
     # --- the program ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from topotrain.config import job_file
@@ -29,6 +30,13 @@ VERSION = 1
 _DESCRIPTION = "record.json"
 _PART = re.compile(r"(server|worker)-\d{1,6}-\d{1,6}(-\d{1,6})?")
 _MOST_BYTES = 1 << 32
+_FIELDS: Mapping[str, tuple[type[Any] | UnionType, str]] = {
+    "job": (str, "must be the text of a job file"),
+    "whole": (bool, "must be true or false"),
+    "made_at": (int | float, "must be a number of seconds"),
+    "versions": (dict, "must be a block of texts by name"),
+}
+"""Of the description, besides its format and version: the type of each field, and the words for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,13 @@ def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise _refused(path, "is no recording of `topotrain run --record`")
     if number != VERSION:
         raise _refused(path, f"is a recording of version {number!r}, must be {VERSION}")
+    for name, (kind, accepted) in _FIELDS.items():
+        if name not in about:
+            raise ConfigError(f"{_DESCRIPTION}: {name}", None, "is missing", str(path))
+        if not isinstance(about[name], kind) or (kind is not bool and isinstance(about[name], bool)):
+            raise ConfigError(f"{_DESCRIPTION}: {name}", about[name], accepted, str(path))
+    if not all(isinstance(each, str) for each in about["versions"].values()):
+        raise ConfigError(f"{_DESCRIPTION}: versions", about["versions"], _FIELDS["versions"][1], str(path))
     return dict(about)
 
 

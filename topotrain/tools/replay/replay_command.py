@@ -84,8 +84,8 @@ def register(app: typer.Typer) -> None:
 
             record = load_decisions(file)
             if compare is not None:
-                if program or until or dump:
-                    raise BadInput("--compare runs nothing: leave out PROGRAM, --until and --dump")
+                if program or until or dump or out is not None or workspace:
+                    raise BadInput("--compare runs nothing: leave out PROGRAM, --until, --dump, --out and --workspace")
                 raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
             if out is not None and not dump:
                 raise BadInput("--out is for the parameters that --dump names: give one")

@@ -28,6 +28,10 @@ class Deadlock(Exception):
     """No event is left, and some actors still wait. The text names them."""
 
 
+class StillRuns(Deadlock):
+    """A simulation has reached its limit."""
+
+
 # Not an Exception: a script's own `except Exception` must not catch it.
 class _Stopped(BaseException):
     """Ends an actor after its run."""
@@ -133,14 +137,15 @@ class Simulation:
         """Run until all actors have ended and no event is left, or until `limit` seconds.
 
         Raises:
-            Deadlock: no event is left and actors still wait, or the limit is reached.
+            Deadlock: no event is left and actors still wait.
+            StillRuns: the limit is reached.
             BaseException: an error of an actor or a resident; the other actors are stopped then.
         """
         try:
             self._run_actors()
             while self._events:
                 if self._events[0][0] > limit:
-                    raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still runs")
+                    raise StillRuns(f"seed {self.seed}: after {limit:.3f} s it still runs")
                 self.now, _, do = heappop(self._events)
                 do()
                 # Before the next event: an actor that can go on must not see a later time.

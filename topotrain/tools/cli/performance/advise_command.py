@@ -117,8 +117,11 @@ def register(app: typer.Typer) -> None:
             given = _job(job, name, words)
             _check_options(given, probe, machines, out, tried, running)
             found = _probe(given, probe, forkserver)
+            if probe is not None:
+                _check_origin(found, probe, given, tried, running, forkserver)
             if running is not None:
-                _advise_running(running, found, machines, given, wishes, as_json)
+                assert probe is not None
+                _advise_running(running, found, probe, machines, given, wishes, as_json)
                 return
             _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
 
@@ -178,6 +181,21 @@ def _probe(job: Job, file: Path | None, forkserver: str) -> "Probe":
     return probe_of(job.program, job.args, forkserver=forkserver)
 
 
+def _check_origin(probe: "Probe", file: Path, job: Job, tried: int, running: Path | None, forkserver: str) -> None:
+    """Check that a probe that was handed in is of the program that runs, and say where it is from.
+
+    The model of a job that runs is in its recording, and is checked with it.
+    """
+    from topotrain.tools.cli.performance.measured_probe import check_model_of
+    from topotrain.tools.cli.performance.probe_notes import note_not_run, note_other_machine
+
+    if tried:
+        check_model_of(probe, job.program, job.args, forkserver)
+        note_other_machine(probe, file)
+    elif running is None:
+        note_not_run(probe, file, job.program)
+
+
 def _advise(
     probe: "Probe",
     machines: "Machines",
@@ -234,14 +252,17 @@ def _write(out: Path, text: str) -> None:
 
 
 def _advise_running(
-    workspace: Path, probe: "Probe", machines: "Machines", job: Job, wishes: "Wishes", as_json: bool
+    workspace: Path, probe: "Probe", file: Path, machines: "Machines", job: Job, wishes: "Wishes", as_json: bool
 ) -> None:
     """Print whether another layout would be faster for a job that runs."""
-    from topotrain.tools.advice.job_measurements import measured
+    from topotrain.tools.advice.job_measurements import check_probe_of, measured
     from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.running_advice import RunningComparison
+    from topotrain.tools.cli.performance.probe_notes import note_other_machine
 
     measurement = measured(workspace, "--running")
+    check_probe_of(measurement, probe)
+    note_other_machine(probe, file)
     with shown_search() as listener:
         comparison = RunningComparison(measurement, probe, machines, job, RehearsalPredictor())
         found = comparison.compare(wishes, listener)

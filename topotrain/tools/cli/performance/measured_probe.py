@@ -19,3 +19,11 @@ def probe_of(
 
     with stages(quiet) as progress:
         return measure(ProbeRequest(program, tuple(args), seconds, forkserver), progress)
+
+
+def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver: str = "") -> None:
+    """Run a program up to its first step, and check that a probe is of its model. Raises ConfigError."""
+    from topotrain.tools.probe.program_probe import ProbeRequest, check_program_model
+
+    with stages(quiet=False) as progress:
+        check_program_model(probe, ProbeRequest(program, tuple(args), PROBE_S, forkserver), progress)

@@ -17,6 +17,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
+from topotrain.tools.cli.performance.shown_search import shown_rehearsal
 from topotrain.tools.monitor.monitored_run import complain
 
 EXAMPLE = """\b
@@ -82,11 +83,14 @@ def predict(
         found = load_probe(probe)
         if trace is not None:
             check_writable("--trace", trace)
+        from topotrain.tools.cli.performance.probe_notes import note_other_program
         from topotrain.tools.prediction import predict as predictions
         from topotrain.tools.prediction.prediction_text import prediction_text
 
+        note_other_program(found, probe, job.program)
         try:
-            predicted = predictions.predict(job, found, machines, seed, trace)
+            with shown_rehearsal() as listener:
+                predicted = predictions.predict(job, found, machines, seed, trace, listener)
         except OSError as error:
             complain(f"{trace}: cannot be written ({error.strerror})")
             raise typer.Exit(1) from None

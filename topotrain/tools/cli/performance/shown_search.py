@@ -1,6 +1,7 @@
-"""The line that shows how far a search for a layout is."""
+"""The line that shows how far a search for a layout is, or one rehearsal."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,32 +11,88 @@ from topotrain.tools.monitor.live_terminal import redraws
 if TYPE_CHECKING:
     from topotrain.tools.advice.candidate import Candidate
 
+LATE_S = 3.0
+"""Seconds after which a rehearsal is shown."""
+REDRAW_S = 0.2
+LINES_S = 10.0
+"""Seconds from one line to the next where a line cannot be redrawn, as in a log."""
 _WIDTH = 100
 
 
-class SearchLine:
-    """Redraws one line on stderr, on a terminal that can."""
+class ProgressLine:
+    """Redraws one line on stderr, or prints a line now and then where it cannot.
 
-    def __init__(self, quiet: bool = False) -> None:
-        self._shows = not quiet and redraws(sys.stderr)
+    late_s: seconds before the first one on a terminal.
+    """
 
-    def rehearsing(self, number: int, of: int, candidate: "Candidate") -> None:
-        """As `SearchListener.rehearsing`."""
-        self._draw(f"rehearsing {number} of at most {of}: {candidate.label}")
+    def __init__(self, quiet: bool = False, late_s: float = 0.0) -> None:
+        self._quiet, self._redraws = quiet, redraws(sys.stderr)
+        self._next = time.monotonic() + (late_s if self._redraws else LINES_S)
+        self._drawn = False
+
+    def show(self, text: str) -> None:
+        """Show a text, unless the last one was shown a moment ago."""
+        now = time.monotonic()
+        if self._quiet or now < self._next:
+            return
+        self._drawn = True
+        if self._redraws:
+            self._next = now + REDRAW_S
+            print(f"\r\033[K{text[:_WIDTH]}", end="", file=sys.stderr, flush=True)
+        else:
+            self._next = now + LINES_S
+            print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Clear the line."""
-        self._draw("")
+        if self._drawn and self._redraws:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    def _draw(self, text: str) -> None:
-        if self._shows:
-            print(f"\r\033[K{text[:_WIDTH]}", end="", file=sys.stderr, flush=True)
+
+class SearchLine:
+    """Shows which layout a search rehearses."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._line = ProgressLine(quiet)
+
+    def rehearsing(self, number: int, of: int, candidate: "Candidate") -> None:
+        """As `SearchListener.rehearsing`."""
+        self._line.show(f"rehearsing {number} of at most {of}: {candidate.label}")
+
+    def end(self) -> None:
+        """Clear the line."""
+        self._line.end()
+
+
+class RehearsalLine:
+    """Shows how far a rehearsal is that takes some seconds."""
+
+    def __init__(self) -> None:
+        self._line = ProgressLine(late_s=LATE_S)
+
+    def stepped(self, made: int, most: int) -> None:
+        """As `RehearsalListener.stepped`."""
+        self._line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
+
+    def end(self) -> None:
+        """Clear the line."""
+        self._line.end()
 
 
 @contextmanager
 def shown_search(quiet: bool = False) -> Iterator[SearchLine]:
     """Show a search while it lasts."""
     line = SearchLine(quiet)
+    try:
+        yield line
+    finally:
+        line.end()
+
+
+@contextmanager
+def shown_rehearsal() -> Iterator[RehearsalLine]:
+    """Show a rehearsal while it lasts."""
+    line = RehearsalLine()
     try:
         yield line
     finally:

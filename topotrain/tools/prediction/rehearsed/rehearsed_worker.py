@@ -118,15 +118,21 @@ class ComputedStep:
         self._work.compute(seconds, idle=(self._factor - 1.0) * seconds if self._factor > 1 else 0.0)
 
 
+def optimizer_class(probe: Probe) -> type[Optimizer]:
+    """Return the class of the probed optimizer. Raises ConfigError where torch has none of this name."""
+    name = probe.optimizer.name.rpartition(".")[2]
+    cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
+        raise ConfigError("optimizer", probe.optimizer.name, "must be one of torch.optim's: others cannot be predicted")
+    return cls
+
+
 def make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
     """Make the probed optimizer. inside: it runs in the worker.
 
     Raises ConfigError where torch has none of this name.
     """
-    name = probe.optimizer.name.rpartition(".")[2]
-    cls = getattr(torch.optim, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ConfigError("optimizer", probe.optimizer.name, "must be one of torch.optim's: others cannot be rehearsed")
+    cls = optimizer_class(probe)
     settings: dict[str, Any] = {"lr": 1e-3}
     known = inspect.signature(cls).parameters
     if "momentum" in known and probe.optimizer.momentum:
@@ -167,6 +173,11 @@ class RehearsedWorker:
         self.samples = self._share()
         """Samples of each of its steps."""
         self.clock = VirtualClock(work)
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds that a step of this worker takes longer than one of a worker of the usual speed."""
+        return max(0.0, self._factor - 1.0) * self._probe.batch.compute_s(self.samples)
 
     def _share(self) -> int:
         size, workers = self._probe.batch.size, self._topology.workers_per_group
