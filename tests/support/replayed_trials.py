@@ -19,7 +19,7 @@ from topotrain.extensions.decision_record.order_entries import decode_entries
 from topotrain.extensions.decision_record.process_order import part_of
 from topotrain.extensions.decision_record.recording_server import RecordingServer, RecordingSink
 from topotrain.extensions.decision_record.replay_order import ReplayOrder
-from topotrain.extensions.decision_record.replayed_server import ReplayedServer, ReplayObserver
+from topotrain.extensions.decision_record.replayed_server import ReplayedServer, ReplayObserver, ReplayTask
 from topotrain.extensions.decision_record.server_order import ServerOrder
 from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
@@ -91,7 +91,7 @@ class Replayer(ServerOrder, ReplayObserver):
         me = arguments[0]
         assert isinstance(me, Address)
         order = ReplayOrder(decode_entries(self.record.parts[part_of(me)]), self.record.whole)
-        return ReplayedServer(*arguments, order, self, self._until)  # type: ignore[arg-type]
+        return ReplayedServer(*arguments, ReplayTask(order, self, self._until))  # type: ignore[arg-type]
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
         later = part_of(worker, incarnation + 1) in self.record.parts

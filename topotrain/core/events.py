@@ -598,7 +598,7 @@ class Slices(Event):
 class Traveled(Event):
     """A message of a step that is under way, in a job with slowed-down messages.
 
-    who, to: its sender and its receiver, which reports it. what: its kind in a word, such as "push" or "mean".
+    The first field names its sender. to: its receiver, which reports it. what: its kind, such as "push" or "mean".
     step: counted from 1. Between server groups it is the number of the exchange of this bucket.
     bucket: -1: the message is about no bucket, or about all buckets of a server.
     """

@@ -9,6 +9,7 @@ An `Endpoint` has an `Address`. A `Transport` attaches endpoints and carries mes
   deadlock two processes.
 """
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from topotrain.config.topology import Address
@@ -61,15 +62,15 @@ class Endpoint(Protocol):
         ...
 
 
-class DeliveryObserver(Protocol):
+class DeliveryObserver(ABC):
     """Observes the messages that reach the endpoints of a process."""
 
+    @abstractmethod
     def on_delivery(self, sender: Address, to: Address, message: "Message") -> None:
         """Note a message that is about to be handled; on the thread that has read it.
 
         Each message is handled when this returns. So it delays the later messages of the same connection, too.
         """
-        ...
 
 
 class MessageSender(Protocol):

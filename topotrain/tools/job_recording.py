@@ -7,34 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice
 from topotrain.launch import JobWatch
 
+if TYPE_CHECKING:
+    from topotrain.tools.recording.job_recorder import JobRecorder
+
 PACKAGE = "topotrain.tools.recording"
-
-
-class Recorder(Protocol):
-    """Records the events of a job, and sums them up."""
-
-    def __call__(self, event: Event) -> None:
-        """Record an event."""
-        ...
-
-    def notices(self) -> Sequence[Notice]:
-        """Return what the user must know, once."""
-        ...
-
-    def summary(self) -> Mapping[str, Any] | None:
-        """As `JobWatch.summary`."""
-        ...
-
-    def close(self, code: int | None) -> None:
-        """Record how the job has ended; None: unknown. A second call does nothing."""
-        ...
 
 
 class JobRecording(JobWatch):
@@ -47,7 +30,7 @@ class JobRecording(JobWatch):
     def __init__(self, job: Job | None = None, topology: Topology | None = None) -> None:
         self._job, self._topology = job, topology
         self._led: tuple[bool, Sequence[str]] | None = None
-        self._made: Recorder | None = None
+        self._made: JobRecorder | None = None
         # A unit is elected on another thread.
         self._lock = Lock()
 

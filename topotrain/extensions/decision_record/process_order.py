@@ -20,7 +20,7 @@ from topotrain.extensions.decision_record.exchange_record import RecordedExchang
 from topotrain.extensions.decision_record.order_entries import decode_entries
 from topotrain.extensions.decision_record.recording_server import RecordingServer, RecordingSink
 from topotrain.extensions.decision_record.replay_order import ReplayOrder
-from topotrain.extensions.decision_record.replayed_server import ReplayedServer, ReplayObserver
+from topotrain.extensions.decision_record.replayed_server import ReplayedServer, ReplayObserver, ReplayTask
 from topotrain.extensions.decision_record.server_order import ServerOrder
 from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.training.final_parameters import to_bytes
@@ -125,8 +125,8 @@ class FolderReplay(ProcessOrder):
         """As `ServerOrder.make`."""
         order = ReplayOrder(decode_entries(self._read(part_of(me))), self._whole)
         until = None if self._until is None or self._until[0] != me.group else self._until[1]
-        observer = ReplayReporter(self._folder, self._sink)
-        return ReplayedServer(me, job, topology, memory, shared, sender, start, order, observer, until)
+        task = ReplayTask(order, ReplayReporter(self._folder, self._sink), until)
+        return ReplayedServer(me, job, topology, memory, shared, sender, start, task)
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
         """As `ProcessOrder.choices`."""

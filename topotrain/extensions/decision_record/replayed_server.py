@@ -6,7 +6,7 @@ It holds messages that come too early.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
@@ -72,6 +72,21 @@ class _LastVersion(VersionObserver):
             self._server.stop_at(version)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayTask:
+    """The part of a recording that a server replays.
+
+    Attributes:
+        order: the recorded order.
+        observer: is told how far the replay is.
+        until: the version at which to stop. None: at the end.
+    """
+
+    order: ReplayOrder
+    observer: ReplayObserver
+    until: int | None = None
+
+
 class ReplayedServer(Server):
     """A server that makes the decisions of a recording again.
 
@@ -79,9 +94,7 @@ class ReplayedServer(Server):
 
     Args:
         me, job, topology, memory, shared, sender, start: as for `Server`.
-        order: the recorded order.
-        observer: is told how far the replay is.
-        until: the version at which to stop. None: at the end.
+        task: the part of the recording.
     """
 
     def __init__(
@@ -93,14 +106,12 @@ class ReplayedServer(Server):
         shared: bool,
         sender: MessageSender | None,
         start: StartPoint | None,
-        order: ReplayOrder,
-        observer: ReplayObserver,
-        until: int | None = None,
+        task: ReplayTask,
     ) -> None:
         super().__init__(me, job, topology, memory, shared, sender, start)
-        self._recorded, self._observer = order, observer
+        self._recorded, self._observer = task.order, task.observer
         self._order, self._checks = MessageOrder(job), StepChecks()
-        self._notes = DecisionNotes(None if until is None else _LastVersion(self, until))
+        self._notes = DecisionNotes(None if task.until is None else _LastVersion(self, task.until))
         self._boxes: dict[tuple[Address, bool], deque[m.Message | _Lost]] = {}  # sender, and whether `is_aside`
         self._received: dict[Address, tuple[int, int]] = {}  # worker -> its process, and the messages of that one
         self._steps: dict[Address, int] = {}

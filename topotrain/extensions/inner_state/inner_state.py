@@ -6,7 +6,7 @@ that comes back, or joins, takes that.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import EventNotifier, StateTaken
-from topotrain.extensions.inner_state.inner_state_client import CopyMoment, InnerStateClient, StateSource
+from topotrain.extensions.inner_state.inner_state_client import (
+    CopyMoment,
+    InnerStateClient,
+    StateQuestion,
+    StateSource,
+)
 from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.training.context import Context
@@ -37,7 +42,7 @@ class InnerState(StateSource, CopyMoment):
         self._made = 0  # steps
         self._kept: dict[int, torch.Tensor | None] = {}  # step -> the state behind it, which a replay is to copy
         self._due: int | None = None  # the step behind which the state that was asked for last is copied
-        self._give: Callable[[], None] | None = None  # waits for that step
+        self._asked: StateQuestion | None = None  # waits for that step
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -48,19 +53,19 @@ class InnerState(StateSource, CopyMoment):
         with self._changes:
             yield
             self._made += 1
-            give, due = self._give, self._give is not None and self._made == self._due
-            self._give = None if due else give
-        if give is not None and due:
-            give()
+            asked, due = self._asked, self._asked is not None and self._made == self._due
+            self._asked = None if due else asked
+        if asked is not None and due:
+            asked.answer()
 
-    def when_due(self, give: Callable[[], None]) -> None:
+    def when_due(self, question: StateQuestion) -> None:
         """As `CopyMoment.when_due`."""
         with self._changes:
             self._due = self._choices.copies(self._made)
             waits = self._made < self._due
-            self._give = give if waits else None
+            self._asked = question if waits else None
         if not waits:
-            give()
+            question.answer()
 
     def copy(self) -> torch.Tensor | None:
         """As `StateSource.copy`."""

@@ -1,6 +1,5 @@
 """A worker's part of the messages with the state of an inner optimizer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,9 +30,24 @@ class StateSource(Protocol):
 class CopyMoment:
     """The moment at which a state may be copied for others: at once."""
 
-    def when_due(self, give: Callable[[], None]) -> None:
-        """Call `give` when the state may be copied."""
-        give()
+    def when_due(self, question: "StateQuestion") -> None:
+        """Answer the question when the state may be copied."""
+        question.answer()
+
+
+@dataclass(frozen=True, slots=True)
+class StateQuestion:
+    """The request of another group for the first part of a state.
+
+    client: gives it.
+    """
+
+    client: "InnerStateClient"
+    request: InnerStateRequest
+
+    def answer(self) -> None:
+        """Copy the state, and send its first part."""
+        self.client.give_first(self.request)
 
 
 def part_memory(sender: Address, message: InnerStatePart) -> torch.Tensor | None:
@@ -138,13 +152,14 @@ class InnerStateClient(ClientExtension):
             return
         # A worker that itself waits for a state has only an old one.
         if message.part == 0 and self._source is not None and not self._asks:
-            self._moment.when_due(lambda: self._give_first(message))
+            self._moment.when_due(StateQuestion(self, message))
             return
         if message.part == 0:
             self._held = None
         self._send_part(message)
 
-    def _give_first(self, message: InnerStateRequest) -> None:
+    def give_first(self, message: InnerStateRequest) -> None:
+        """Copy the state, and send its first part."""
         with self._channel.waiter.update():
             state = None if self._source is None else self._source.copy()
             self._held = None if state is None else (message.number, state)

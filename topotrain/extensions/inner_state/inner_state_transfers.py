@@ -42,6 +42,21 @@ class _Transfer:
     waiting: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
 
+    def begin(self, donor: int) -> None:
+        """Take the state from this donor."""
+        self.donor = donor
+
+    def advance(self) -> None:
+        """Note that the present part has come. No worker waits for the next one yet."""
+        self.part += 1
+        self.waiting.clear()
+
+    def give_up(self, number: int) -> None:
+        """Refuse the donor, and begin again under another number."""
+        self.refused.add(self.donor)
+        # What has come from this donor is worth nothing.
+        self.donor, self.part, self.number = _NONE, 0, number
+
 
 class InnerStateTransfers(TimedExtension):
     """Passes states on, on the coordinator."""
@@ -91,7 +106,7 @@ class InnerStateTransfers(TimedExtension):
             if not candidates:
                 del self._transfers[group]
                 return self._to_all(group, InnerStatePart(group, found.number, 0, 0, 0))
-            found.donor = min(candidates)
+            found.begin(min(candidates))
             self._watch(group, found)
         return ((_worker_of(found.donor), InnerStateRequest(group, found.number, found.part)),)
 
@@ -111,17 +126,14 @@ class InnerStateTransfers(TimedExtension):
             return ()
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its optimizer's state without a body")
-        found.part += 1
-        found.waiting.clear()
+        found.advance()
         if found.part == message.parts:
             del self._transfers[group]
         return self._to_all(group, message)
 
     def _give_up(self, group: int, found: _Transfer) -> Outbox:
         """Ask another donor, if there is one."""
-        found.refused.add(found.donor)
-        # Under another number: what has come from this donor is worth nothing.
-        found.donor, found.part, found.number = _NONE, 0, self._next_number()
+        found.give_up(self._next_number())
         return self._ask(group, found)
 
     def _all_wait(self, group: int, found: _Transfer) -> bool:

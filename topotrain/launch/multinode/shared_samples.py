@@ -5,9 +5,9 @@ decisions: once in INTERVAL_S, the last event of each kind and process, and noth
 way. A lost one costs nothing but a point of a curve, since all counts are totals.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from topotrain.core.events import (
     Event,
@@ -41,21 +41,21 @@ SAMPLES = (
 _MOST = 20_000  # events that wait for the leader's loop
 
 
-class SampleTransfer(Protocol):
+class SampleTransfer(ABC):
     """The connections to the other units; none of the calls waits."""
 
     @property
+    @abstractmethod
     def leads(self) -> bool:
         """Whether this unit leads."""
-        ...
 
+    @abstractmethod
     def send_samples(self, lines: Sequence[str]) -> bool:
         """Send events to the leader; return False if a former message is still on its way."""
-        ...
 
+    @abstractmethod
     def take_samples(self) -> Iterable[Event]:
         """Return the events of other units since the last call."""
-        ...
 
 
 class Samples:

@@ -38,6 +38,7 @@ from topotrain.launch.multinode.job_ending import JobEnding
 from topotrain.launch.multinode.node_info import HostMap, JobEnd
 from topotrain.launch.multinode.node_membership import FollowerMembership, LeaderMembership, UnitContext
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
+from topotrain.launch.multinode.shared_samples import SampleTransfer
 
 _END_S = 5.0
 """Seconds for which the decided end of the job may take to reach the store. Then the units are told without it."""
@@ -143,7 +144,7 @@ class LeaderLease:
             self._candidate = None
 
 
-class UnitMembership:
+class UnitMembership(SampleTransfer):
     """The other units of the job, as one unit sees them over all terms.
 
     It implements `job_shutdown.OtherUnits`. None of its calls waits for the network, except `close`.
@@ -257,16 +258,16 @@ class UnitMembership:
 
     @property
     def leads(self) -> bool:
-        """Whether this unit leads; see `SampleTransfer`."""
+        """As `SampleTransfer.leads`."""
         return self.leader is not None
 
     def send_samples(self, lines: Sequence[str]) -> bool:
-        """Send events to the leader; see `SampleTransfer`."""
+        """As `SampleTransfer.send_samples`."""
         role = self._role
         return isinstance(role, FollowerMembership) and role.send_samples(lines)
 
     def take_samples(self) -> Iterable[Event]:
-        """Return the events of other units; see `SampleTransfer`."""
+        """As `SampleTransfer.take_samples`."""
         role = self._role
         return role.samples.take() if isinstance(role, LeaderMembership) else ()
 

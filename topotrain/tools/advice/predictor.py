@@ -3,7 +3,7 @@
 A rehearsal is the usual one. Another implementation can be passed in.
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from topotrain.config.job import Job
 from topotrain.tools.prediction.machines import Machines
@@ -11,15 +11,15 @@ from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.probe.probe_file import Probe
 
 
-class Predictor(Protocol):
+class Predictor(ABC):
     """Predicts what a layout does on machines."""
 
+    @abstractmethod
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
         """Return the prediction. Raises ConfigError for a job that cannot be predicted."""
-        ...
 
 
-class RehearsalPredictor:
+class RehearsalPredictor(Predictor):
     """Predicts by a rehearsal with the product's own servers and clients.
 
     seed: of the random draws.

@@ -13,7 +13,7 @@ STATES = ("starting", "computes", "waits", "applies", "stopped", "dead", "restar
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class JobMetric:
     """A metric with one value for the job, or for each process.
 
     key: in the summary. of: the lists of the summary that have it; (): the job.
@@ -31,33 +31,37 @@ class Metric:
 
 _W, _S = ("workers",), ("servers",)
 METRICS = (
-    Metric("topotrain_job_elapsed_seconds", "Seconds since the start of the job.", "elapsed_s"),
-    Metric("topotrain_job_progress_ratio", "Share of the job's samples that are done.", "progress"),
-    Metric("topotrain_job_remaining_seconds", "Estimate of the seconds to the end of the job.", "eta_s"),
-    Metric("topotrain_job_epoch", "Number of the epoch that is under way, from 0.", "epoch"),
-    Metric("topotrain_job_steps_total", "Steps of the worker that has made most.", "step"),
-    Metric("topotrain_job_loss", "Mean of the losses that the workers have reported last.", "loss"),
-    Metric("topotrain_job_samples_per_second", "Samples that all workers together read per second.", "samples_per_s"),
-    Metric("topotrain_job_sent_bytes_per_second", "Bytes that all processes send per second.", "bytes_per_s"),
-    Metric("topotrain_worker_steps_total", "Steps of the worker.", "step", _W),
-    Metric("topotrain_worker_loss", "The loss that the worker has reported last.", "loss", _W),
-    Metric("topotrain_worker_samples_per_second", "Samples that the worker reads per second.", "samples_per_s", _W),
-    Metric("topotrain_worker_staleness_mean_versions", "Mean staleness of its gradients.", "staleness_mean", _W),
-    Metric(
+    JobMetric("topotrain_job_elapsed_seconds", "Seconds since the start of the job.", "elapsed_s"),
+    JobMetric("topotrain_job_progress_ratio", "Share of the job's samples that are done.", "progress"),
+    JobMetric("topotrain_job_remaining_seconds", "Estimate of the seconds to the end of the job.", "eta_s"),
+    JobMetric("topotrain_job_epoch", "Number of the epoch that is under way, from 0.", "epoch"),
+    JobMetric("topotrain_job_steps_total", "Steps of the worker that has made most.", "step"),
+    JobMetric("topotrain_job_loss", "Mean of the losses that the workers have reported last.", "loss"),
+    JobMetric(
+        "topotrain_job_samples_per_second", "Samples that all workers together read per second.", "samples_per_s"
+    ),
+    JobMetric("topotrain_job_sent_bytes_per_second", "Bytes that all processes send per second.", "bytes_per_s"),
+    JobMetric("topotrain_worker_steps_total", "Steps of the worker.", "step", _W),
+    JobMetric("topotrain_worker_loss", "The loss that the worker has reported last.", "loss", _W),
+    JobMetric("topotrain_worker_samples_per_second", "Samples that the worker reads per second.", "samples_per_s", _W),
+    JobMetric("topotrain_worker_staleness_mean_versions", "Mean staleness of its gradients.", "staleness_mean", _W),
+    JobMetric(
         "topotrain_worker_staleness_p95_versions", "95 of 100 gradients were at most so stale.", "staleness_p95", _W
     ),
-    Metric("topotrain_worker_staleness_max_versions", "Staleness of its stalest gradient.", "staleness_max", _W),
-    Metric("topotrain_worker_waiting_ratio", "Share of its time in which the worker waits.", "waiting_share", _W),
-    Metric("topotrain_server_updates_total", "Steps that the server has applied.", "updates", _S),
-    Metric("topotrain_process_memory_bytes", "Resident memory of the process.", "memory_bytes", _W + _S),
+    JobMetric("topotrain_worker_staleness_max_versions", "Staleness of its stalest gradient.", "staleness_max", _W),
+    JobMetric("topotrain_worker_waiting_ratio", "Share of its time in which the worker waits.", "waiting_share", _W),
+    JobMetric("topotrain_server_updates_total", "Steps that the server has applied.", "updates", _S),
+    JobMetric("topotrain_process_memory_bytes", "Resident memory of the process.", "memory_bytes", _W + _S),
 )
-INFO = Metric("topotrain_job_info", "Always 1. Its labels are the name and the framework of the job.", "")
-RUNNING = Metric("topotrain_job_running", "1 while the job runs, else 0.", "state")
-INCIDENTS = Metric(
+INFO = JobMetric("topotrain_job_info", "Always 1. Its labels are the name and the framework of the job.", "")
+RUNNING = JobMetric("topotrain_job_running", "1 while the job runs, else 0.", "state")
+INCIDENTS = JobMetric(
     "topotrain_job_incidents_total", "Losses of processes that the job has survived, and resizes.", "incidents"
 )
-STATE = Metric("topotrain_process_state", "1 for the present state of the process, 0 for all others.", "state", _W + _S)
-LOGGED = Metric("topotrain_worker_logged_value", "The last value that the script has logged with tt.log.", "log", _W)
+STATE = JobMetric(
+    "topotrain_process_state", "1 for the present state of the process, 0 for all others.", "state", _W + _S
+)
+LOGGED = JobMetric("topotrain_worker_logged_value", "The last value that the script has logged with tt.log.", "log", _W)
 ALL = (*METRICS, INFO, RUNNING, INCIDENTS, STATE, LOGGED)
 _LABELS = ("process", "group")
 
@@ -111,7 +115,7 @@ class _SummaryCollector:
         yield from _family(LOGGED, (*_LABELS, "name"), _logged(summary))
 
 
-def _family(metric: Metric, labels: tuple[str, ...], rows: Iterable[_Row]) -> Iterator[Any]:
+def _family(metric: JobMetric, labels: tuple[str, ...], rows: Iterable[_Row]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     family: Any = (CounterMetricFamily if metric.is_counter else GaugeMetricFamily)(
@@ -123,7 +127,7 @@ def _family(metric: Metric, labels: tuple[str, ...], rows: Iterable[_Row]) -> It
         yield family
 
 
-def _rows(metric: Metric, summary: Mapping[str, Any]) -> Iterator[_Row]:
+def _rows(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[_Row]:
     if not metric.of:
         if summary.get(metric.key) is not None:
             yield _Row((), summary[metric.key])
@@ -145,7 +149,7 @@ def _logged(summary: Mapping[str, Any]) -> Iterator[_Row]:
             yield _Row((*_labels(worker), name), value)
 
 
-def _processes(metric: Metric, summary: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _processes(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (process for kind in metric.of for process in summary.get(kind, ()))
 
 

@@ -56,7 +56,7 @@ class ProbeProgress(Protocol):
         ...
 
 
-class QuietProgress:
+class SilentProgress:
     """Shows nothing."""
 
     def stage(self, text: str) -> None:

@@ -3,6 +3,7 @@
 Each entry has a number, by which later ones are found.
 """
 
+import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,10 +12,28 @@ from typing import Any, NamedTuple
 MOST_POINTS, FEWEST_POINTS = 2048, 32
 ALL_POINTS = 200_000
 """Points of all series of a history together."""
+MOST_SERIES = 20_000
 MOST_STATES = 1000
 MOST_STORIES = 1000
+UNITS = {
+    "samples_per_s": "samples/s",
+    "staleness_mean": "versions",
+    "staleness_p95": "versions",
+    "staleness_max": "versions",
+    "staleness_bound": "versions",
+    "bytes_per_s": "B/s",
+    "memory_bytes": "B",
+    "updates_per_s": "updates/s",
+}
 _PASSING = frozenset({"computes", "waits", "applies"})
 _MINOR = frozenset({"notice", "skipped", "evaluation", "snapshot"})
+
+
+class Moment(NamedTuple):
+    """The number of an event in the history, and its time in seconds."""
+
+    number: int
+    at: float
 
 
 class SeriesPoint(NamedTuple):
@@ -83,6 +102,33 @@ class ThinnedSeries:
         return {"id": name, "metric": self.metric, "of": self.of, "unit": self.unit, "points": points}
 
 
+class SeriesTable:
+    """All series of a history, by name."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, ThinnedSeries] = {}
+
+    def add(self, now: Moment, of: str, metric: str, value: float, step: int) -> None:
+        """Add a point, unless there are too many series."""
+        name = f"{of}:{metric}"
+        series = self._series.get(name)
+        if series is None:
+            if len(self._series) >= MOST_SERIES:
+                return
+            series = self._series[name] = ThinnedSeries(metric, of, UNITS.get(metric, ""))
+        limit = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(self._series)))
+        series.add(SeriesPoint(now.number, now.at, step, value if math.isfinite(value) else None), limit)
+
+    def as_data(self, cursor: int, whole: bool) -> list[dict[str, Any]]:
+        """Return the series as in the view, with the points behind a cursor.
+
+        whole: also the series without such points.
+        """
+        return [
+            series.as_data(name, cursor) for name, series in self._series.items() if whole or series.has_since(cursor)
+        ]
+
+
 @dataclass(slots=True)
 class StateTrack:
     """The states of a process over time."""
@@ -94,11 +140,11 @@ class StateTrack:
         """The present state; "": none yet."""
         return self._entries[-1][2] if self._entries else ""
 
-    def enter(self, number: int, at: float, state: str) -> None:
+    def enter(self, now: Moment, state: str) -> None:
         """Enter a state, which may be the present one."""
         if state == self.now:
             return
-        self._entries.append((number, at, state))
+        self._entries.append((*now, state))
         if len(self._entries) > MOST_STATES:
             half = MOST_STATES // 2
             # Of the older entries only those stay that tell more than that a process works or waits.

@@ -27,6 +27,10 @@ class IncidentRecord:
     action: str
     recovered_s: float | None = None
 
+    def recover(self, seconds: float) -> None:
+        """Record that the job trains again, so many seconds after the incident."""
+        self.recovered_s = seconds
+
 
 @dataclass(slots=True)
 class JobFigures:
@@ -58,7 +62,20 @@ class JobFigures:
             self._start_at = offset
             self._first.clear()
         self.header, self.ended, self.code = header, None, None
-        self.at = max(self.at, at)
+        self.reach(at)
+
+    def reach(self, at: float) -> None:
+        """Note that something came at this time, so the job is not lost."""
+        # Events of several units may come in any order by a little.
+        self.at, self.lost = max(self.at, at), False
+
+    def lose(self) -> None:
+        """Note that the job has ended without a word."""
+        self.lost = True
+
+    def end(self, code: int | None) -> None:
+        """Note that the job has ended now."""
+        self.ended, self.code = self.at, code
 
     def on_incident(self, incident: IncidentRecord) -> None:
         """Record an incident."""
@@ -68,7 +85,7 @@ class JobFigures:
         """Record that the job trains again."""
         for incident in reversed(self.incidents):
             if incident.number == event.number:
-                incident.recovered_s = event.waited_s
+                incident.recover(event.waited_s)
                 return
 
     def on_saved(self, event: Saved, at: float) -> None:

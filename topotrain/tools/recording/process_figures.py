@@ -7,8 +7,8 @@ from operator import lt, sub
 from typing import Any
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.events import Finished, ServerLoad, StepDone
-from topotrain.tools.recording.history_series import StateTrack
+from topotrain.core.events import Finished, Resources, ServerLoad, Slices, StepDone
+from topotrain.tools.recording.history_series import Moment, StateTrack
 from topotrain.tools.recording.recording_thinning import RATE_S
 
 MOST_NAMES = 32
@@ -100,10 +100,13 @@ class ServerFigures:
     updates_per_s: float | None = None
     works: bool = False
     """Whether it has applied updates between its last two samples."""
+    loaded_at: float | None = None
+    """When the last sample came."""
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def on_load(self, at: float, event: ServerLoad) -> None:
         """Record a sample."""
+        self.loaded_at = at
         self.works = event.updates > self.updates
         self.updates = event.updates
         self._rates.add(at, event.updates)
@@ -125,7 +128,6 @@ class ProcessTrack:
     states: StateTrack = field(default_factory=StateTrack)
     worker: WorkerFigures = field(default_factory=WorkerFigures)
     server: ServerFigures = field(default_factory=ServerFigures)
-    load_at: float | None = None
     sent: dict[str, RateWindow] = field(default_factory=dict)
     """By the process that the bytes were sent to."""
 
@@ -139,10 +141,32 @@ class ProcessTrack:
         """Whether the process takes part in the job."""
         return self.states.now not in ("dead", "away", "finished", "")
 
+    @property
+    def step(self) -> int:
+        """The steps of a worker, or the updates of a server."""
+        return self.worker.step if self.is_worker else self.server.updates
+
+    def place(self, unit: int, host: str) -> None:
+        """Record the place of the process in the present layout."""
+        self.unit, self.host = unit, host
+
+    def enter(self, now: Moment, state: str) -> None:
+        """Enter a state, which may be the present one."""
+        self.states.enter(now, state)
+
     def start(self, pid: int) -> None:
         """Record that another process is in its place, which has sent nothing yet."""
         self.pid = pid
         self.sent.clear()
+
+    def on_slices(self, event: Slices) -> None:
+        """Record the slices of the model that a server holds."""
+        parts = zip(event.names, event.first, event.count, strict=False)
+        self.slices = [{"name": name, "first": first, "count": count} for name, first, count in parts]
+
+    def on_resources(self, event: Resources) -> None:
+        """Record the memory of the process."""
+        self.memory_bytes = event.memory_bytes
 
     def on_sent(self, at: float, to: str, count: int) -> None:
         """Record the bytes that were sent to a process."""

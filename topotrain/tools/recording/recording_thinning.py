@@ -5,7 +5,7 @@ written at once and kept. This module is pure.
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from topotrain.core.events import Event
@@ -128,7 +128,7 @@ def thinned(lines: Sequence[RecordedLine], room: int) -> list[int]:
         fixed.add(line.index)
     bucket_s = _FIRST_BUCKET_S
     while sum(line.size for line in samples) > left:
-        kept = _last_of_each(samples, fixed, lambda line, width=bucket_s: line.at // width)  # type: ignore[misc]
+        kept = _last_of_each(samples, fixed, bucket_s)
         # All that may be dropped is gone, or one per process and start is left.
         if bucket_s > 1e9:
             samples = kept
@@ -161,15 +161,16 @@ def _fixed(samples: Sequence[RecordedLine], window_s: float) -> set[int]:
     return found
 
 
-def _last_of_each(
-    samples: Sequence[RecordedLine], fixed: set[int], bucket: Callable[[RecordedLine], float]
-) -> list[RecordedLine]:
-    """Return the last sample of each key and bucket, and those that are kept anyway."""
+def _last_of_each(samples: Sequence[RecordedLine], fixed: set[int], bucket_s: float) -> list[RecordedLine]:
+    """Return the last sample of each key and bucket, and those that are kept anyway.
+
+    bucket_s: the seconds of a bucket.
+    """
     taken: set[_Key] = set()
     found: list[RecordedLine] = []
     for line in reversed(samples):
         assert line.key is not None
-        place = (*line.key, bucket(line))
+        place = (*line.key, line.at // bucket_s)
         if line.index in fixed or (place not in taken and line.kind not in ONCE):
             found.append(line)
         taken.add(place)

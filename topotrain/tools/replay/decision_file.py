@@ -135,7 +135,7 @@ def _check_parts(path: Path, found: DecisionFile) -> None:
     for server in found.servers:
         name = part_of(server)
         if name not in found.parts:
-            raise _refused(path, f"lacks the part of {server}, whose disk was full, or which was not there yet")
+            raise _refused(path, f"lacks the part of {server}: its disk was full, or it was not there yet")
     for name, data in found.parts.items():
         try:
             for _ in decode_entries(data) if name.startswith("server") else decode_choices(data):

@@ -55,11 +55,11 @@ class LoggedValues:
 
     Args:
         sink: gets the events.
-        who: the process.
+        process: its name.
     """
 
-    def __init__(self, sink: EventSink, who: str) -> None:
-        self._sink, self._who = sink, who
+    def __init__(self, sink: EventSink, process: str) -> None:
+        self._sink, self._process = sink, process
         self._lock = threading.Lock()
         self._waiting: dict[str, Value] = {}
         self._names: set[str] = set()
@@ -101,4 +101,4 @@ class LoggedValues:
             time, step = self._at
         if values:
             # This waits for the device of a tensor.
-            self._sink.emit(Logged(self._who, time, step, {name: float(value) for name, value in values.items()}))
+            self._sink.emit(Logged(self._process, time, step, {name: float(value) for name, value in values.items()}))

@@ -103,10 +103,10 @@ def stages(quiet: bool) -> "Iterator[Any]":
     """Show the stages of a probe while it lasts. quiet: nothing is shown."""
     from topotrain.tools.monitor.live_terminal import redraws
     from topotrain.tools.monitor.result_tables import console
-    from topotrain.tools.probe.program_probe import QuietProgress
+    from topotrain.tools.probe.program_probe import SilentProgress
 
     if quiet:
-        yield QuietProgress()
+        yield SilentProgress()
     elif redraws(sys.stderr):
         with console(stderr=True).status("measuring") as status:
             yield _Line(status)

@@ -4,7 +4,7 @@ Gradients are added up on their way from server to server. The trees are those o
 speaks to the server beside it, and commits to all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -16,10 +16,8 @@ from topotrain.extensions.collectives.algorithms import down as down_from
 from topotrain.extensions.collectives.collective_messages import CollectivePart
 from topotrain.tools.prediction.flow import flow_frames as frames
 from topotrain.tools.prediction.flow.flow_frames import BucketShape, BucketShapes, Parcel, framed, total
-from topotrain.tools.prediction.flow.flow_routes import Flow, Ranks, Route, TreeFlow, server, workers
+from topotrain.tools.prediction.flow.flow_routes import CollectiveTrees, Flow, Route, TreeFlow, server, workers
 from topotrain.tools.prediction.flow.flow_votes import commit_to, vote_routes
-
-Trees = Callable[[Algorithm, int, int], tuple[int, ...]]
 
 
 def collective_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterator[Route]:
@@ -32,31 +30,32 @@ def collective_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Ite
         replies = frames.APPLIED
         if algorithm is Algorithm.kNaive:
             # Each server sends its values to all workers itself.
-            replies += _all(held[shard], frames.values)
+            replies += total([frames.values(shape) for shape in held[shard]])
         yield Flow(everyone, server(0, shard), commit_to(held[shard]))
         yield Flow(server(0, shard), everyone, replies)
     yield from _beside(job, shapes, held, visible)
     yield from vote_routes(topology, 0, 1.0)
-    parts = [_all(each, _part) for each in held]
-    yield TreeFlow(tree_of(up, algorithm, size), parts, True, size)
+    parts = [total([_part(shape) for shape in each]) for each in held]
+    yield TreeFlow(trees_of(up(algorithm, size, 0), algorithm), parts, True, size)
+    back = trees_of(down_from(algorithm, size, 0), algorithm)
     if visible:
-        yield TreeFlow(tree_of(down_from, algorithm, size), parts, False, size)
+        yield TreeFlow(back, parts, False, size)
     else:
         yield from _means_to_shards(algorithm, parts)
     if algorithm is not Algorithm.kNaive:
-        yield TreeFlow(tree_of(down_from, algorithm, size), [_all(each, _values) for each in held], False, size)
+        yield TreeFlow(back, [total([_values(shape) for shape in each]) for each in held], False, size)
 
 
 def _beside(job: Job, shapes: BucketShapes, held: Sequence[Sequence[BucketShape]], visible: bool) -> Iterator[Route]:
     """Between each worker and the server beside it: what it sends to no other server."""
     whole = shapes.all
-    sent, received = _all(whole, frames.push), frames.NOTHING
+    sent, received = total([frames.push(shape) for shape in whole]), frames.NOTHING
     if visible or job.apply is Apply.kOnArrival:
         sent += frames.backward_end(len(whole))
     if visible:
-        received += _all(whole, frames.mean) + frames.backward_reduced(len(whole))
+        received += total([frames.mean(shape) for shape in whole]) + frames.backward_reduced(len(whole))
     if job.cluster.algorithm is not Algorithm.kNaive:
-        received += _all(whole, frames.values)
+        received += total([frames.values(shape) for shape in whole])
     for shard, buckets in enumerate(held):
         # Its commit names the pushes of the whole model.
         pieces = sum(shape.pieces for shape in buckets)
@@ -64,7 +63,7 @@ def _beside(job: Job, shapes: BucketShapes, held: Sequence[Sequence[BucketShape]
         own = sent + Parcel(0.0, longer)
         if visible:
             # No server has seen the means, so each worker hands in those of the part of its server.
-            own += _all(buckets, frames.override)
+            own += total([frames.override(shape) for shape in buckets])
         yield Flow(workers((0,), (shard,)), server(0, shard), own)
         yield Flow(server(0, shard), workers((0,), (shard,)), received)
 
@@ -77,10 +76,6 @@ def _means_to_shards(algorithm: Algorithm, parts: Sequence[Parcel]) -> Iterator[
     for shard, parcel in enumerate(parts):
         if center(algorithm, shard) != shard:
             yield Flow(server(0, center(algorithm, shard)), server(0, shard), parcel)
-
-
-def _all(shapes: Sequence[BucketShape], parcel: Callable[[BucketShape], Parcel]) -> Parcel:
-    return total([parcel(shape) for shape in shapes])
 
 
 @lru_cache(maxsize=4096)
@@ -101,16 +96,13 @@ def _hop(ordinal: int, pieces: int, body: int) -> Parcel:
     return framed(CollectivePart(0, ordinal, 0, True, 1.0, 1, 1.0, frames.bits(pieces), 0), body)
 
 
-def tree_of(trees: Trees, algorithm: Algorithm, size: int) -> Callable[[int], Ranks]:
-    """Return the function of the home that gives the parent of each rank.
+def trees_of(first: Sequence[int], algorithm: Algorithm) -> CollectiveTrees:
+    """Return the trees of all homes.
 
-    All trees of a ring, and all binary ones, are that of home 0 with other ranks. To make each anew would take minutes
-    for 10,000 ranks.
+    first: the parent of each rank in the tree of home 0.
     """
-    first = np.array(trees(algorithm, size, 0), dtype=np.int64)
-    if center(algorithm, size - 1) == center(algorithm, 0):
-        return lambda home: first
-    return lambda home: (np.roll(first, home) + home) % size
+    turned = center(algorithm, len(first) - 1) != center(algorithm, 0)
+    return CollectiveTrees(np.array(first, dtype=np.int64), turned)
 
 
 def depth(algorithm: Algorithm, size: int) -> int:

@@ -4,7 +4,7 @@ They come from the product's own messages and their encoding. Nothing here knows
 once with fields of the right length, and encoded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,7 @@ from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import NO_REVISION, Message, encode
+from topotrain.extensions.compression.codecs import Codec
 from topotrain.extensions.compression.error_feedback import codec_for
 
 _ONE_BATCH = (0, 0, 0)
@@ -88,6 +89,21 @@ class BucketShape:
     fragment: int
 
 
+@dataclass(frozen=True, slots=True)
+class BodySizes:
+    """The bytes of the elements of a bucket as they travel.
+
+    codec: encodes them. None: they travel as they are, with `itemsize` bytes each.
+    """
+
+    codec: Codec | None
+    itemsize: int
+
+    def of(self, count: int) -> int:
+        """Return the bytes of so many elements."""
+        return count * self.itemsize if self.codec is None else self.codec.size(count)
+
+
 class BucketShapes:
     """The shapes of all buckets of a model.
 
@@ -118,15 +134,13 @@ class BucketShapes:
         self.all = tuple(self._shape(bucket, *sizes[bucket.space]) for bucket in slice_map.buckets)
         """By number of the bucket."""
 
-    def _shape(
-        self, bucket: Bucket, push: Callable[[int], int], mean: Callable[[int], int], values: Callable[[int], int]
-    ) -> BucketShape:
+    def _shape(self, bucket: Bucket, push: BodySizes, mean: BodySizes, values: BodySizes) -> BucketShape:
         slice_map, count, space = self.map, bucket.hi - bucket.lo, self.map.spaces[bucket.space]
         trained = self._pushes_all or any(
             slice_map.parameters[slice_map.segments[piece.segment].parameter].trainable for piece in bucket.pieces
         )
         size = count * space.itemsize
-        sent = push(count), mean(count), values(count)
+        sent = push.of(count), mean.of(count), values.of(count)
         return BucketShape(*sent, size, count, len(bucket.pieces), trained, space.optimizer)
 
     def of_shard(self, shard: int) -> tuple[BucketShape, ...]:
@@ -134,13 +148,8 @@ class BucketShapes:
         return tuple(self.all[bucket.id] for bucket in self.map.buckets_of(shard))
 
 
-def _sizes(kind: Compression, dtype: str, itemsize: int, ratio: float) -> Callable[[int], int]:
-    """Return the function that gives the bytes of an encoded bucket.
-
-    Its argument is the number of elements.
-    """
-    codec = codec_for(kind, torch_dtype(dtype), ratio)
-    return (lambda count: count * itemsize) if codec is None else codec.size
+def _sizes(kind: Compression, dtype: str, itemsize: int, ratio: float) -> BodySizes:
+    return BodySizes(codec_for(kind, torch_dtype(dtype), ratio), itemsize)
 
 
 # --- the messages of one server's buckets ----------------------------------------------------------------------------

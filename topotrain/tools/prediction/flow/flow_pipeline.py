@@ -7,8 +7,9 @@ gets takes that host's link for its own time, and the link of the class for its 
 overlap, and all of them together take as long as the links need.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from heapq import heappop, heappush
 
 from topotrain.config.job import Algorithm, Apply, Grads, Job, Pull
@@ -20,8 +21,30 @@ from topotrain.tools.prediction.flow.flow_costs import Computing, Costs
 from topotrain.tools.prediction.flow.flow_frames import BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_votes import commit_to
 
-Step = Callable[[float, int], None]
-"""An event of a bucket (its number) at a time."""
+
+class Stage(Enum):
+    """The events of a bucket in a step."""
+
+    PUSHED = auto()
+    """It leaves the workers of a class of hosts."""
+    ARRIVED = auto()
+    """All its parts are at the server."""
+    ADDED = auto()
+    """The server adds the parts up."""
+    UPDATES = auto()
+    """The server updates its values."""
+    MEAN_SPREADS = auto()
+    """The server sends its mean."""
+    MEAN_LEAVES = auto()
+    """Its mean leaves the link of the server."""
+    MEAN_SEEN = auto()
+    """All workers have its mean."""
+    VALUES_SPREAD = auto()
+    """The server sends its new values."""
+    VALUES_LEAVE = auto()
+    """Its new values leave the link of the server."""
+    VALUES_SHOWN = auto()
+    """All workers have its new values."""
 
 
 @dataclass
@@ -45,6 +68,25 @@ class HostClass:
     out: float = 0.0
     into: float = 0.0
     core: float = 0.0
+
+    def send(self, now: float, seconds: float) -> float:
+        """Take the outgoing link for so long; return until when it is taken."""
+        self.out = max(self.out, now) + seconds
+        return self.out
+
+    def receive(self, now: float, seconds: float) -> float:
+        """Take the incoming link for so long; return until when it is taken."""
+        self.into = max(self.into, now) + seconds
+        return self.into
+
+    def work(self, now: float, seconds: float) -> float:
+        """Take the cores of the servers for so long; return until when they are taken."""
+        self.core = max(self.core, now) + seconds
+        return self.core
+
+    def serve(self, now: float, seconds: float) -> float:
+        """Let one of the servers work for so long; return until when the cores are taken."""
+        return self.work(now, seconds / max(1, self.servers * self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +140,7 @@ class StepPipeline:
         self._senders = [each for each in self._classes if each.workers]
         self._tree = costs.topology.server_collective and costs.job.cluster.algorithm is not Algorithm.kNaive
         self._hops = depth(costs.job.cluster.algorithm, costs.topology.shards) if self._tree else 0
-        self._events: list[tuple[float, int, Step, int]] = []
+        self._events: list[tuple[float, int, Stage, int, int]] = []
         self._number = 0
         self._missing = {number: len(self._senders) for number in self._buckets}
         self._arrived = dict.fromkeys(self._buckets, 0.0)
@@ -139,18 +181,43 @@ class StepPipeline:
                 then = each.computing.before + each.computing.backward * self._ready[number]
                 # A worker sends in the thread of its backward.
                 busy += self._costs.send_s(frames.push(self._shapes.all[number]), self._near)
-                self._at(then + busy, lambda now, bucket, at=place: self._push(now, self._senders[at], bucket), number)  # type: ignore[misc]
+                self._at(then + busy, Stage.PUSHED, number, place)
             over = max(over, each.computing.total + busy)
         return over
 
-    def _at(self, time: float, do: Step, number: int) -> None:
+    def _at(self, time: float, stage: Stage, number: int, place: int = 0) -> None:
+        """Let a bucket come to a stage. place: of the class of hosts that pushes it."""
         self._number += 1
-        heappush(self._events, (time, self._number, do, number))
+        heappush(self._events, (time, self._number, stage, number, place))
 
     def _go_on(self) -> None:
         while self._events:
-            now, _, do, number = heappop(self._events)
-            do(now, number)
+            now, _, stage, number, place = heappop(self._events)
+            self._happen(now, stage, number, place)
+
+    def _happen(self, now: float, stage: Stage, number: int, place: int) -> None:
+        shape = self._shapes.all[number]
+        match stage:
+            case Stage.PUSHED:
+                self._push(now, self._senders[place], number)
+            case Stage.ARRIVED:
+                self._arrive(now, number)
+            case Stage.ADDED:
+                self._sum(now, number)
+            case Stage.UPDATES:
+                self._update(now, number)
+            case Stage.MEAN_SPREADS:
+                self._spread(now, number, frames.mean(shape), Stage.MEAN_LEAVES, Stage.MEAN_SEEN)
+            case Stage.MEAN_LEAVES:
+                self._leave(now, number, frames.mean(shape), Stage.MEAN_SEEN)
+            case Stage.MEAN_SEEN:
+                self._seen = max(self._seen, now)
+            case Stage.VALUES_SPREAD:
+                self._spread(now, number, frames.values(shape), Stage.VALUES_LEAVE, Stage.VALUES_SHOWN)
+            case Stage.VALUES_LEAVE:
+                self._leave(now, number, frames.values(shape), Stage.VALUES_SHOWN)
+            case Stage.VALUES_SHOWN:
+                self._values[number] = self._shown = max(self._shown, now)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +239,7 @@ class StepPipeline:
             self._arrived[number] = max(self._arrived[number], here)
         self._missing[number] -= 1
         if not self._missing[number]:
-            self._at(self._arrived[number], self._arrive, number)
+            self._at(self._arrived[number], Stage.ARRIVED, number)
 
     def _over_link(
         self, now: float, sender: HostClass, receiver: HostClass, nbytes: float, senders: int
@@ -185,28 +252,27 @@ class StepPipeline:
         # A host that is of both classes keeps its own part.
         far = (sender.count - 1) / sender.count if sender is receiver else 1.0
         away = costs.seconds(nbytes * far)
-        sender.out = left = max(sender.out, now) + away
+        left = sender.send(now, away)
         whole = away * senders
-        receiver.into = max(receiver.into, now) + whole / receiver.count
+        there = receiver.receive(now, whole / receiver.count)
         # Connections share a link alike, so a bucket does not wait until those before it are through.
-        return left, max(left, receiver.into, now + whole) + (costs.delay_s if far else 0.0)
+        return left, max(left, there, now + whole) + (costs.delay_s if far else 0.0)
 
     def _arrive(self, now: float, number: int) -> None:
         """All parts of a bucket are at the server."""
         center, shape, costs = self._center(number), self._shapes.all[number], self._costs
         if self._tree:
-            self._along_tree(now, number, shape.nbytes, self._sum)
+            self._along_tree(now, number, shape.nbytes, Stage.ADDED)
             return
         parts = sum(each.copies * each.count for each in self._senders)
         each = costs.handle_s(frames.push(shape), self._near)
         # The first parts are handled while the last ones are under way.
         self._work(center, now, parts * each)
-        self._at(max(now + each, center.core), self._sum, number)
+        self._at(max(now + each, center.core), Stage.ADDED, number)
 
     def _work(self, where: HostClass, now: float, seconds: float) -> float:
         """A server of a class works; return when all that was to do there is done."""
-        where.core = max(where.core, now) + seconds / max(1, where.servers * where.count)
-        return max(where.core, now + seconds)
+        return max(where.serve(now, seconds), now + seconds)
 
     def _sum(self, now: float, number: int) -> None:
         """A bucket is added up."""
@@ -214,41 +280,41 @@ class StepPipeline:
         done = now if self._tree else self._work(center, now, self._costs.sum_s(shape.nbytes, self._size))
         self._summed[number] = done
         if self._on_arrival:
-            self._at(done, self._update, number)
+            self._at(done, Stage.UPDATES, number)
         elif self._visible:
-            self._at(done, lambda now, bucket: self._spread(now, bucket, frames.mean(shape), self._see), number)
+            self._at(done, Stage.MEAN_SPREADS, number)
 
     def _update(self, now: float, number: int) -> None:
         """A bucket is updated while the backward still works."""
         done = self._work(self._center(number), now, self._costs.update_s(self._shapes.all[number].elements))
-        self._at(done, self._send_values, number)
+        self._at(done, Stage.VALUES_SPREAD, number)
 
-    def _spread(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
-        """A server sends a bucket to all workers."""
+    def _spread(self, now: float, number: int, parcel: Parcel, leaves: Stage, there: Stage) -> None:
+        """A server sends a bucket to all workers, over its link or along the tree."""
         if self._tree:
-            self._along_tree(now, number, parcel.payload, then)
+            self._along_tree(now, number, parcel.payload, there)
             return
         copies = sum(each.copies * each.count for each in self._senders)
         sent = self._work(self._home_of(number), now, copies * self._costs.send_s(parcel, self._near))
-        self._at(sent, lambda now, bucket: self._leave(now, bucket, parcel, then), number)
+        self._at(sent, leaves, number)
 
-    def _leave(self, now: float, number: int, parcel: Parcel, then: Step) -> None:
+    def _leave(self, now: float, number: int, parcel: Parcel, there: Stage) -> None:
         """A bucket leaves the link of its server."""
         costs, home, here = self._costs, self._home_of(number), now
         for each in self._senders:
             far = (each.count - 1) / each.count if each is home else 1.0
             whole = costs.seconds(parcel.nbytes * each.copies * each.count * far)
-            home.out = max(home.out, now) + whole / home.count
-            each.into = max(each.into, now) + costs.seconds(parcel.nbytes * each.copies * far)
-            here = max(here, home.out, each.into, now + whole)
+            left = home.send(now, whole / home.count)
+            arrived = each.receive(now, costs.seconds(parcel.nbytes * each.copies * far))
+            here = max(here, left, arrived, now + whole)
         here += 0.0 if self._near else costs.delay_s
-        self._at(here + costs.receive_s(parcel, self._near), then, number)
+        self._at(here + costs.receive_s(parcel, self._near), there, number)
 
     def _home_of(self, number: int) -> HostClass:
         """The hosts of which one has the server of a bucket."""
         return self._classes[self._home[self._shapes.map.buckets[number].shard]]
 
-    def _along_tree(self, now: float, number: int, nbytes: float, then: Step) -> None:
+    def _along_tree(self, now: float, number: int, nbytes: float, there: Stage) -> None:
         """A bucket goes from server to server."""
         costs, ranks = self._costs, self._topology.shards
         hop = Parcel(1.0, nbytes, nbytes)
@@ -256,17 +322,10 @@ class StepPipeline:
         here = now + self._hops * (costs.seconds(nbytes) + costs.delay_s + work)
         for each in self._classes:
             taken = costs.seconds(nbytes) * (ranks - 1) / ranks * each.servers
-            each.out, each.into = max(each.out, now) + taken, max(each.into, now) + taken
-            each.core = max(each.core, now) + work * (ranks - 1) / ranks
-            here = max(here, each.out, each.into, each.core)
+            busy = each.work(now, work * (ranks - 1) / ranks)
+            here = max(here, each.send(now, taken), each.receive(now, taken), busy)
         self._left = max(self._left, here)
-        self._at(here, then, number)
-
-    def _see(self, now: float, number: int) -> None:
-        self._seen = max(self._seen, now)
-
-    def _show(self, now: float, number: int) -> None:
-        self._values[number] = self._shown = max(self._shown, now)
+        self._at(here, there, number)
 
     # --- the decision ------------------------------------------------------------------------------------------------
 
@@ -301,13 +360,10 @@ class StepPipeline:
         last = now
         for number in self._all:
             shape, home = self._shapes.all[number], self._home_of(number)
-            home.core = max(home.core, now) + self._costs.update_s(shape.elements) / max(1, home.servers * home.count)
-            last = max(last, home.core)
-            self._at(home.core, self._send_values, number)
+            done = home.serve(now, self._costs.update_s(shape.elements))
+            last = max(last, done)
+            self._at(done, Stage.VALUES_SPREAD, number)
         return last
-
-    def _send_values(self, now: float, number: int) -> None:
-        self._spread(now, number, frames.values(self._shapes.all[number]), self._show)
 
     def _lazy_end(self, sent: float) -> float:
         """Return when the next step could begin so that no layer of its forward waits."""
@@ -337,19 +393,20 @@ def host_classes(costs: Costs, groups: Sequence[int]) -> tuple[list[HostClass], 
         servers[home] = servers.get(home, 0) + 1
     summed = topology.cluster.nworkers_per_procs > 1 and bool(used_units(costs.job, topology, groups[0]))
     naive = topology.server_collective and costs.job.cluster.algorithm is Algorithm.kNaive
-    classes: dict[tuple[object, ...], int] = {}
-    found: list[HostClass] = []
-    of_host: dict[int, int] = {}
+    slowest: dict[int, Computing] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for host in dict.fromkeys((*workers, *servers)):
         here = workers.get(host, [])
-        slowest = max(here, key=lambda each: each.total, default=Computing(0.0, 0.0))
+        slowest[host] = max(here, key=lambda each: each.total, default=Computing(0.0, 0.0))
         # In a star the center does more than the others.
-        key = (len(here), round(slowest.total, 9), servers.get(host, 0), naive and host == homes[0])
-        if key not in classes:
-            classes[key] = len(found)
-            found.append(HostClass(0, len(here), servers.get(host, 0), slowest, 1 if summed and here else len(here)))
-        of_host[host] = classes[key]
-        found[of_host[host]].count += 1
+        key = (len(here), round(slowest[host].total, 9), servers.get(host, 0), naive and host == homes[0])
+        alike.setdefault(key, []).append(host)
+    found: list[HostClass] = []
+    for first, *others in alike.values():
+        held = len(workers.get(first, ()))
+        copies = 1 if summed and held else held
+        found.append(HostClass(1 + len(others), held, servers.get(first, 0), slowest[first], copies))
+    of_host = {host: number for number, hosts in enumerate(alike.values()) for host in hosts}
     return found, [of_host[home] for home in homes]
 
 

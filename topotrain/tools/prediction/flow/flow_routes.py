@@ -5,7 +5,7 @@ Each member of one set sends the same to each member of another.
 A set of ten thousand workers is one object. `expanded` names all pairs, which is for small layouts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,19 +74,39 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveTrees:
+    """The trees of a collective between the servers of group 0, one for each home.
+
+    All trees of a ring, and all binary ones, are that of home 0 with other ranks. To make each anew would take minutes
+    for 10,000 ranks.
+
+    Attributes:
+        first: the parent of each rank in the tree of home 0.
+        turned: the trees of other homes have other ranks. Otherwise all homes have the same tree.
+    """
+
+    first: Ranks
+    turned: bool
+
+    def parents(self, home: int) -> Ranks:
+        """Return the neighbor of each rank on its way to the center, which is its own."""
+        return (np.roll(self.first, home) + home) % len(self.first) if self.turned else self.first
+
+
+@dataclass(frozen=True, slots=True)
 class TreeFlow:
     """Parcels of a collective between the servers of group 0.
 
     They go along the edges of one tree for each home.
 
     Attributes:
-        parents: home -> the neighbor of each rank on its way to the center. The center is its own.
+        trees: of all homes.
         parcels: by home, what travels along each edge of its tree.
         upward: to the center. Otherwise the parcels go away from it.
         size: ranks.
     """
 
-    parents: Callable[[int], Ranks]
+    trees: CollectiveTrees
     parcels: Sequence[Parcel]
     upward: bool
     size: int
@@ -97,7 +117,7 @@ class TreeFlow:
         for home, parcel in enumerate(self.parcels):
             if not parcel.messages:
                 continue
-            parents = self.parents(home)
+            parents = self.trees.parents(home)
             inner = parents != ranks
             near, far = ranks[inner], parents[inner]
             yield (near, far, parcel) if self.upward else (far, near, parcel)

@@ -1,0 +1,150 @@
+"""The events of single processes: their states, figures and series."""
+
+import math
+
+from topotrain.core.events import (
+    Ending,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Frozen,
+    Incident,
+    Logged,
+    Lost,
+    Resources,
+    ServerLoad,
+    Serving,
+    Slices,
+    Started,
+    StepDone,
+    Thawed,
+    Traffic,
+    Traveled,
+    Waits,
+)
+from topotrain.tools.recording.history_series import Moment, SeriesTable
+from topotrain.tools.recording.process_figures import ProcessTrack
+from topotrain.tools.recording.process_table import ProcessTable
+
+GROUP_S = 0.5
+"""Seconds between two points of a group's loss."""
+APPLIES_S = 2.0
+"""Seconds without news of a server after which it waits."""
+
+
+class ProcessEvents:
+    """Adds up the events of single processes.
+
+    Args:
+        processes: of the job.
+        series: gets the points.
+    """
+
+    def __init__(self, processes: ProcessTable, series: SeriesTable) -> None:
+        self._processes, self._series = processes, series
+        self._grouped: dict[int, float] = {}  # group -> the time of the last point of its loss
+
+    def add(self, process: ProcessTrack, event: Event, now: Moment) -> None:
+        """Add an event of a process."""
+        match event:
+            case Started(pid=pid):
+                self._on_started(process, pid, now)
+            case Serving(pid=pid):
+                self._on_started(process, pid, now)
+                process.enter(now, "waits")
+            case StepDone():
+                self._on_step(process, event, now)
+            case Finished():
+                process.worker.on_finished(event)
+                process.enter(now, "finished")
+            case Ending():
+                process.enter(now, "finished")
+            case Waits():
+                process.enter(now, "waits")
+            # Its first step has not ended: in a slowed job that takes long.
+            case Traveled() if process.is_worker and process.states.now in ("starting", "restarts"):
+                process.enter(now, "computes")
+            case Logged():
+                for name, value in process.worker.on_logged(event.values).items():
+                    self._series.add(now, str(process.address), f"log:{name}", value, event.step)
+            case Resources():
+                self._on_resources(process, event, now)
+            case Traffic():
+                self._on_traffic(process, event, now)
+            case ServerLoad():
+                self._on_load(process, event, now)
+            case Slices():
+                process.on_slices(event)
+                self._processes.change(now.number)
+            case Frozen():
+                process.enter(now, "stopped")
+            case Thawed():
+                process.enter(now, "computes" if process.is_worker else "waits")
+            # The exit of a former process may come behind the start of its successor.
+            case Exited(pid=pid, code=code) if process.pid in (None, pid) and process.is_present:
+                process.enter(now, "finished" if code == 0 else "dead")
+            case Lost() | Failed() | Incident():
+                process.enter(now, "dead")
+            case _:
+                pass
+        self._processes.mirror(process, now)
+
+    def _on_started(self, process: ProcessTrack, pid: int, now: Moment) -> None:
+        if process.pid == pid and process.states.now not in ("", "dead", "away"):
+            return
+        again = process.pid is not None and process.states.now not in ("", "away")
+        process.enter(now, "restarts" if again else "starting")
+        if process.pid != pid:
+            process.start(pid)
+            self._processes.change(now.number)
+
+    def _on_step(self, process: ProcessTrack, event: StepDone, now: Moment) -> None:
+        name, figures = str(process.address), process.worker
+        figures.on_step(now.at, event)
+        process.enter(now, "computes")
+        if event.loss is not None:
+            self._series.add(now, name, "loss", event.loss, event.step)
+        for metric in ("samples_per_s", "waiting_share"):
+            value = getattr(figures, metric)
+            if value is not None:
+                self._series.add(now, name, metric, value, event.step)
+        for metric in ("staleness_mean", "staleness_p95", "staleness_max"):
+            self._series.add(now, name, metric, float(getattr(figures, metric)), event.step)
+        self._on_group_loss(process.address.group, now)
+
+    def _on_group_loss(self, group: int, now: Moment) -> None:
+        if now.at - self._grouped.get(group, -math.inf) < GROUP_S:
+            return
+        workers = [process.worker for process in self._processes.workers(group)]
+        losses = [worker.loss for worker in workers if worker.loss is not None]
+        if losses:
+            self._grouped[group] = now.at
+            step = max(worker.step for worker in workers)
+            self._series.add(now, f"group {group}", "loss", sum(losses) / len(losses), step)
+
+    def _on_resources(self, process: ProcessTrack, event: Resources, now: Moment) -> None:
+        process.on_resources(event)
+        self._series.add(now, str(process.address), "memory_bytes", float(event.memory_bytes), process.step)
+        # Servers report what they do, and not that they do nothing.
+        loaded_at = process.server.loaded_at
+        if process.states.now == "applies" and loaded_at is not None and now.at - loaded_at > APPLIES_S:
+            process.enter(now, "waits")
+
+    def _on_traffic(self, process: ProcessTrack, event: Traffic, now: Moment) -> None:
+        name = str(process.address)
+        for to, count in event.sent.items():
+            if to not in self._processes.by_name:
+                continue
+            process.on_sent(now.at, to, count)
+            rate = process.bytes_per_s(to)
+            if rate is not None:
+                self._series.add(now, f"{name}>{to}", "bytes_per_s", rate, process.step)
+            self._processes.connect(name, to, now.number)
+
+    def _on_load(self, process: ProcessTrack, event: ServerLoad, now: Moment) -> None:
+        process.server.on_load(now.at, event)
+        rate = process.server.updates_per_s
+        if rate is not None:
+            self._series.add(now, str(process.address), "updates_per_s", rate, event.version)
+        process.enter(now, "applies" if process.server.works else "waits")
