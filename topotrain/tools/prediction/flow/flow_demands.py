@@ -181,7 +181,8 @@ class Demands:
         last = np.concatenate((groups, np.repeat([max(each) for each in served], topology.shards)))
         np.minimum.at(least, places.host, first)
         np.maximum.at(most, places.host, last)
-        return least != most
+        several: npt.NDArray[np.bool_] = least != most
+        return several
 
     def _shared(self) -> Sequence[float]:
         """Seconds of the busiest resource of each sort at the servers.
