@@ -5,9 +5,9 @@ queued, because the next delta has it all.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.tools.dashboard.watched_run import RunUpdate, WatchedRun
 
@@ -20,8 +20,22 @@ MOST_STREAMS = 32
 _QUIET_S = 5.0  # a page whose job says nothing is told the time
 
 Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Receive(Protocol):
+    """The incoming side of an ASGI connection."""
+
+    def __call__(self) -> Awaitable[Any]:
+        """Wait for the next message of the browser or of the server."""
+        ...
+
+
+class Send(Protocol):
+    """The outgoing side of an ASGI connection."""
+
+    def __call__(self, message: dict[str, Any], /) -> Awaitable[None]:
+        """Send a message, and wait until the network has taken it."""
+        ...
 
 
 @dataclass(slots=True)

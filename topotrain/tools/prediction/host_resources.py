@@ -136,6 +136,12 @@ class _Parcel:
     piece: int
     then: Callable[[], None]
 
+    def leave(self) -> int:
+        """Let the next piece leave; return its bytes."""
+        size = min(self.left, self.piece)
+        self.left -= size
+        return size
+
 
 class LinkQueue:
     """The messages of one connection between two hosts, in their order.
@@ -169,9 +175,7 @@ class LinkQueue:
             self._active = False
             return
         first = self._queue[0]
-        size = min(first.left, first.piece)
-        go_on, there = self._route.book(self._sim.now, size)
-        first.left -= size
+        go_on, there = self._route.book(self._sim.now, first.leave())
         if not first.left:
             self._queue.popleft()
             self._sim.at(there, first.then)

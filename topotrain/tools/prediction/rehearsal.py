@@ -16,16 +16,16 @@ from topotrain.core.client.client import Client
 from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
 from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
+from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.prediction.host_resources import HostCores
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
-from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, RehearsedTransport, Routes
+from topotrain.tools.prediction.rehearsed.process_work import HandledMessage, ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, MachineCores, RehearsedTransport, Routes
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
@@ -54,14 +54,32 @@ class _Enough(BaseException):
 class RehearsedServer(SimServer):
     """A server with messages that take time. work: of its process."""
 
-    work: ProcessWork
+    def __init__(self, server: Server, transport: SimulatedTransport, work: ProcessWork) -> None:
+        super().__init__(server, transport)
+        self.work = work
 
     def handle(self, sender: Address, message: Message) -> None:
         """Handle a message, also one of the server's own timer."""
         if self.work.handling:
             super().handle(sender, message)
         else:
-            self.work.receive(0.0, lambda: SimServer.handle(self, sender, message))
+            self.work.receive(0.0, _OwnMessage(self, sender, message))
+
+    def handle_now(self, sender: Address, message: Message) -> None:
+        """Handle a message for which the process has taken its time."""
+        super().handle(sender, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnMessage(HandledMessage):
+    """A message of a server's own timer, which has not traveled."""
+
+    server: RehearsedServer
+    sender: Address
+    message: Message
+
+    def handle(self) -> None:
+        self.server.handle_now(self.sender, self.message)
 
 
 class Rehearsal(SimCluster, StepObserver):
@@ -82,7 +100,6 @@ class Rehearsal(SimCluster, StepObserver):
         """When all workers had made their first steps."""
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
-        self.cores: dict[int, HostCores] = {}
         self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
         self._shares = job.cluster.transport is not TransportChoice.kTcp
         super().__init__(job, seed, None, probe.schema())
@@ -110,7 +127,8 @@ class Rehearsal(SimCluster, StepObserver):
     def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
         topology = self.topology
         self.links = HostLinks(self.sim, topology, self.machines.link)
-        self.routes = Routes(topology, self.probe, self.links, self.cores_of)
+        self.cores = MachineCores(self.sim, topology, self.machines, self.probe)
+        self.routes = Routes(topology, self.probe, self.links, self.cores)
         self.messages = MessageRecords(topology.worker_groups == 1)
         transport = RehearsedTransport(self.sim, self.probe, self.routes, self.messages)
         for unit in topology.units:
@@ -124,33 +142,16 @@ class Rehearsal(SimCluster, StepObserver):
             # The worker's thread does the work of its server.
             me = Address(Role.WORKER, 0, me.index)
         if me not in self.work:
-            self.work[me] = ProcessWork(str(me), self.sim, self.cores_of(me), self._costs, on_script=inline)
+            self.work[me] = ProcessWork(str(me), self.sim, self.cores.of(me), self._costs, on_script=inline)
         work = self.work[me]
         if inline:
             self.work[Address(Role.SERVER, 0, me.index)] = work
         return work
 
-    def host_of(self, me: Address) -> int:
-        """Return the number of the machine of an endpoint.
-
-        Emulated hosts are on one machine.
-        """
-        return 0 if self.machines.emulated else self.topology.host_of(me)
-
-    def cores_of(self, me: Address) -> HostCores:
-        """Return the cores of an endpoint's machine."""
-        host = self.host_of(me)
-        if host not in self.cores:
-            count = self.machines.cores or self.probe.machine.cores
-            sharing = self.probe.sharing if count == self.probe.machine.cores else {}
-            self.cores[host] = HostCores(self.sim, count, sharing)
-        return self.cores[host]
-
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
         sender = SimSender(self.transport, me)
         server = make_server(me, self.job, self.topology, PrivateMemory(), self._shares, sender, resumed)
-        made = RehearsedServer(server, self.transport)
-        made.work = self.work[me]
+        made = RehearsedServer(server, self.transport, self.work[me])
         if self._traced:
             recorder = ServerRecorder(self._traced, VirtualClock(made.work), str(me), server.groups)
             self.recorders[me] = recorder
@@ -195,7 +196,9 @@ class Rehearsal(SimCluster, StepObserver):
     def use(self) -> Use:
         """Return for how long each resource was busy so far."""
         # Of several cores each counts its part.
-        found = {self._host_name(host, "cores"): cores.busy() / cores.count for host, cores in self.cores.items()}
+        found = {
+            self._host_name(host, "cores"): cores.busy() / cores.count for host, cores in self.cores.by_host.items()
+        }
         for (host, direction), meter in self.links.meters.items():
             found[self._host_name(host, f"link {direction}")] = meter.busy_s
         for me in self.sim_servers:

@@ -8,7 +8,7 @@ All workers of a group take the same decisions between two rounds, since each en
 on: the samples of the step, and whether new values have arrived.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -231,20 +231,12 @@ class GroupReduction(GradientExchange):
 
     def _is_over(self) -> bool:
         ends = self._ends.get(self._backward, {})
-        return len(ends) == len(self._workers) and not self._pushed(ends) & ~self._here
-
-    @staticmethod
-    def _pushed(ends: Mapping[int, PeerBackwardEnd]) -> int:
-        """The buckets of which some worker has a gradient."""
-        found = 0
-        for end in ends.values():
-            found |= bits_to_int(end.pushed)
-        return found
+        return len(ends) == len(self._workers) and not _pushed(ends.values()) & ~self._here
 
     def _missing(self) -> set[int]:
         """The workers of which something is awaited."""
         ends = self._ends.get(self._backward, {})
-        awaited = self._pushed(ends) & ~self._here
+        awaited = _pushed(ends.values()) & ~self._here
         found = {index for index in self._others if index not in ends}
         return found | {self._adder[bucket.id] for bucket in self._buckets if awaited >> bucket.id & 1}
 
@@ -383,3 +375,11 @@ class GroupReduction(GradientExchange):
     def take_pause(self, sender: Address, message: PeerPause) -> None:
         """A worker makes no backward before a round is over."""
         self._pauses[sender.index] = message
+
+
+def _pushed(ends: Iterable[PeerBackwardEnd]) -> int:
+    """Return the buckets of which some worker has a gradient, a bit for each."""
+    found = 0
+    for end in ends:
+        found |= bits_to_int(end.pushed)
+    return found

@@ -1,7 +1,6 @@
 """The network of a rehearsal: routes between processes, with the costs of a probe."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,9 @@ from topotrain.config.job import Link, TransportChoice
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message, encode
 from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime
+from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SerialWork
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SentMessage, SerialWork
 from topotrain.tools.probe.probe_file import Probe, ProbedTransport
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
@@ -76,6 +76,30 @@ class HostLinks:
         return self.meters.setdefault((host, direction), LinkTime(self._link.bandwidth * 1e6 / 8))
 
 
+class MachineCores:
+    """The cores of all machines. Emulated hosts are on one machine.
+
+    Args:
+        sim: the virtual time.
+        topology: places addresses on hosts.
+        machines: the hosts.
+        probe: has the cores of the probed machine, and how processes share them.
+    """
+
+    def __init__(self, sim: Simulation, topology: Topology, machines: Machines, probe: Probe) -> None:
+        self._sim, self._topology, self._machines, self._probe = sim, topology, machines, probe
+        self.by_host: dict[int, HostCores] = {}
+
+    def of(self, me: Address) -> HostCores:
+        """Return the cores of an endpoint's machine."""
+        host = 0 if self._machines.emulated else self._topology.host_of(me)
+        if host not in self.by_host:
+            probed = self._probe.machine.cores
+            count = self._machines.cores or probed
+            self.by_host[host] = HostCores(self._sim, count, self._probe.sharing if count == probed else {})
+        return self.by_host[host]
+
+
 class Routes:
     """The routes between the endpoints of a job.
 
@@ -83,12 +107,10 @@ class Routes:
         topology: the layout.
         probe: has the costs of the transports.
         links: of the hosts.
-        cores: of the host of an address.
+        cores: of the hosts.
     """
 
-    def __init__(
-        self, topology: Topology, probe: Probe, links: HostLinks, cores: Callable[[Address], HostCores]
-    ) -> None:
+    def __init__(self, topology: Topology, probe: Probe, links: HostLinks, cores: MachineCores) -> None:
         self._topology, self._probe, self._links, self._cores = topology, probe, links, cores
         self._known: dict[tuple[Address, Address], Route] = {}
 
@@ -117,7 +139,7 @@ class Routes:
         if self.far(me, to):
             link = self._links.queue(me, to)
             # A slow link never takes all at once, so that a writer thread sends.
-            writer = None if link is None else SerialWork(self._cores(me))
+            writer = None if link is None else SerialWork(self._cores.of(me))
             return Route(transports["tcp"], viewable=False, link=link, writer=writer)
         if self._topology.cluster.transport is TransportChoice.kTcp:
             return Route(transports["tcp"], viewable=False)
@@ -142,6 +164,36 @@ class CountedEndpoint(Endpoint):
     def lost(self, peer: Address, reason: str) -> None:
         """As `Endpoint.lost`."""
         self._endpoint.lost(peer, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery(SentMessage):
+    """A message on its way between two endpoints.
+
+    Attributes:
+        transport: carries it.
+        route: from `me` to `to`.
+        nbytes: of the message, with its header.
+    """
+
+    transport: "RehearsedTransport"
+    route: Route
+    me: Address
+    to: Address
+    message: Message
+    nbytes: int
+
+    def leave(self) -> None:
+        """As `SentMessage.leave`."""
+        self.transport.carry(self)
+
+    def arrive(self) -> None:
+        """Reach the receiver now."""
+        self.transport.receive(self)
+
+    def handle(self) -> None:
+        """As `HandledMessage.handle`."""
+        self.transport.hand_over(self)
 
 
 class RehearsedTransport(SimulatedTransport):
@@ -171,31 +223,31 @@ class RehearsedTransport(SimulatedTransport):
         return self._routes.between(me, to).viewable
 
     def _schedule(self, me: Address, to: Address, message: Message, late: bool) -> None:
-        route = self._routes.between(me, to)
-        nbytes = _size(message)
+        route, nbytes = self._routes.between(me, to), _size(message)
         if not route.inside:
             self._records.sent(me, to, message, nbytes, self._sim.now)
         seconds = 0.0 if route.writer is not None else route.send_s(nbytes)
-        self._work[me].send(seconds, lambda: self._leave(route, me, to, message, nbytes))
+        self._work[me].send(seconds, Delivery(self, route, me, to, message, nbytes))
 
-    def _leave(self, route: Route, me: Address, to: Address, message: Message, nbytes: int) -> None:
-        """A message leaves its process now."""
-        self._records.left(me, to, message, self._sim.now)
-
-        def arrive() -> None:
-            self._arrive(route, me, to, message, nbytes)
-
-        if route.writer is None or route.link is None:
-            latency = route.costs.latency_s
-            self._sim.at(self._sim.now + latency, arrive)
+    def carry(self, delivery: Delivery) -> None:
+        """Let a message that leaves its process now travel along its route."""
+        self._records.left(delivery.me, delivery.to, delivery.message, self._sim.now)
+        route, nbytes, link = delivery.route, delivery.nbytes, delivery.route.link
+        if route.writer is None or link is None:
+            self._sim.at(self._sim.now + route.costs.latency_s, delivery.arrive)
             return
-        link = route.link
-        route.writer.put(route.send_s(nbytes), lambda: link.send(nbytes, arrive))
+        route.writer.put(route.send_s(nbytes), lambda: link.send(nbytes, delivery.arrive))
 
-    def _arrive(self, route: Route, me: Address, to: Address, message: Message, nbytes: int) -> None:
-        self._records.arrived(me, to, message, self._sim.now)
+    def receive(self, delivery: Delivery) -> None:
+        """Let the receiver's process receive a message that arrives now."""
+        to = delivery.to
+        self._records.arrived(delivery.me, to, delivery.message, self._sim.now)
         serves = self._probe.server_message_s if to.role is Role.SERVER else 0.0
-        self._work[to].receive(route.receive_s(nbytes) + serves, lambda: self._deliver(me, to, message))
+        self._work[to].receive(delivery.route.receive_s(delivery.nbytes) + serves, delivery)
+
+    def hand_over(self, delivery: Delivery) -> None:
+        """Let the receiver's endpoint handle a message."""
+        self._deliver(delivery.me, delivery.to, delivery.message)
 
 
 def _size(message: Message) -> int:

@@ -63,13 +63,13 @@ class _Ready(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chain: torch.Tensor, parameter: torch.Tensor, step: "ComputedStep", share: float) -> Any:
-        ctx.step, ctx.share, ctx.like = step, share, (parameter.shape, parameter.dtype)
+        ctx.state = step, share, parameter.shape, parameter.dtype
         return chain.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.step.backward_until(ctx.share)
-        shape, dtype = ctx.like
+        step, share, shape, dtype = ctx.state
+        step.backward_until(share)
         return gradients[0], torch.zeros(shape, dtype=dtype), None, None
 
 
