@@ -8,6 +8,7 @@ with the product's own sizes. The time of a step is the longest of these:
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +19,9 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import slice_map_for
 from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.flow.flow_chances import PacedGroups, Rhythm, StepLengths, all_steps, paced
 from topotrain.tools.prediction.flow.flow_costs import Costs
-from topotrain.tools.prediction.flow.flow_demands import Demands
+from topotrain.tools.prediction.flow.flow_demands import Demands, Meeting
 from topotrain.tools.prediction.flow.flow_frames import NOTHING, BucketShapes, Parcel
 from topotrain.tools.prediction.flow.flow_islands import in_fragments
 from topotrain.tools.prediction.flow.flow_loads import Loads, Places
@@ -62,15 +64,15 @@ class GroupSteps:
 
     Attributes:
         groups: their numbers.
-        times: of a step that nothing else disturbs.
-        step_s: of a step beside all others, as a mean.
-        late_s: of twenty steps one is longer.
+        times: of a step of mean computing that nothing else disturbs.
+        lengths: of steps beside all others.
+        step_s: their mean.
     """
 
     groups: Sequence[int]
     times: StepTimes
+    lengths: StepLengths
     step_s: float
-    late_s: float
 
 
 class FlowModel:
@@ -128,20 +130,25 @@ class FlowModel:
         for group in range(self.topology.worker_groups):
             # Groups that make each round together are one.
             kinds.setdefault(() if self._has_rounds else self._kind(group), []).append(group)
-        alone = [(each, self._times(each if self._has_rounds else each[:1])) for each in kinds.values()]
-        least = [self._step_alone(times) for _, times in alone]
+        numbers = list(kinds.values())
+        times = [self._times(each if self._has_rounds else each[:1]) for each in numbers]
         if self._in_step:
-            # All wait for the slowest in each round.
-            least = [max(least)] * len(least)
-        counts = [len(groups) for groups, _ in alone]
-        paces = self.demands.paces(least, counts, apart=not self._in_step)
-        size = self.topology.workers_per_group * (self.topology.worker_groups if self._in_step else 1)
-        found = []
-        for (groups, times), pace in zip(alone, paces, strict=True):
-            usual, late = self.costs.slowest_of(size), self.costs.late_step(size)
-            step = pace + times.slowest * (usual - 1)
-            found.append(GroupSteps(groups, times, step, step + times.slowest * (late - usual)))
-        return found
+            lengths = self._together(numbers, times)
+        else:
+            lengths = [self._together([each[:1]], [its])[0] for each, its in zip(numbers, times, strict=True)]
+        alone = [each.mean for each in lengths]
+        paces = self.demands.paces(alone, numbers, self._meeting)
+        return [
+            GroupSteps(groups, its, each.later(pace - mean), pace)
+            for groups, its, each, mean, pace in zip(numbers, times, lengths, alone, paces, strict=True)
+        ]
+
+    @property
+    def _meeting(self) -> Meeting:
+        """What worker groups wait for."""
+        if self._in_step or self.topology.worker_groups == 1:
+            return Meeting.IN_STEP
+        return Meeting.NEVER if self.job.cluster.quorum else Meeting.AT_SERVERS
 
     @property
     def _in_step(self) -> bool:
@@ -187,27 +194,28 @@ class FlowModel:
             return range(len(self.shapes.all))
         return [number for number, shape in enumerate(self.shapes.all) if shape.fragment == 0]
 
-    def _step_alone(self, times: StepTimes) -> float:
-        """Seconds of a step of a group, as a mean over many steps.
-
-        The group has its servers and links for itself.
-        """
-        cluster = self.job.cluster
-        if cluster.outer is None:
-            pushing = times.end / cluster.n_push
-            return pushing + (times.slowest + self.probe.worker_step_s) * (1 - 1 / cluster.n_push)
-        # Servers have no part in the other steps.
-        local = times.slowest
-        exchange = max(0.0, times.end - times.slowest)
-        if cluster.quorum:
-            exchange = self._push_s(times)
-        elif cluster.overlap:
-            exchange = max(self._push_s(times), exchange - cluster.overlap * local)
-        return local + exchange / cluster.local_steps
+    def _together(self, kinds: Sequence[Sequence[int]], times: Sequence[StepTimes]) -> Sequence[StepLengths]:
+        """The steps of kinds of groups that wait for each other, and have their servers and links for themselves."""
+        cluster, script_s = self.job.cluster, self.probe.worker_step_s
+        exchange = max(0.0, times[0].end - times[0].slowest - script_s)
+        if cluster.outer is not None and not cluster.quorum:
+            (groups,), push = kinds, self._push_s(times[0])
+            rhythm = Rhythm(cluster.local_steps, cluster.overlap, exchange, script_s=script_s)
+            alike = Counter(self.costs.computing(self.topology.workers(group)[0]) for group in groups)
+            paces = [PacedGroups(count, {each: 1}, min(push, exchange)) for each, count in alike.items()]
+            found = paced(paces, self.probe.spread, rhythm)
+            return [all_steps([(each, pace.count) for each, pace in zip(found, paces, strict=True)])]
+        rhythm = Rhythm(cluster.local_steps, lead=cluster.max_staleness or 0, script_s=script_s)
+        paces = []
+        for groups, its in zip(kinds, times, strict=True):
+            alike = Counter(map(self.costs.computing, self.topology.workers(groups[0])))
+            busy = self._push_s(its) if cluster.quorum else max(0.0, its.end - its.slowest - script_s)
+            paces.append(PacedGroups(len(groups), alike, busy))
+        return paced(paces, self.probe.spread, rhythm)
 
     def _push_s(self, times: StepTimes) -> float:
         """Seconds of a worker for an exchange for which it does not wait."""
-        return max(0.0, times.committed - times.slowest)
+        return max(0.0, times.committed - times.slowest - self.probe.worker_step_s)
 
     # --- the result --------------------------------------------------------------------------------------------------
 
@@ -218,16 +226,17 @@ class FlowModel:
 
     def prediction(self) -> Prediction:
         """Return all that is predicted."""
-        step = _median([(kind.step_s, len(kind.groups)) for kind in self.steps])
+        # Of all steps that workers make: slow ones make fewer.
+        steps = all_steps([(kind.lengths, len(kind.groups) / kind.step_s) for kind in self.steps])
         return Prediction(
             framework=self.topology.framework,
             processes=processes_of(self.topology),
-            step_s=step,
-            step_p95_s=_quantile([(kind.late_s, len(kind.groups)) for kind in self.steps], 0.95),
+            step_s=steps.quantile(0.5),
+            step_p95_s=steps.quantile(0.95),
             samples_per_s=self.samples_per_s,
             parts=self._parts(),
             waits=tuple(self._waits()),
-            busiest=tuple(self._busiest(step)),
+            busiest=tuple(self._busiest()),
             links=tuple(self.links()),
             memory=tuple(planned_memory(self.job, self.probe, self.machines, self.topology)),
             staleness=self._staleness(),
@@ -239,7 +248,7 @@ class FlowModel:
         )
 
     def _parts(self) -> StepParts:
-        found = np.zeros(5)
+        found, whole = np.zeros(5), 0.0
         for kind in self.steps:
             times, often = kind.times, 1 / self.job.cluster.local_steps
             waiting = times.slowest - times.computed
@@ -252,25 +261,25 @@ class FlowModel:
                 hidden = (kind.step_s - times.computed - waiting) / (push + apply + pull or 1.0)
                 push, apply, pull = (max(0.0, each * hidden) for each in (push, apply, pull))
             rest = max(0.0, kind.step_s - times.computed - push - apply - pull)
-            found += np.array([times.computed, push, apply, pull, rest]) * len(kind.groups)
-        return StepParts(*(found / self.topology.worker_groups).tolist())
+            steps = len(kind.groups) / kind.step_s
+            found, whole = found + np.array([times.computed, push, apply, pull, rest]) * steps, whole + steps
+        return StepParts(*(found / whole).tolist())
 
     def _waits(self) -> Iterator[Wait]:
         """The slow workers that others of their group, or all, wait for."""
         topology, slow = self.topology, self.machines.stragglers
-        usual = self.costs.computing(topology.workers(0)[0]).total / slow.get(0, 1.0)
         found = []
         for number, factor in slow.items():
             group, index = divmod(number, topology.workers_per_group)
             others = topology.workers_per_group > 1 or self._in_step
             if factor > 1 and others:
-                found.append(Wait(str(topology.workers(group)[index]), usual * (factor - 1)))
+                longer = self.costs.usual_computing(index).drawn * (factor - 1)
+                found.append(Wait(str(topology.workers(group)[index]), longer))
         yield from sorted(found, key=lambda wait: -wait.seconds)[:_NAMED]
 
-    def _busiest(self, step: float) -> Iterator[BusyResource]:
-        rates = [len(kind.groups) / kind.step_s for kind in self.steps]
+    def _busiest(self) -> Iterator[BusyResource]:
         # The work of all groups in a mean step, in the time of one.
-        mean = self.topology.worker_groups / sum(rates) if rates else step
+        mean = self.topology.worker_groups / sum(len(kind.groups) / kind.step_s for kind in self.steps)
         for name, seconds in self.demands.largest(_NAMED):
             yield BusyResource(name, min(1.0, seconds / mean))
 
@@ -337,10 +346,6 @@ def _kind_of(route: Flow, sends: bool) -> str:
 def _mean(parcels: Sequence[Parcel]) -> Parcel:
     whole = sum(parcels, NOTHING)
     return whole.times(1 / max(1, len(parcels)))
-
-
-def _median(values: Sequence[tuple[float, float]]) -> float:
-    return _quantile(values, 0.5)
 
 
 def _quantile(values: Sequence[tuple[float, float]], share: float) -> float:

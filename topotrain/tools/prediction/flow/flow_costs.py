@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import NormalDist
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Topology
@@ -106,42 +105,45 @@ class Costs:
         return [hi - lo for lo, hi in cut(size, workers, self.job.cluster.shares)]
 
     def computing(self, worker: Address) -> "Computing":
-        """The computing of a worker in a step."""
-        batch, samples = self.probe.batch, self.samples[worker.index]
+        """The computing of a worker in a step, as a mean."""
         number = worker.group * self.topology.workers_per_group + worker.index
-        slower = self.machines.stragglers.get(number, 1.0) * self.crowding
-        scale = slower * batch.compute_s(samples) / batch.compute_s(batch.size)
+        usual = self.usual_computing(worker.index)
+        # A straggler is slow by itself: what it takes longer takes no cores from others, and is not slowed by them.
+        slower = self.crowding + self.machines.stragglers.get(number, 1.0) - 1.0
+        script = usual.script * self.crowding
+        return Computing(script, usual.forward * slower, usual.backward * slower)
+
+    def usual_computing(self, index: int) -> "Computing":
+        """The seconds of a core that a worker with this index in its group computes for, if it is no straggler."""
+        batch, samples = self.probe.batch, self.samples[index]
+        scale = batch.compute_s(samples) / batch.compute_s(batch.size)
         # With an outer optimizer the script's own makes its steps here.
         own = batch.optimizer_s if self.job.cluster.outer is not None else 0.0
-        script = (batch.other_s * samples / batch.size + own) * self.crowding
-        return Computing(script + batch.forward_s * scale, batch.backward_s * scale)
-
-    def slowest_of(self, workers: int) -> float:
-        """The median, over the mean, of the time of the slowest of so many equal workers."""
-        if workers < 2 or not self.probe.spread:
-            return 1.0
-        return 1.0 + self.probe.spread * NormalDist().inv_cdf(0.5 ** (1 / workers))
-
-    def late_step(self, workers: int) -> float:
-        """The same for one step of twenty."""
-        return 1.0 + self.probe.spread * NormalDist().inv_cdf(0.95 ** (1 / workers)) if self.probe.spread else 1.0
+        return Computing(batch.other_s * samples / batch.size + own, batch.forward_s * scale, batch.backward_s * scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
     """Seconds of a worker in a step.
 
-    before: the script and the forward. backward: the backward.
+    Only the forward and the backward differ from step to step.
     """
 
-    before: float
+    script: float
+    forward: float
     backward: float
+
+    @property
+    def before(self) -> float:
+        """What comes before the backward."""
+        return self.script + self.forward
+
+    @property
+    def drawn(self) -> float:
+        """The mean of what differs from step to step."""
+        return self.forward + self.backward
 
     @property
     def total(self) -> float:
         """All of it."""
         return self.before + self.backward
-
-    def times(self, factor: float) -> "Computing":
-        """The same, so many times slower."""
-        return Computing(self.before * factor, self.backward * factor)

@@ -4,9 +4,11 @@ Resources are links of hosts, processes, and the cores of hosts.
 """
 
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from topotrain.config.topology import Role
 from topotrain.tools.prediction.flow.flow_costs import Costs
@@ -15,6 +17,17 @@ from topotrain.tools.prediction.flow.flow_loads import Amounts, Loads, Places
 
 _ROUNDS = 300
 """Of the iteration for waits at servers, which converges in a few dozen."""
+
+
+class Meeting(Enum):
+    """What the groups of a job wait for, beside their own work."""
+
+    IN_STEP = auto()
+    """Each other."""
+    AT_SERVERS = auto()
+    """Links and servers that others use, too."""
+    NEVER = auto()
+    """Nothing: exchanges are under way while they train."""
 
 
 class Demands:
@@ -84,11 +97,11 @@ class Demands:
     def cores(self) -> Amounts:
         """Seconds of the cores of each host, with the computing of workers."""
         topology, places, costs = self._costs.topology, self._places, self._costs
-        usual = costs.computing(topology.workers(0)[0]).total / costs.machines.stragglers.get(0, 1.0) / costs.crowding
+        size = topology.workers_per_group
+        # What a straggler takes longer takes no cores.
+        usual = [costs.usual_computing(index).total + costs.probe.worker_step_s for index in range(size)]
         whole = self.work.copy()
-        whole[: places.workers] += usual + costs.probe.worker_step_s
-        for number, factor in costs.machines.stragglers.items():
-            whole[number] += usual * (factor - 1)
+        whole[: places.workers] += np.tile(usual, topology.worker_groups)
         hosts = np.bincount(places.host, weights=whole, minlength=places.hosts)
         if costs.machines.emulated:
             return np.array([hosts.sum() / costs.cores])
@@ -96,8 +109,8 @@ class Demands:
 
     # --- the pace ----------------------------------------------------------------------------------------------------
 
-    def paces(self, alone: Sequence[float], counts: Sequence[int], apart: bool) -> list[float]:
-        """Return the seconds of a step of each kind of groups.
+    def paces(self, alone: Sequence[float], kinds: Sequence[Sequence[int]], meeting: Meeting) -> list[float]:
+        """Return the seconds of a mean step of each kind of groups.
 
         All groups share the resources. Groups that do not wait for each other meet at the servers by chance. Their
         waits there are those of a closed network of queues (mean value analysis: Reiser and Lavenberg, 1980, as
@@ -105,14 +118,18 @@ class Demands:
 
         Args:
             alone: of a step of a group that has all for itself.
-            counts: how many groups there are of each kind.
-            apart: the groups do not wait for each other.
+            kinds: the numbers of the groups of each kind.
+            meeting: what groups wait for.
         """
-        least = [max(each, self.most_needed) for each in alone]
+        if meeting is Meeting.IN_STEP:
+            return [max(each, self.most_needed) for each in alone]
+        waits = meeting is Meeting.AT_SERVERS
+        least = [max(each, self._needed(place, alone, kinds, waits)) for place, each in enumerate(alone)]
         # Each server group serves its part of the groups.
         parts = self._costs.topology.server_groups
+        counts = [len(groups) for groups in kinds]
         sharing = sum(counts) / parts
-        if not apart or sharing <= 1:
+        if not waits or sharing <= 1:
             return least
         demands = np.array(self._shared()) / sharing
         rest = np.maximum(0.0, np.array(alone) - demands.sum())
@@ -123,8 +140,49 @@ class Demands:
             # A group finds all others there, and not itself.
             stay = demands * (1 + queues.sum(axis=0) - queues / number[:, None])
             queues = (number / np.maximum(1e-12, rest + stay.sum(axis=1)))[:, None] * stay
-        own = self._own()
-        return [max(float(step), own) for step in rest + stay.sum(axis=1)]
+        return [max(float(step), needed) for step, needed in zip(rest + stay.sum(axis=1), least, strict=True)]
+
+    def _needed(self, kind: int, alone: Sequence[float], kinds: Sequence[Sequence[int]], waits: bool) -> float:
+        """Seconds of the busiest resource that groups of a kind use, while they make a step.
+
+        Others that use it, too, make their steps in their own time, and rarely if they are slow. waits: the groups
+        wait for links and servers.
+        """
+        places, topology = self._places, self._costs.topology
+        size, chosen = topology.workers_per_group, np.asarray(kinds[kind], dtype=np.int64)
+        counts = np.array([len(groups) for groups in kinds], dtype=np.float64)
+        # How many steps the others make in one of these groups.
+        often = float((counts * np.minimum(1.0, alone[kind] / np.array(alone))).sum() / counts.sum())
+        members = (chosen[:, None] * size + np.arange(size)).ravel()
+        used = np.zeros(places.hosts, dtype=bool)
+        used[places.host[members]] = True
+        found = [float(self.work[members].max(initial=0.0))]
+        if waits:
+            homes = np.unique([topology.server_group_of(group) for group in kinds[kind]])
+            mine = (places.workers + homes[:, None] * topology.shards + np.arange(topology.shards)).ravel()
+            used[places.host[mine]] = True
+            factor = often if len(topology.worker_groups_of(0)) > 1 else 1.0
+            found.append(float(self.work[mine].max(initial=0.0)) * factor)
+        shares = np.where(self._several, often, 1.0)
+        if waits:
+            found += [float((each * shares)[used].max(initial=0.0)) for each in (self.links_in, self.links_out)]
+        cores = self.cores * (often if self._costs.machines.emulated else shares)
+        found.append(float((cores if self._costs.machines.emulated else cores[used]).max(initial=0.0)))
+        return max(found)
+
+    @cached_property
+    def _several(self) -> npt.NDArray[np.bool_]:
+        """Of each host, whether it works for more than one worker group."""
+        places, topology = self._places, self._costs.topology
+        least, most = np.full(places.hosts, topology.worker_groups), np.full(places.hosts, -1)
+        groups = np.arange(places.workers) // topology.workers_per_group
+        served = [topology.worker_groups_of(sg) for sg in range(topology.server_groups)]
+        first = np.concatenate((groups, np.repeat([min(each) for each in served], topology.shards)))
+        last = np.concatenate((groups, np.repeat([max(each) for each in served], topology.shards)))
+        np.minimum.at(least, places.host, first)
+        np.maximum.at(most, places.host, last)
+        several: npt.NDArray[np.bool_] = least != most
+        return several
 
     def _shared(self) -> Sequence[float]:
         """Seconds of the busiest resource of each sort at the servers.
@@ -135,10 +193,6 @@ class Demands:
         servers = self.work[self._places.workers :]
         sorts = (self.links_in[hosts], self.links_out[hosts], servers)
         return [float(amounts.max(initial=0.0)) for amounts in sorts]
-
-    def _own(self) -> float:
-        """Seconds of the busiest resource that one group has for itself."""
-        return float(self.work[: self._places.workers].max(initial=0.0))
 
     @cached_property
     def most_needed(self) -> float:

@@ -397,7 +397,7 @@ def host_classes(costs: Costs, groups: Sequence[int]) -> tuple[list[HostClass], 
     alike: dict[tuple[object, ...], list[int]] = {}
     for host in dict.fromkeys((*workers, *servers)):
         here = workers.get(host, [])
-        slowest[host] = max(here, key=lambda each: each.total, default=Computing(0.0, 0.0))
+        slowest[host] = max(here, key=lambda each: each.total, default=Computing(0.0, 0.0, 0.0))
         # In a star the center does more than the others.
         key = (len(here), round(slowest[host].total, 9), servers.get(host, 0), naive and host == homes[0])
         alike.setdefault(key, []).append(host)
