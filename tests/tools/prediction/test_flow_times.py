@@ -93,6 +93,5 @@ def test_times_of_each_layout() -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.xfail(reason="a rehearsed worker waits for new values in the next forward, where a worker trains on")
 def test_times_of_groups_that_train_on_during_an_exchange() -> None:
     check(both(UNWAITED.values()))

@@ -234,8 +234,10 @@ class RehearsedWorker:
         work.compute(batch.other_s * self.samples / batch.size)
         spans.since("data")
         step.forward()
-        # A lazily pulled step: as late as possible, since a rehearsed forward has no layers.
-        self._client.values.settle()
+        # A lazily pulled step: as late as possible, since a rehearsed forward has no layers. What an exchange in the
+        # background brings (`overlap`, a quorum) is no value that a forward waits for.
+        if worker.lazy:
+            self._client.values.settle()
         chain = _Rest.apply(torch.zeros((), requires_grad=True), step)  # type: ignore[no-untyped-call]
         for parameter, share in order:
             chain = _Ready.apply(chain, parameter, step, share)  # type: ignore[no-untyped-call]
