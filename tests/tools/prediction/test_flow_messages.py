@@ -229,6 +229,13 @@ def test_compressed_bodies(compression: Compression) -> None:
     compare(job, Machines())
 
 
+@pytest.mark.parametrize("fields", [{"nworkers_per_group": 5}, {"nworkers_per_group": 4, "shares": (5, 5, 3, 3)}])
+def test_the_lead_of_a_unit_passes_on_gradients_of_unequal_batches(fields: Mapping[str, Any]) -> None:
+    job = job_of({**fields, "nservers_per_group": 2, "nworkers_per_procs": fields["nworkers_per_group"], "link": FAST})
+    assert job is not None
+    compare(job, Machines())
+
+
 def test_hosts_with_several_units() -> None:
     job = job_of({"nworkers_per_group": 4, "nservers_per_group": 4})
     assert job is not None
@@ -316,8 +323,9 @@ def cases(draw: st.DrawFn) -> tuple[Job, Machines]:
     return job, machines
 
 
+# The same draws in each run, since each takes seconds. `derandomize=False` and more of them look for further layouts.
 @given(cases())
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_layout(case: tuple[Job, Machines]) -> None:
     job, machines = case
     # Servers vote on the steps of all groups, which do not begin at one moment: one vote may be on either side of the

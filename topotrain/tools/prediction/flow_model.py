@@ -97,7 +97,7 @@ class FlowModel:
     @cached_property
     def routes(self) -> Sequence[Route]:
         """All that is sent in a mean step."""
-        return step_routes(self.job, self.topology, self.shapes)
+        return step_routes(self.job, self.topology, self.shapes, self.costs.samples)
 
     @cached_property
     def loads(self) -> Loads:
@@ -118,7 +118,9 @@ class FlowModel:
         loads = self.loads
         if self.topology.synced:
             # Exchanges of server groups wait for the links, and no step waits for them.
-            loads = Loads(self.places).take(step_routes(self.job, self.topology, self.shapes, exchanges=False))
+            loads = Loads(self.places).take(
+                step_routes(self.job, self.topology, self.shapes, self.costs.samples, exchanges=False)
+            )
         return Demands(self.costs, self.places, loads, self.shapes)
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -25,11 +25,16 @@ from topotrain.tools.prediction.flow.flow_votes import commit_to
 
 
 def host_sum_routes(
-    job: Job, topology: Topology, shapes: BucketShapes, group: int, units: Sequence[HostUnit]
+    job: Job,
+    topology: Topology,
+    shapes: BucketShapes,
+    group: int,
+    units: Sequence[HostUnit],
+    samples: Sequence[int],
 ) -> Iterator[Route]:
     """The messages of the workers of a group, in both directions.
 
-    These units send sums of gradients to servers of other hosts.
+    These units send sums of gradients to servers of other hosts. samples: of a step, for each worker of a group.
     """
     sg = topology.server_group_of(group)
     summed = {index for unit in units for index in unit.workers}
@@ -48,7 +53,7 @@ def host_sum_routes(
             yield Flow(server(sg, shard), workers((group,), direct), replies)
         for unit in units:
             if shard in unit.shards:
-                yield from _over_lead(job, unit, sg, shard, held)
+                yield from _over_lead(job, unit, sg, shard, held, samples)
     for unit in units:
         yield from _ends(job, unit, len(shapes.all))
 
@@ -82,18 +87,24 @@ def _bodies(job: Job, held: Sequence[BucketShape]) -> tuple[Parcel, Parcel]:
     return sent, back
 
 
-def _over_lead(job: Job, unit: HostUnit, sg: int, shard: int, held: Sequence[BucketShape]) -> Iterator[Route]:
+def _over_lead(
+    job: Job, unit: HostUnit, sg: int, shard: int, held: Sequence[BucketShape], samples: Sequence[int]
+) -> Iterator[Route]:
     """Gradients, means and values of one server, over the worker that adds up for it."""
-    replaces = HostSumSettings.of(job).replaces
+    settings = HostSumSettings.of(job)
+    replaces = settings.replaces
+    # Gradients with other weights have no plain sum, so the lead passes each of them on (`SumWriter.messages`).
+    apart = settings.divide and len({samples[index] for index in unit.workers if samples[index]}) > 1
+    pushes = [(index,) for index in unit.workers] if apart else [unit.workers]
     lead = workers((unit.group,), (unit.lead(shard),))
     others = workers((unit.group,), tuple(index for index in unit.workers if index != unit.lead(shard)))
     given, summed, means, shown, values, passed = NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING
-    revisions = unit.workers if replaces else ()
     for shape in held:
         present = frames.bits(shape.pieces)
         if shape.trained:
             given += framed(HostGradient(0, 0, 0, 1.0, present), shape.nbytes)
-            summed += framed(HostPush(0, 0, 0, 0, 1.0, present, unit.workers, (), revisions), shape.nbytes)
+            for these in pushes:
+                summed += framed(HostPush(0, 0, 0, 0, 1.0, present, these, (), these if replaces else ()), shape.nbytes)
             if _sees_means(job):
                 means += frames.mean(shape)
                 shown += framed(HostMean(shard, 0, 0, 0, present), shape.nbytes)

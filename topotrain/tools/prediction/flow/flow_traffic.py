@@ -33,14 +33,19 @@ def refuse_unknown(job: Job, topology: Topology) -> None:
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
 
 
-def step_routes(job: Job, topology: Topology, shapes: BucketShapes, exchanges: bool = True) -> Sequence[Route]:
-    """Return all that is sent in a mean step. exchanges: with those of server groups."""
+def step_routes(
+    job: Job, topology: Topology, shapes: BucketShapes, samples: Sequence[int], exchanges: bool = True
+) -> Sequence[Route]:
+    """Return all that is sent in a mean step.
+
+    samples: of a step, for each worker of a group. exchanges: with those of server groups.
+    """
     if job.cluster.outer is not None:
         return tuple(island_routes(job, topology, shapes))
     if topology.server_collective:
         return tuple(collective_routes(job, topology, shapes))
     between = _exchange_routes(job, topology, shapes) if exchanges else ()
-    return (*_group_routes(job, topology, shapes), *between)
+    return (*_group_routes(job, topology, shapes, samples), *between)
 
 
 # --- workers and their servers ---------------------------------------------------------------------------------------
@@ -51,7 +56,7 @@ def visible(job: Job, topology: Topology) -> bool:
     return job.grads is Grads.kVisible and topology.workers_per_group > 1
 
 
-def _group_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterator[Route]:
+def _group_routes(job: Job, topology: Topology, shapes: BucketShapes, samples: Sequence[int]) -> Iterator[Route]:
     # By shard, because all server groups have equal ones.
     held = [shapes.of_shard(shard) for shard in range(topology.shards)]
     sent = [_sent(job, topology, each) for each in held]
@@ -71,7 +76,7 @@ def _group_routes(job: Job, topology: Topology, shapes: BucketShapes) -> Iterato
         yield from vote_routes(topology, sg, len(groups) / job.cluster.n_push)
         for group, units in summed.items():
             if units:
-                yield from host_sum_routes(job, topology, shapes, group, units)
+                yield from host_sum_routes(job, topology, shapes, group, units, samples)
 
 
 def _sent(job: Job, topology: Topology, held: Sequence[BucketShape]) -> Parcel:
