@@ -1,5 +1,6 @@
 """Rehearsals against arithmetic: what a layout must take where only some things cost time."""
 
+import gc
 import json
 from dataclasses import replace
 
@@ -224,6 +225,14 @@ def test_a_slow_link_is_the_busiest_resource_by_name():
 
 
 # --- stragglers ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_a_rehearsal():
+    """A search makes many of them in one process."""
+    predict(made_job(nworkers_per_group=2), made_probe(), Machines(link=FAST))
+    gc.collect()
+    kept = [type(each).__name__ for each in gc.get_objects()]
+    assert not {"Rehearsal", "RehearsedWorker", "MeanPath"} & set(kept)
 
 
 def test_a_straggler_costs_sandblaster_its_time_and_downpour_its_share():

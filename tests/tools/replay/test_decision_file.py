@@ -4,11 +4,12 @@ import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from topotrain.config.intervals import wants_snapshots
-from topotrain.config.job import Cluster, ConfigError, Grads, Job
+from topotrain.config.job import Cluster, ConfigError, Grads, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
@@ -125,11 +126,11 @@ def test_a_replay_has_its_own_workspace_and_the_recorded_program(tmp_path: Path)
     ("cluster", "resumed", "wanted"),
     [
         ({}, True, "cannot be used for a job that goes on from a snapshot"),
-        ({"replicas": 2}, False, "cluster.replicas"),
+        ({"replicas": 2, "transport": TransportChoice.kTcp}, False, "cluster.replicas"),
         ({"backup": 1, "nworkers_per_group": 3, "nworker_groups": 1}, False, "cluster.backup"),
     ],
 )
-def test_jobs_that_cannot_be_replayed_are_not_recorded(cluster: dict[str, int], resumed: bool, wanted: str) -> None:
+def test_jobs_that_cannot_be_replayed_are_not_recorded(cluster: dict[str, Any], resumed: bool, wanted: str) -> None:
     hidden = {"grads": Grads.kHidden, "per_worker_batch": True} if "backup" in cluster else {}
     job = replace(JOB, cluster=replace(JOB.cluster, **cluster), **hidden)
     with pytest.raises(ConfigError, match=wanted):

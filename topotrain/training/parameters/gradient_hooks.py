@@ -105,10 +105,20 @@ class GradientPath(ABC):
         """This worker's own gradients after the last backward; None: not held here."""
         return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
 
+    def accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter, which autograd has just accumulated."""
+        with self._turn:
+            self._after(index, parameter)
+
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
+        # torch keeps such a hook where the garbage collector cannot see it. With a strong reference to this object a
+        # model would never be freed, and a search with many rehearsals in one process would fill the memory.
+        path = ref(self)
+
         def after(p: torch.Tensor) -> None:
-            with self._turn:
-                self._after(index, p)
+            here = path()
+            if here is not None:
+                here.accumulated(index, p)
 
         # It fires once per parameter and backward, also for a tied weight that is used several times.
         tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
