@@ -17,7 +17,7 @@ from simulation import SMALL, ScriptedWorker
 from torch import nn
 
 from topotrain.comm.transport import TransportError
-from topotrain.config.job import Job
+from topotrain.config.job import Job, TransportChoice
 from topotrain.config.sharding import SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
@@ -242,7 +242,7 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
         self.home: dict[Address, Process] = {}  # of each server's speaking copy
         self.deaths = 0
         self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
-        self.job = job = replace(job, cluster=replace(job.cluster, replicas=2))
+        self.job = job = replace(job, cluster=replace(job.cluster, replicas=2, transport=TransportChoice.kTcp))
         self.topology = layout(job.cluster)
         self.sim = Simulation(seed)
         self.transport = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives

@@ -126,7 +126,7 @@ def test_a_replay_has_its_own_workspace_and_the_recorded_program(tmp_path: Path)
     ("cluster", "resumed", "wanted"),
     [
         ({}, True, "cannot be used for a job that goes on from a snapshot"),
-        ({"replicas": 2, "transport": TransportChoice.kTcp}, False, "cluster.replicas"),
+        ({"replicas": 2, "transport": TransportChoice.kTcp, "nservers_per_group": 2}, False, "cluster.replicas"),
         ({"backup": 1, "nworkers_per_group": 3, "nworker_groups": 1}, False, "cluster.backup"),
     ],
 )
