@@ -31,9 +31,12 @@ def check(caller: str) -> None:
     if _has_cuda():
         accepted = "CUDA has been used in this process, and cannot be used in its forks: only the function may use the "
         raise ConfigError(caller, None, f"{accepted}GPU. If a cell has used it, {_START}")
-    for name, where in _foreign_threads():
+    foreign = list(_foreign_threads())
+    if foreign:
+        (name, where), *others = foreign
+        also = "".join(f", and so does {other!r} ({there})" for other, there in others)
         accepted = (
-            f"this thread runs ({where}), and a lock that it holds would stay locked in the workers: end it first"
+            f"this thread runs ({where}){also}, and a lock that it holds would stay locked in the workers: end it first"
         )
         raise ConfigError(caller, name, accepted)
     if any(name.startswith(_AUTOGRAD) for name in _native_threads()):

@@ -1,6 +1,7 @@
 """Goodput in virtual time: the formula, the published figures, and rounds that the server decides."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +94,12 @@ def test_the_command_prints_a_table() -> None:
     (line,) = (line for line in out.splitlines() if line.lstrip().startswith("1,200,000"))
     assert line.split()[1] == "2" and line.split()[-1] == "70%", out
     assert "arXiv 2604.21428" in out
+
+
+def test_the_command_leaves_its_process_all_cores() -> None:
+    before = os.sched_getaffinity(0)
+    assert run("--islands", "2", "--chips", "1.2M")[0] == 0
+    assert os.sched_getaffinity(0) == before
 
 
 def test_the_command_prints_json() -> None:

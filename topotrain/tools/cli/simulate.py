@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,18 +86,18 @@ def register(app: typer.Typer) -> None:
                 _only_goodput(seeds, where, only)
                 from topotrain.tools.simulator.goodput import ChipFailures
 
-                _stay()
                 failures = ChipFailures(0, seconds("--mtbi", mtbi), seconds("--stall", stall), base)
-                raise typer.Exit(goodput(layouts(islands, chips, failures), quorum, seed, as_json))
+                with _one_core():
+                    raise typer.Exit(goodput(layouts(islands, chips, failures), quorum, seed, as_json))
             if chips:
                 raise ConfigError("--chips", chips, "needs --islands, the number of worker groups")
             job = _job(where)
-            _stay()
-            if seeds > 1:
-                if only:
-                    raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
-                raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
-            raise typer.Exit(_one(seed, job, where, only, as_json))
+            if seeds > 1 and only:
+                raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
+            with _one_core():
+                if seeds > 1:
+                    raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
+                raise typer.Exit(_one(seed, job, where, only, as_json))
 
 
 def _only_goodput(seeds: int, where: str, only: str) -> None:
@@ -106,12 +107,19 @@ def _only_goodput(seeds: int, where: str, only: str) -> None:
             raise ConfigError(option, value, "must not be given with --islands, which simulates no ledger")
 
 
-def _stay() -> None:
-    """Run on one core."""
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Inside, this process runs on one core."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
     # The threads of a simulation take turns, and switch faster on one core. By pid, so that several runs use several.
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def _job(where: str) -> "Job | None":
