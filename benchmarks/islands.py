@@ -155,9 +155,8 @@ def traffic() -> list[Row]:
             rows.append(absent("I3", what, "× arithmetic", reason.args[0], "<= 1.01"))
             continue
         measured, counted = (long - short) / 4, elements * (up + down)
-        note = (
-            f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes; DDP {ddp / measured:.0f} times that, both ways"
-        )
+        arithmetic = f"{elements} elements × {up + down:g} bytes"
+        note = f"{measured / 1e6:.3f} MB, {arithmetic}; DDP {ddp / measured:.0f} times that, both ways"
         rows.append(row("I3", what, measured / counted, "× arithmetic", "<= 1.01", note))
     return rows
 
