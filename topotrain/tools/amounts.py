@@ -92,6 +92,9 @@ def link(option: str, text: str) -> Link:
 
 
 def _finite(digits: str) -> float:
-    """Return the number of these digits; 0.0, which is refused, where they are too many."""
+    """Return the number of these digits; 0.0 where they are too many.
+
+    0.0 is refused by all callers.
+    """
     number = float(digits)
     return number if number < _TOO_LARGE else 0.0

@@ -1,4 +1,7 @@
-"""The bytes of encoded bodies, by arithmetic: `codecs` and a plan need the same, and a plan loads no torch."""
+"""The bytes of encoded bodies, by arithmetic.
+
+`codecs` and a plan need the same, and a plan loads no torch.
+"""
 
 from math import ceil
 

@@ -115,7 +115,10 @@ def from_history(summary: Mapping[str, Any], view: Mapping[str, Any], option: st
 
 
 def check_probe_of(measurement: JobMeasurement, probe: Probe) -> None:
-    """Check that a probe is of the model of a running job, as far as its recording has it. Raises ConfigError."""
+    """Check that a probe is of the model of a running job.
+
+    The recording has names and sizes of parameters. Raises ConfigError.
+    """
     known = {parameter.name: parameter.elements for parameter in probe.model}
     if any(elements > known.get(name, -1) for name, elements in measurement.parts.items()):
         raise another_model(probe.program, "PROGRAM")

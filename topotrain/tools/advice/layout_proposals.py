@@ -38,7 +38,7 @@ class Proposal:
 def proposals(
     hosts: int, per_host: tuple[int, ...], on_one: tuple[int, ...] = (), fewer: tuple[int, ...] = ()
 ) -> Iterator[Proposal]:
-    """Yield cluster blocks: the plainest of each family, then the second one of each, and so on.
+    """Yield cluster blocks: the plainest of each family, then the second of each, …
 
     Few hosts come before many, because thousands take long to be placed. So a search that has little time has
     something of each family, and of each number of hosts.

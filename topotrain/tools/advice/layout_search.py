@@ -151,7 +151,7 @@ Bounded = tuple[Candidate, SpeedBound]
 
 
 def _firsts(bounded: Sequence[Bounded]) -> tuple[dict[int, Bounded], dict[int, Bounded]]:
-    """Return what is rehearsed before all others, by the identity of the candidate, in this order.
+    """Return the identities of the candidates that are rehearsed first, in order.
 
     The first ones are the best of each family: one worker, so that nothing slower is ever advised; what computes the
     same as one process; the rest. The second ones are the best of each number of hosts that compute the same. Without

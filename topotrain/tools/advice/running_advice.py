@@ -60,7 +60,7 @@ class Change:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain is larger than the error of the prediction, or than `UNKNOWN_ERROR`."""
+        """Whether the gain is larger than the prediction's error, or `UNKNOWN_ERROR`."""
         return self.gain > max(0.0, UNKNOWN_ERROR if self.error is None else self.error)
 
 

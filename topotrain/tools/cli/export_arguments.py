@@ -96,7 +96,10 @@ def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
 
 
 def _check_folder(value: str, folder: Path) -> None:
-    """Check that a folder can be made and written; nothing is left behind. Raises ConfigError."""
+    """Check that a folder can be made and written.
+
+    Nothing is left behind. Raises ConfigError.
+    """
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)

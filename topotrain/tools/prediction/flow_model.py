@@ -197,7 +197,10 @@ class FlowModel:
         return [number for number, shape in enumerate(self.shapes.all) if shape.fragment == 0]
 
     def _together(self, kinds: Sequence[Sequence[int]], times: Sequence[StepTimes]) -> Sequence[StepLengths]:
-        """The steps of kinds of groups that wait for each other, and have their servers and links for themselves."""
+        """The steps of kinds of groups that wait for each other.
+
+        They have their servers and links for themselves.
+        """
         cluster, script_s = self.job.cluster, self.probe.worker_step_s
         exchange = max(0.0, times[0].end - times[0].slowest - script_s)
         if cluster.outer is not None and not cluster.quorum:

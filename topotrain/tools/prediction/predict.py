@@ -68,7 +68,7 @@ def predict(
 
 @contextmanager
 def _enough_memory() -> Iterator[None]:
-    """Raise ConfigError where the model of a rehearsal does not fit into the memory of this machine."""
+    """Raise ConfigError where a rehearsed model does not fit into this machine."""
     try:
         yield
     except RuntimeError as error:

@@ -57,7 +57,10 @@ class RehearsalListener(Protocol):
     """Is told how far a rehearsal is."""
 
     def stepped(self, made: int, most: int) -> None:
-        """Take note of a step. made: the steps of all workers so far. most: after which the rehearsal ends."""
+        """Take note of a step.
+
+        made: the steps of all workers so far. most: after which the rehearsal ends.
+        """
         ...
 
 
@@ -256,7 +259,7 @@ class Rehearsal(SimCluster, StepObserver):
         return f"{residents[0] if len(residents) == 1 else f'host {host}'}'s {what}"
 
     def run(self) -> "Rehearsal":
-        """Run until all workers have made their steps, or the job as a whole enough of them.
+        """Run until all workers have made their steps, or the job enough of them.
 
         Raises ConfigError where its steps take years.
         """

@@ -1,4 +1,4 @@
-"""Blocks of a file of JSON, read into dataclasses with each field checked for its type."""
+"""Blocks of a JSON file as dataclasses, with the type of each field checked."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def block(path: str, kind: type[T], data: object) -> T:
-    """Return a block of a file. Raises ConfigError for a field that is missing or has another type."""
+    """Return a block of a file.
+
+    Raises ConfigError for a field that is missing or has another type.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(path, None, "must be a block with fields")
     values = {}

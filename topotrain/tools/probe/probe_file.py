@@ -231,7 +231,10 @@ class Probe:
 
 
 def another_model(made_with: str, program: str) -> ConfigError:
-    """Return the error of a probe that was made with another model. program: the present one."""
+    """Return the error of a probe that was made with another model.
+
+    program: the present one.
+    """
     why = f"a probe of another model, made with {made_with}; `topotrain probe {program}` makes one of this"
     return ConfigError("--probe", None, why)
 
@@ -329,7 +332,7 @@ def _check_model(probe: Probe) -> None:
 
 
 def _times(probe: Probe) -> Iterator[tuple[str, float, float]]:
-    """Yield each time of a probe: the name of its field, the seconds, and the most that is accepted."""
+    """Yield each time of a probe: its field, seconds, and the most accepted."""
     batch, optimizer, kernels = probe.batch, probe.optimizer, probe.kernels
     for name in ("forward_s", "backward_s", "other_s", "optimizer_s", "fixed_s", "per_sample_s"):
         yield f"batch.{name}", getattr(batch, name), _MOST_STEP_S

@@ -1,4 +1,4 @@
-"""Where a probe comes from: what of it differs from this machine, or from a program that is named.
+"""Differences of a probe from this machine, and from a named program.
 
 A prediction of other machines needs no check. A prediction of this machine is as good as the probe is like it.
 """
@@ -12,7 +12,10 @@ from topotrain.tools.probe.probe_file import Probe
 
 
 def unlike_this_machine(probe: Probe) -> str:
-    """Return what differs between the probed machine and this one, in words; "": nothing."""
+    """Return the differences between the probed machine and this one, in words.
+
+    "": there are none.
+    """
     here = {
         "cpu": (probe.machine.cpu, processor_name()),
         "cores": (str(probe.machine.cores), str(allowed_cores())),
@@ -22,5 +25,8 @@ def unlike_this_machine(probe: Probe) -> str:
 
 
 def is_of_other_file(probe: Probe, program: str) -> bool:
-    """Whether a program has another file name than that of the probe. A probe has no folder of its program."""
+    """Whether a program has another file name than that of the probe.
+
+    A probe has no folder of its program.
+    """
     return bool(program) and Path(program).name != probe.program

@@ -182,7 +182,7 @@ def _probe(job: Job, file: Path | None, forkserver: str) -> "Probe":
 
 
 def _check_origin(probe: "Probe", file: Path, job: Job, tried: int, running: Path | None, forkserver: str) -> None:
-    """Check that a probe that was handed in is of the program that runs, and say where it is from.
+    """Check that a given probe is of the program that runs, and say its origin.
 
     The model of a job that runs is in its recording, and is checked with it.
     """

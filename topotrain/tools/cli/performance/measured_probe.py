@@ -22,7 +22,10 @@ def probe_of(
 
 
 def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver: str = "") -> None:
-    """Run a program up to its first step, and check that a probe is of its model. Raises ConfigError."""
+    """Run a program up to its first step, and check that a probe is of its model.
+
+    Raises ConfigError.
+    """
     from topotrain.tools.probe.program_probe import ProbeRequest, check_program_model
 
     with stages(quiet=False) as progress:

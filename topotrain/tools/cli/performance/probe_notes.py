@@ -1,4 +1,4 @@
-"""Notes on stderr about a probe that was handed in: of which program it is, and of which machine."""
+"""Notes on stderr about the program and the machine of a given probe."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 def note_other_program(probe: "Probe", file: Path, program: str) -> None:
-    """Warn that a probe was made with a program of another name than that of the job, which may be ""."""
+    """Warn that a probe was made with a program of another name than the job's.
+
+    The job's may be "".
+    """
     from topotrain.tools.probe.probe_origin import is_of_other_file
 
     if is_of_other_file(probe, program):
@@ -23,7 +26,7 @@ def note_not_run(probe: "Probe", file: Path, program: str) -> None:
 
 
 def note_other_machine(probe: "Probe", file: Path) -> None:
-    """Warn that a probe for this machine was made on another one, or with other versions."""
+    """Warn that a probe was made on another machine, or with other versions."""
     from topotrain.tools.probe.probe_origin import unlike_this_machine
 
     differs = unlike_this_machine(probe)

@@ -55,7 +55,10 @@ class StepLengths:
 
 
 def all_steps(parts: Sequence[tuple[StepLengths, float]]) -> StepLengths:
-    """Return the steps of several samples as one. Each has the weight that its steps have in all."""
+    """Return the steps of several samples as one.
+
+    Each has the weight that its steps have in all.
+    """
     values = np.concatenate([lengths.values for lengths, _ in parts])
     return StepLengths(
         values, np.concatenate([lengths.weights * (weight / lengths.weights.sum()) for lengths, weight in parts])
@@ -120,7 +123,10 @@ def slowest_of(workers: Mapping[Computing, int], spread: float, steps: int = 1) 
 
 
 def paced(groups: Sequence[PacedGroups], spread: float, rhythm: Rhythm) -> Sequence[StepLengths]:
-    """Return the steps of each kind of groups. All of these groups wait for each other."""
+    """Return the steps of each kind of groups.
+
+    All of these groups wait for each other.
+    """
     whole = sum(each.count for each in groups)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _DRAWS // whole))
     rounds = max(rounds, 4 * min(rhythm.lead + 1, _MOST_AHEAD))

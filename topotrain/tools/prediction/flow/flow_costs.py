@@ -114,7 +114,10 @@ class Costs:
         return Computing(script, usual.forward * slower, usual.backward * slower)
 
     def usual_computing(self, index: int) -> "Computing":
-        """The seconds of a core that a worker with this index in its group computes for, if it is no straggler."""
+        """Seconds of a core for which a worker of this index computes in a step.
+
+        It is no straggler.
+        """
         batch, samples = self.probe.batch, self.samples[index]
         scale = batch.compute_s(samples) / batch.compute_s(batch.size)
         # With an outer optimizer the script's own makes its steps here.

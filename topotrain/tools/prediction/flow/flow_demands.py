@@ -143,7 +143,7 @@ class Demands:
         return [max(float(step), needed) for step, needed in zip(rest + stay.sum(axis=1), least, strict=True)]
 
     def _needed(self, kind: int, alone: Sequence[float], kinds: Sequence[Sequence[int]], waits: bool) -> float:
-        """Seconds of the busiest resource that groups of a kind use, while they make a step.
+        """Seconds of the busiest resource of groups of a kind, in one step.
 
         Others that use it, too, make their steps in their own time, and rarely if they are slow. waits: the groups
         wait for links and servers.

@@ -119,7 +119,10 @@ class ComputedStep:
 
 
 def optimizer_class(probe: Probe) -> type[Optimizer]:
-    """Return the class of the probed optimizer. Raises ConfigError where torch has none of this name."""
+    """Return the class of the probed optimizer.
+
+    Raises ConfigError where torch has none of this name.
+    """
     name = probe.optimizer.name.rpartition(".")[2]
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
@@ -176,7 +179,7 @@ class RehearsedWorker:
 
     @property
     def extra_s(self) -> float:
-        """Seconds that a step of this worker takes longer than one of a worker of the usual speed."""
+        """Seconds that a step takes longer here than with the usual speed."""
         return max(0.0, self._factor - 1.0) * self._probe.batch.compute_s(self.samples)
 
     def _share(self) -> int:
