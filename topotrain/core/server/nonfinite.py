@@ -111,7 +111,7 @@ class NonfiniteLimit:
 
 
 def local_nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:
-    """Return the reason why a group does not go on whose workers train alone.
+    """Return the reason why a group of workers that train alone ends.
 
     Args:
         worker: with the gradient. Empty: the mean of the group has it, and the worker is not known.
