@@ -1,6 +1,5 @@
 """Simulated workers with rounds of their own: what seeds find, and rules that are left out."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeR
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.tools.simulator.fault_schedule import FaultKind
 from topotrain.tools.simulator.islands.island_trial import IslandTrial, trains_alone
+from topotrain.tools.simulator.one_core import one_core
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
@@ -31,10 +31,8 @@ ISLANDS = tuple(name for name, job in LAYOUTS.items() if trains_alone(job))
 @pytest.fixture(autouse=True)
 def on_one_core() -> Iterator[None]:
     """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
+    with one_core():
+        yield
 
 
 def verdict_of(name: str, seed: int) -> Any:

@@ -1,7 +1,5 @@
 """The rehearsal itself: what it finds, that it is the same twice, and that a schedule is made as short as it can be."""
 
-import os
-
 import pytest
 import torch
 
@@ -18,6 +16,7 @@ from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointEx
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.one_core import one_core
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
@@ -30,10 +29,8 @@ pytestmark = pytest.mark.simulated
 @pytest.fixture(autouse=True)
 def on_one_core():
     """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
+    with one_core():
+        yield
 
 
 @pytest.mark.parametrize("part", range(4))

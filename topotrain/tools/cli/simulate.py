@@ -1,11 +1,9 @@
 """The command `topotrain simulate`: test a job under faults, in virtual time."""
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +14,7 @@ from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.goodput_report import goodput, layouts
 from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.live_terminal import redraws
+from topotrain.tools.simulator.one_core import one_core
 
 if TYPE_CHECKING:
     from topotrain.config.job import Job
@@ -87,14 +86,14 @@ def register(app: typer.Typer) -> None:
                 from topotrain.tools.simulator.goodput import ChipFailures
 
                 failures = ChipFailures(0, seconds("--mtbi", mtbi), seconds("--stall", stall), base)
-                with _one_core():
+                with one_core():
                     raise typer.Exit(goodput(layouts(islands, chips, failures), quorum, seed, as_json))
             if chips:
                 raise ConfigError("--chips", chips, "needs --islands, the number of worker groups")
             job = _job(where)
             if seeds > 1 and only:
                 raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
-            with _one_core():
+            with one_core():
                 if seeds > 1:
                     raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
                 raise typer.Exit(_one(seed, job, where, only, as_json))
@@ -105,21 +104,6 @@ def _only_goodput(seeds: int, where: str, only: str) -> None:
     for option, value, given in (("--seeds", seeds, seeds > 1), ("--layout", where, where), ("--only", only, only)):
         if given:
             raise ConfigError(option, value, "must not be given with --islands, which simulates no ledger")
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Inside, this process runs on one core."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    # The threads of a simulation take turns, and switch faster on one core. By pid, so that several runs use several.
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 def _job(where: str) -> "Job | None":

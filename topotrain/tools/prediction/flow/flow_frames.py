@@ -10,12 +10,10 @@ from functools import lru_cache
 
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.job import Cluster, Compression
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import Bucket, SliceMap, Space
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import torch_dtype
 from topotrain.core.protocol import NO_REVISION, Message, encode
-from topotrain.extensions.compression.codecs import Codec
-from topotrain.extensions.compression.error_feedback import codec_for
+from topotrain.extensions.compression.encoded_sizes import encoded_bytes, has_codec, of_replies
 
 _ONE_BATCH = (0, 0, 0)
 """`Commit.marks` of a step that has read one batch, or consecutive ones."""
@@ -89,21 +87,6 @@ class BucketShape:
     fragment: int
 
 
-@dataclass(frozen=True, slots=True)
-class BodySizes:
-    """The bytes of the elements of a bucket as they travel.
-
-    codec: encodes them. None: they travel as they are, with `itemsize` bytes each.
-    """
-
-    codec: Codec | None
-    itemsize: int
-
-    def of(self, count: int) -> int:
-        """Return the bytes of so many elements."""
-        return count * self.itemsize if self.codec is None else self.codec.size(count)
-
-
 class BucketShapes:
     """The shapes of all buckets of a model.
 
@@ -116,40 +99,32 @@ class BucketShapes:
         self.map = slice_map
         # A worker with an optimizer of its own pushes what has changed, and not what has a gradient.
         self._pushes_all = cluster.outer is not None
-        kind, replies = cluster.compression, cluster.compression
-        if kind is Compression.kE3M0:
-            # As `message_filter`: means and values are read by all workers, and take two bytes.
-            replies = Compression.kBf16
+        self._kind, self._ratio = cluster.compression, cluster.compression_ratio
+        self._replies = of_replies(cluster.compression)
         # Workers that change their parameters themselves cannot add differences to them.
         differences = cluster.n_push == cluster.n_fetch == 1
-        ratio = cluster.compression_ratio
-        sizes = [
-            (
-                _sizes(kind, space.dtype, space.itemsize, ratio),
-                _sizes(replies, space.dtype, space.itemsize, ratio),
-                _sizes(replies if differences else Compression.kNone, space.dtype, space.itemsize, ratio),
-            )
-            for space in slice_map.spaces
-        ]
-        self.all = tuple(self._shape(bucket, *sizes[bucket.space]) for bucket in slice_map.buckets)
+        self._values = self._replies if differences else Compression.kNone
+        self.all = tuple(self._shape(bucket) for bucket in slice_map.buckets)
         """By number of the bucket."""
 
-    def _shape(self, bucket: Bucket, push: BodySizes, mean: BodySizes, values: BodySizes) -> BucketShape:
+    def _shape(self, bucket: Bucket) -> BucketShape:
         slice_map, count, space = self.map, bucket.hi - bucket.lo, self.map.spaces[bucket.space]
         trained = self._pushes_all or any(
             slice_map.parameters[slice_map.segments[piece.segment].parameter].trainable for piece in bucket.pieces
         )
         size = count * space.itemsize
-        sent = push.of(count), mean.of(count), values.of(count)
-        return BucketShape(*sent, size, count, len(bucket.pieces), trained, space.optimizer)
+        pushed, mean, values = (self._body(kind, space, count) for kind in (self._kind, self._replies, self._values))
+        return BucketShape(pushed, mean, values, size, count, len(bucket.pieces), trained, space.optimizer)
+
+    def _body(self, kind: Compression, space: Space, count: int) -> int:
+        """Return the bytes of so many elements as they travel."""
+        if has_codec(kind, space.dtype):
+            return encoded_bytes(kind, count, self._ratio)
+        return count * space.itemsize
 
     def of_shard(self, shard: int) -> tuple[BucketShape, ...]:
         """The shapes of one server's buckets."""
         return tuple(self.all[bucket.id] for bucket in self.map.buckets_of(shard))
-
-
-def _sizes(kind: Compression, dtype: str, itemsize: int, ratio: float) -> BodySizes:
-    return BodySizes(codec_for(kind, torch_dtype(dtype), ratio), itemsize)
 
 
 # --- the messages of one server's buckets ----------------------------------------------------------------------------
