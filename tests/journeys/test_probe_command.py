@@ -64,7 +64,9 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
     # The bytes of a body travel over TCP, and are seen where they are in shared memory.
     assert found.transports["tcp"].send_byte_s > 3 * found.transports["shm"].send_byte_s
     assert found.worker_step_s > 0 and found.start_s > 0
-    assert all(factor >= 1 for factor in found.sharing.values()) and 2 in found.sharing
+    # Steps that are shorter than a turn on a core are made undisturbed, and yet so many copies share the cores.
+    assert all(factor >= max(1, count / found.machine.cores) for count, factor in found.sharing.items())
+    assert 2 in found.sharing
 
 
 def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at: str) -> None:

@@ -103,6 +103,13 @@ def test_the_parts_of_a_step(base_was_used: bool) -> None:
     assert ready["idle.weight"] == 1.0
 
 
+def test_waiting_for_a_core_is_in_the_mean() -> None:
+    """A process that shares its core makes most of its short steps undisturbed, and waits in a few of them."""
+    found = medians([StepTimes(1, 0.001, 0.002, 0.0, 0.5)] * 9 + [StepTimes(1, 0.001, 0.032, 0.0, 0.5)], 1)
+    assert found is not None and found.forward + found.backward == pytest.approx(0.003)
+    assert found.mean_computing == pytest.approx(0.006)
+
+
 def test_a_single_long_step_is_no_spread() -> None:
     steps = [StepTimes(1, 0.01, 0.0, 0.0, 0.0)] * 30
     even = medians(steps, 1)

@@ -89,23 +89,23 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def test_the_command_prints_a_table() -> None:
-    code, out = run("--islands", "2", "--chips", "1.2M")
+    code, out = run("--islands", "1", "--chips", "2.4M")
     assert code == 0
-    (line,) = (line for line in out.splitlines() if line.lstrip().startswith("1,200,000"))
-    assert line.split()[1] == "2" and line.split()[-1] == "70%", out
+    (line,) = (line for line in out.splitlines() if line.lstrip().startswith("2,400,000"))
+    assert line.split()[1] == "1" and line.split()[-1] == "40%", out
     assert "arXiv 2604.21428" in out
 
 
 def test_the_command_leaves_its_process_all_cores() -> None:
     before = os.sched_getaffinity(0)
-    assert run("--islands", "2", "--chips", "1.2M")[0] == 0
+    assert run("--islands", "1", "--chips", "2.4M")[0] == 0
     assert os.sched_getaffinity(0) == before
 
 
 def test_the_command_prints_json() -> None:
-    code, out = run("--islands", "3", "--chips", "64k", "--mtbi", "30d", "--stall", "1min", "--base", "0", "--json")
+    code, out = run("--islands", "3", "--chips", "640k", "--mtbi", "30d", "--stall", "6s", "--base", "0", "--json")
     (row,) = json.loads(out)["layouts"]
-    assert code == 0 and (row["islands"], row["chips"], row["published"]) == (3, 64_000, None)
+    assert code == 0 and (row["islands"], row["chips"], row["published"]) == (3, 640_000, None)
     assert row["goodput"] == pytest.approx(row["formula"], abs=0.02)
 
 

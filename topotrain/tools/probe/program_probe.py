@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 from topotrain.config.job import Cluster, ConfigError, Job
@@ -244,10 +245,13 @@ class _Stages:
                 for copy in copies[:count]:
                     self._order(copy, _SHARED, count)
                 answers = [copy.measured(self._until(_SHARED)) for copy in copies[:count]]
-                times = [_computing(answer) for answer in answers if answer["full"] is not None]
+                times = [answer["full"]["mean_computing"] for answer in answers if answer["full"] is not None]
                 if len(times) < count:
                     break
-                found[count] = max(1.0, sum(times) / count / _computing(alone))
+                # Of means: processes that take turns on a core make most of their short steps undisturbed, and a
+                # median has none of the time in which they wait for their turn.
+                slower = fmean(times) / alone["full"]["mean_computing"]
+                found[count] = max(1.0, count / self._cores, slower)
                 if any(answer["ended"] for answer in answers):
                     break
         finally:

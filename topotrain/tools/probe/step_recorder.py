@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class StepTimes:
 class SizeTimes:
     """Medians over the steps with batches of one size.
 
-    spread: standard deviation of a step's own time, over its mean.
+    Attributes:
+        spread: standard deviation of a step's own time, over its mean.
+        mean_computing: of forward and backward together, the mean.
     """
 
     samples: int
@@ -53,6 +55,7 @@ class SizeTimes:
     optimizer: float
     other: float
     spread: float
+    mean_computing: float
 
 
 def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
@@ -65,7 +68,10 @@ def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
         return float(median(getattr(step, name) for step in found))
 
     times = {name: middle(name) for name in ("forward", "backward", "optimizer", "other")}
-    return SizeTimes(samples, len(found), **times, spread=_spread([step.own for step in found]))
+    computing = fmean(step.forward + step.backward for step in found)
+    return SizeTimes(
+        samples, len(found), **times, spread=_spread([step.own for step in found]), mean_computing=computing
+    )
 
 
 def _spread(values: Sequence[float]) -> float:
