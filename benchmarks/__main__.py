@@ -82,6 +82,7 @@ ALONE = (
     "watch_cost",
     "predictions",
     "predictions_held_out",
+    "advised",
 )
 """Tables that are run by their own command only, and stand on the page all the same: no room is left in the budget."""
 

@@ -6,6 +6,7 @@
     I5   workers are killed in turn: samples per second, and the longest gap between two steps of the others
     I6   workers of different speed, against the sum of the speeds
     I7   a server is killed, with and without a second copy
+    I8   `topotrain simulate`: 10,000 islands, and the layouts with a published goodput
     I9   kE3M0: encoding and decoding of 1 MB
     I10  memory of a worker over that of the plain script
 
@@ -15,25 +16,29 @@ percent of a core. Those jobs keep a ledger with a cell for each sample, and eac
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.compression import BODY, Bodies, clocked
-from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
+from benchmarks.harness import ROUNDS, Figure, Row, Samples, absent, interleave, row
 from benchmarks.learning import run_program
 from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import text
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, cluster, gather
+from benchmarks.sides import Refused, Side, Sides, cluster, environment, gather
 from benchmarks.slow_link import MBIT, shaped_ddp
 
 NAME, TITLE = "islands", "Islands"
-GOALS = ("I1", "I2", "I3", "I5", "I6", "I7", "I9", "I10")
+GOALS = ("I1", "I2", "I3", "I5", "I6", "I7", "I8", "I9", "I10")
 CHARACTERS = Path(__file__).parent / "programs" / "characters.py"
 TIMED = Path(__file__).parent / "programs" / "timed_steps.py"
 
@@ -326,6 +331,39 @@ def server_deaths(samples: int) -> list[Row]:
     return rows
 
 
+# --- I8: simulated islands ---
+
+MANY = 10_000
+
+
+def simulated() -> list[Row]:
+    """I8: the time for many islands, and the goodput of the published layouts."""
+    many = f"{MANY} simulated islands of 1.2 M chips"
+    published = "simulated goodput of the published layouts, beside the published figures"
+    try:
+        seconds, _ = _simulate(str(MANY), "--chips", "1.2M")
+        _, layouts = _simulate("published")
+    except Refused as reason:
+        return [absent("I8", many, "s", str(reason), "<= 60"), absent("I8", published, "points", str(reason), "<= 2")]
+    away = [100 * abs(each["goodput"] - each["published"]) for each in layouts]
+    figures = ", ".join(f"{100 * each['goodput']:.0f}/{100 * each['published']:.0f}" for each in layouts)
+    return [
+        row("I8", many, seconds, "s", "<= 60"),
+        row("I8", published, Figure(max(away), min(away), max(away)), "points, at worst", "<= 2", f"in %: {figures}"),
+    ]
+
+
+def _simulate(*words: str) -> tuple[float, Sequence[Mapping[str, Any]]]:
+    """Run the command; its seconds, and its layouts. Raises Refused."""
+    say(f"  topotrain simulate --islands {' '.join(words)}")
+    command = [sys.executable, "-m", "topotrain", "simulate", "--islands", *words, "--json"]
+    began = time.perf_counter()
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Refused(f"topotrain simulate: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    return time.perf_counter() - began, json.loads(done.stdout)["layouts"]
+
+
 # --- I9, I10 ---
 
 
@@ -407,6 +445,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         "I5": lambda: deaths(options.seconds, options.kill_every),
         "I6": lambda: speeds(options.steps),
         "I7": lambda: server_deaths(options.steps),
+        "I8": simulated,
         "I9": lambda: coding(options.rounds),
         "I10": memory,
     }

@@ -210,7 +210,7 @@ def turn(side: Side, layout: Layout, count: int, predicted_s: float) -> float:
         return max(answer["seconds"] / answer["made"] for answer in answers)
     # Groups at their own pace: each makes as many steps as it can.
     answers = side.ask(lasting=max(TURN_S, count * predicted_s))
-    return WORKERS / sum(answer["made"] / answer["seconds"] for answer in answers)
+    return len(answers) / sum(answer["made"] / answer["seconds"] for answer in answers)
 
 
 # --- the table ---
@@ -221,11 +221,10 @@ def summary(outcomes: Sequence[Outcome]) -> list[Row]:
     if not outcomes:
         return []
     errors = sorted(100 * abs(outcome.error) for outcome in outcomes)
-    nine = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
     what = f"error of the predicted step, {len(errors)} cases"
     rows = [
         row("", f"{what}: median", Figure(median(errors), errors[0], errors[-1]), "%", MEDIAN_GOAL),
-        row("", f"{what}: nine of ten are below", nine, "%", NINE_OF_TEN_GOAL),
+        row("", f"{what}: nine of ten are below", nine_of_ten(errors), "%", NINE_OF_TEN_GOAL),
     ]
     regrets = [found for found in map(_regret, _together(outcomes)) if found is not None]
     if regrets:
@@ -237,6 +236,12 @@ def summary(outcomes: Sequence[Outcome]) -> list[Row]:
         values = [value for value, _ in regrets]
         rows.append(row("", what, Figure(worst, min(values), worst), "×, at worst", REGRET_GOAL, how))
     return rows
+
+
+def nine_of_ten(values: Sequence[float]) -> float:
+    """The smallest of these values that nine of ten do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
 
 
 def _together(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:

@@ -4,9 +4,24 @@ import argparse
 
 import pytest
 
+from benchmarks import advised
 from benchmarks.harness import Figure
-from benchmarks.predictions import CASES, HELD_OUT, LAYOUTS, MODELS, NETWORKS, Case, Outcome, chosen, summary
+from benchmarks.predictions import (
+    CASES,
+    HELD_OUT,
+    HELD_OUT_NAME,
+    LAYOUTS,
+    MODELS,
+    NETWORKS,
+    Case,
+    Outcome,
+    chosen,
+    nine_of_ten,
+    summary,
+)
+from benchmarks.record import RESULTS, load
 from benchmarks.sides import refusal
+from topotrain.tools.prediction import measured_errors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -31,6 +46,24 @@ def test_held_out_cases_are_apart() -> None:
     assert all(case.model == "char" and case.network == "TCP" for case in chosen(options(only="char TCP")))
 
 
+def kind_of(network: str) -> str:
+    """What the product's expected error depends on."""
+    return {"shared memory": "SHARED_MEMORY", "TCP": "TCP", "straggler": "STRAGGLER"}.get(network, "LINK")
+
+
+def test_the_product_expects_the_errors_of_the_table() -> None:
+    errors: dict[str, list[float]] = {}
+    for found in load(RESULTS / f"{HELD_OUT_NAME}.json").rows:
+        if found.note.startswith("predicted ") and found.figure is not None:
+            predicted = float(found.note.split()[1])
+            network = found.what.split(", ", 2)[2]
+            errors.setdefault(kind_of(network), []).append(abs(predicted / found.figure - 1))
+    assert sum(map(len, errors.values())) == len(HELD_OUT)
+    for kind, its in errors.items():
+        # In whole percents; the table has rounded both figures.
+        assert getattr(measured_errors, kind) == pytest.approx(nine_of_ten(its), abs=0.011), kind
+
+
 def outcome(layout: str, predicted: float, measured: float) -> Outcome:
     return Outcome(Case("char", layout, "TCP"), predicted, Figure(measured, measured, measured))
 
@@ -45,3 +78,13 @@ def test_errors_and_regret() -> None:
     assert regret.figure == pytest.approx(1.25) and regret.met is False
     assert regret.note == "char, TCP: AllReduce instead of Sandblaster, 1.25"
     assert summary([]) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", advised.PLACES.values(), ids=list(advised.PLACES))
+def test_an_advised_job_is_measured_as_the_same_layout_is(layout: str, place: advised.Place) -> None:
+    conf = LAYOUTS[layout].conf(place.network)
+    assert refusal(conf) == ""
+    found = advised.layout_of(conf)
+    expected = LAYOUTS[layout]
+    assert (found.workers, found.groups, found.period) == (expected.workers, expected.groups, expected.period)

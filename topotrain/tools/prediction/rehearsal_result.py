@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
 from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.measured_errors import expected_error
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
@@ -61,7 +62,7 @@ class RehearsalResult:
             start_s,
             goodput(job, topology, rehearsal.machines, rehearsal.probe.start_s),
             Method.REHEARSAL,
-            None,
+            expected_error(job, rehearsal.machines),
             same_as_one_process(job),
             rehearsal.sim.seed,
         )

