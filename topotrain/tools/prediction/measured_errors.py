@@ -1,8 +1,8 @@
 """How far predictions were from jobs that were then measured.
 
-`python -m benchmarks.predictions --held-out` predicts forty jobs, runs them, and compares the time of a step. Nothing in
-the product was tuned on these jobs. The figures here are those below which nine of ten of their errors are, by what lies
-between the processes. docs/prediction.md has the whole table.
+`python -m benchmarks.predictions --held-out` predicts forty jobs on which nothing in the product was tuned, runs them,
+and compares the time of a step. Each figure here is the error within which nine of ten of these jobs are, by what is
+between the processes. docs/prediction.md has the summary.
 """
 
 from topotrain.config.job import Job, TransportChoice

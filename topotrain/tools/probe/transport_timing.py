@@ -3,8 +3,8 @@
 One process asks, as a worker does, and one answers, as a server does. The cost of a message to each of them is in
 seconds of a core. It is that of the whole process, with its reader threads.
 
-Bodies go as in a step: a few at once, and each is answered by one of its size as soon as it is there. A long stream in
-one direction, whose reader never sleeps, would take about half the time for a byte. The median burst counts. Of small
+Bodies go as in a step: a few at once, and each is answered by one of its size as soon as it is there. In a long stream
+in one direction the reader never sleeps, and a byte would take about half the time. The median burst counts. Of small
 messages the shortest round counts, because other processes only ever add to it.
 """
 
