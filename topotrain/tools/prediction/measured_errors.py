@@ -12,7 +12,10 @@ SHARED_MEMORY, TCP, LINK, STRAGGLER = 0.28, 0.20, 0.25, 0.36
 
 
 def expected_error(job: Job, machines: Machines) -> float:
-    """Return the relative error to expect of a rehearsed step, such as 0.2 for a fifth more or less."""
+    """Return the relative error to expect of a rehearsed step.
+
+    0.2 is a fifth more or less.
+    """
     if any(times > 1 for times in machines.stragglers.values()):
         return STRAGGLER
     if machines.hosts > 1 or machines.link is not None:

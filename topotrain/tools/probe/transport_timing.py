@@ -144,7 +144,10 @@ class Asking:
         )
 
     def _large(self, number: int) -> float:
-        """Return the seconds of a process's core for a body and its answer. number: of the burst."""
+        """Return the core seconds of one process for a body and its answer.
+
+        number: of the burst.
+        """
         theirs, mine = self._ask(), time.process_time_ns()
         self._came.clear()
         self._missing = _BURST
