@@ -37,6 +37,14 @@ class _Stopped(BaseException):
     """Ends an actor after its run."""
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an error, and of all that they hold.
+
+    torch keeps an error that was raised in a backward for as long as the process lives.
+    """
+    error.__traceback__ = error.__context__ = None
+
+
 class _Actor:
     """A function with its own thread, which runs only in its turn."""
 
@@ -64,8 +72,8 @@ class _Actor:
         self.turn.acquire()
         try:
             self.function()
-        except _Stopped:
-            pass
+        except _Stopped as stopped:
+            forget_frames(stopped)
         # The loop raises it on its own thread, where the test or the command sees it.
         except BaseException as error:
             self.error = error

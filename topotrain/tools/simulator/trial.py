@@ -33,7 +33,7 @@ from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
-from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.sim_network import NetworkFaults, forget_frames
 from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
 from topotrain.tools.simulator.sim_unit_links import reduction_of
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
@@ -556,9 +556,10 @@ class Trial(SimCluster):
                 script.run()
                 self.final = script.final or self.final
                 process.finish()
-            except Killed:
-                pass
-            except PeerLost:
+            except Killed as killed:
+                forget_frames(killed)
+            except PeerLost as lost:
+                forget_frames(lost)
                 # A worker that has lost a server ends, and so does one that cannot repeat a step. Several workers of a
                 # group may end, and the launcher restarts it once.
                 cut = process in self._aways
@@ -584,7 +585,8 @@ class Trial(SimCluster):
         pauses = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
         try:
             self.sim.run(self.sim.now + LONG + pauses)
-        except _Crashed:
+        except _Crashed as crash:
+            forget_frames(crash)
             self.crashed = True
         if self.crashed:
             return self
