@@ -98,6 +98,14 @@ def test_what_no_round_has_counted_is_read_again_in_the_epochs_behind(name: str)
     assert modes == {"lease", "static"} and kills
 
 
+@pytest.mark.parametrize("seed", [5726, 6014])
+def test_an_epoch_is_not_over_in_a_snapshot_while_a_batch_of_it_does_not_count(seed: int) -> None:
+    """A worker reads a lost batch of an epoch again, while others push batches of the next one."""
+    verdict = verdict_of("islands of a quorum", seed)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.schedule.mode == "lease" and verdict.kills and verdict.crashes and verdict.snapshots >= 2
+
+
 def test_a_batch_of_a_dead_worker_may_be_missing_in_a_fragment_and_in_no_other_case() -> None:
     job = LAYOUTS["islands"]
     trial = IslandTrial(job, 0, schedule_of(job, "islands", 0))

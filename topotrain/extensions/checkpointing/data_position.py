@@ -22,10 +22,12 @@ class DataPosition:
         unit: the loader's batches that make a unit.
         before: what was applied before this start, by epoch.
         first: all epochs before this one are read to their end.
+        late: a worker pushes after several steps, so a batch may count behind the end of its epoch.
     """
 
-    def __init__(self, groups: int, unit: int, before: Mapping[int, Runs], first: int = 0) -> None:
+    def __init__(self, groups: int, unit: int, before: Mapping[int, Runs], first: int = 0, late: bool = False) -> None:
         self._groups, self._unit = groups, unit
+        self.late = late
         self._before = dict(before)
         self._first: dict[int, int] = {}
         self.closed = first
@@ -39,9 +41,10 @@ class DataPosition:
         # With backup workers each worker has a stream of its own, in batches instead of rounds of them.
         if job.cluster.backup:
             groups, unit = groups * topology.workers_per_group, 1
+        late = job.cluster.local_steps > 1
         if source is None:
-            return DataPosition(groups, unit, {})
-        return DataPosition(groups, unit, {e: tuple(source.runs(e)) for e in source.epochs}, source.closed)
+            return DataPosition(groups, unit, {}, late=late)
+        return DataPosition(groups, unit, {e: tuple(source.runs(e)) for e in source.epochs}, source.closed, late)
 
     def add_lease(self, epoch: int, lease: int, first: int) -> None:
         """Note that a lease begins with this unit of its epoch."""

@@ -336,8 +336,9 @@ class SnapshotCoordinator:
         # The batches that other server groups have applied since are not known here.
         if self._others:
             since, exact = list(reading), False
-        elif len(reading) > 1 and any(stream & STATIC for stream in counts):
-            # No group waits at the end of an epoch for one that still reads its part of it, or has died.
+        elif len(reading) > 1 and (self.position.late or any(stream & STATIC for stream in counts)):
+            # No group waits at the end of an epoch for one that still reads its part of it, has batches of it that do
+            # not count yet, or has died.
             since += reading
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
