@@ -1,6 +1,6 @@
 """The rounds of a job: their numbers and members, and the age of pushes. Pure."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +48,8 @@ class RoundHistory:
         self._groups = len(found)
         # If each of them pushes as often as the others, so many rounds have had all.
         self._recent = [deque[tuple[int, ...]](maxlen=self._groups) for _ in before]
+        self._times = [Counter[int]() for _ in before]
+        """Of each fragment, how often a group is in the recent rounds."""
         self.ages, self.age_sum, self.age_max = 0, 0, 0
         self._base = {(group, fragment): made for group in found for fragment, made in enumerate(before)}
 
@@ -70,11 +72,15 @@ class RoundHistory:
 
     def _share(self, fragment: int, groups: Sequence[int]) -> float:
         # From the rounds alone, and not from the groups that live now: all servers must find the same.
-        recent = self._recent[fragment]
+        recent, times = self._recent[fragment], self._times[fragment]
+        if len(recent) == self._groups:
+            for group in recent[0]:
+                times[group] -= 1
+                if not times[group]:
+                    del times[group]
         recent.append(tuple(groups))
-        if len(recent) < self._groups:
-            return len(groups) / self._groups
-        return len(groups) / len({group for each in recent for group in each})
+        times.update(groups)
+        return len(groups) / (self._groups if len(recent) < self._groups else len(times))
 
     def forget(self, group: int) -> None:
         """The group has new processes, which begin with the present values."""
@@ -99,3 +105,4 @@ class RoundHistory:
         self.ages, self.age_sum, self.age_max = state["ages"]
         self._groups, recent = state["recent"]
         self._recent = [deque((tuple(groups) for groups in each), maxlen=self._groups) for each in recent]
+        self._times = [Counter(group for groups in each for group in groups) for each in self._recent]
