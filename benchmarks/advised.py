@@ -9,18 +9,15 @@ Two hosts with a link are units of this machine, each with one core, and the lin
 """
 
 import argparse
-import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
-from benchmarks.predictions import FEWEST, LAYOUTS, MOST, PROGRAM, TURN_S, WORKERS, Layout, Network, probe, turn
+from benchmarks.predictions import FEWEST, LAYOUTS, NETWORKS, PROGRAM, TURN_S, WORKERS, Layout, Network, probe, turn
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, environment
+from benchmarks.sides import Refused, Side, Sides, topotrain
 
 NAME, TITLE = "advised", "The layout that is advised, beside the fastest"
 ADVISED = "advised"
@@ -32,24 +29,18 @@ class Place:
     """Where a job is to run.
 
     Attributes:
-        words: of `topotrain advise`.
-        network: of the layouts beside it.
-        emulate: the value of `--emulate` for the advised job. Empty: there is no link.
+        network: of the layouts beside the advised one.
+        link: between two hosts of one core each, as `--link` and `--emulate` have it. Empty: there is one host.
     """
 
-    words: tuple[str, ...]
     network: Network
-    emulate: str = ""
+    link: str = ""
 
 
 FAR = "two hosts, 100 Mbit/s and 20 ms"
 PLACES: Mapping[str, Place] = {
-    "one host": Place((), Network()),
-    FAR: Place(
-        ("--hosts", "2", "--cores", "1", "--link", "100mbit,20ms"),
-        Network("link { bandwidth: 100 delay: 20 }"),
-        "100mbit,20ms",
-    ),
+    "one host": Place(NETWORKS["shared memory"]),
+    FAR: Place(NETWORKS["100 Mbit/s, 20 ms"], "100mbit,20ms"),
 }
 CASES = (("char", "one host"), ("small", "one host"), ("cnn", "one host"), ("char", FAR), ("small", FAR))
 
@@ -57,10 +48,8 @@ CASES = (("char", "one host"), ("small", "one host"), ("cnn", "one host"), ("cha
 def advice(model: str, place: Place, file: Path, folder: Path) -> str:
     """Ask for advice; the text of the job file. Raises Refused."""
     out = folder / f"{model}.conf"
-    command = [sys.executable, "-m", "topotrain", "advise", "--probe", str(file), *place.words, "--out", str(out)]
-    done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Refused(f"advice for {model}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    hosts = ("--hosts", "2", "--cores", "1", "--link", place.link) if place.link else ()
+    topotrain("advise", "--probe", str(file), *hosts, "--out", str(out), folder=folder)
     return out.read_text(encoding="utf-8")
 
 
@@ -74,12 +63,10 @@ def layout_of(conf: str) -> Layout:
     return Layout(cluster.nworkers_per_group, groups=cluster.nworker_groups, period=period)
 
 
-def seconds_of_a_sample(side: Side, layout: Layout) -> Callable[[], float]:
+def seconds_of_a_batch(side: Side, layout: Layout) -> Callable[[], float]:
     """A turn of a side: its seconds for as many samples as one batch of the loader has. Raises Refused."""
-    period = max(1, layout.period)
-    step_s = turn(side, layout, FEWEST * period, TURN_S / FEWEST)
-    count = min(MOST, max(FEWEST, round(TURN_S / step_s)))
-    return lambda: turn(side, layout, period * math.ceil(count / period), step_s) / layout.groups
+    step_s = turn(side, layout, FEWEST * max(1, layout.period), TURN_S / FEWEST)
+    return lambda: turn(side, layout, layout.steps_of_turn(step_s), step_s) / layout.groups
 
 
 def compared(model: str, where: str, rounds: int, probe_s: float) -> list[Row]:
@@ -91,17 +78,17 @@ def compared(model: str, where: str, rounds: int, probe_s: float) -> list[Row]:
             probe(model, folder, probe_s)
             conf = advice(model, place, folder / f"{model}.json", folder)
             layout = layout_of(conf)
-            options = ("--emulate", place.emulate) if place.emulate else ()
+            options = ("--emulate", place.link) if place.link else ()
             workers = layout.workers * layout.groups
             advised = sides.job(ADVISED, conf, workers, model, script=PROGRAM, options=options)
-            turns = {ADVISED: seconds_of_a_sample(advised, layout)}
+            turns = {ADVISED: seconds_of_a_batch(advised, layout)}
         except (Refused, ValueError) as reason:
             return [absent("", what, "×, regret", str(reason).splitlines()[0], GOAL)]
         missing: list[str] = []
         for name, each in LAYOUTS.items():
             start = partial(sides.job, name, each.conf(place.network), WORKERS, model, script=PROGRAM)
             try:
-                turns[name] = seconds_of_a_sample(start(), each)
+                turns[name] = seconds_of_a_batch(start(), each)
             except Refused as reason:
                 missing.append(f"{name}: {reason}")
         found = interleave(turns, rounds, spare=0)

@@ -16,8 +16,6 @@ percent of a core. Those jobs keep a ledger with a cell for each sample, and eac
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from benchmarks.learning import run_program
 from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import text
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, cluster, environment, gather
+from benchmarks.sides import Refused, Side, Sides, cluster, gather, topotrain
 from benchmarks.slow_link import MBIT, shaped_ddp
 
 NAME, TITLE = "islands", "Islands"
@@ -356,12 +354,9 @@ def simulated() -> list[Row]:
 def _simulate(*words: str) -> tuple[float, Sequence[Mapping[str, Any]]]:
     """Run the command; its seconds, and its layouts. Raises Refused."""
     say(f"  topotrain simulate --islands {' '.join(words)}")
-    command = [sys.executable, "-m", "topotrain", "simulate", "--islands", *words, "--json"]
     began = time.perf_counter()
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Refused(f"topotrain simulate: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
-    return time.perf_counter() - began, json.loads(done.stdout)["layouts"]
+    said = topotrain("simulate", "--islands", *words, "--json")
+    return time.perf_counter() - began, json.loads(said)["layouts"]
 
 
 # --- I9, I10 ---

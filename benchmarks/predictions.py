@@ -17,7 +17,6 @@ the layout that is the fastest; both for as many samples, whatever an update of 
 import argparse
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.harness import Figure, Row, absent, row
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, cluster, environment
+from benchmarks.sides import Refused, Side, Sides, cluster, environment, topotrain
 
 if TYPE_CHECKING:
     from topotrain.tools.prediction.prediction import Prediction
@@ -64,6 +63,11 @@ class Layout:
     separate: bool = True
     inside: str = ""
     period: int = 1
+
+    def steps_of_turn(self, step_s: float) -> int:
+        """Whole periods that take about TURN_S. step_s: seconds of a step."""
+        period = max(1, self.period)
+        return period * math.ceil(min(MOST, max(FEWEST, round(TURN_S / max(step_s, 1e-4)))) / period)
 
     def conf(self, network: "Network") -> str:
         inside = " ".join(filter(None, (self.inside, network.inside)))
@@ -154,11 +158,8 @@ def probe(model: str, folder: Path, seconds: float) -> "Probe":
     from topotrain.tools.probe.probe_file import load_probe
 
     file = folder / f"{model}.json"
-    command = [sys.executable, "-m", "topotrain", "probe", str(PROGRAM), "--seconds", f"{seconds:g}", "--quiet"]
-    command += ["--out", str(file), "--", "--way", model]
-    done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Refused(f"probe of {model}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    words = ("probe", str(PROGRAM), "--seconds", f"{seconds:g}", "--quiet", "--out", str(file), "--", "--way", model)
+    topotrain(*words, folder=folder)
     return load_probe(file)
 
 
@@ -196,10 +197,8 @@ def measure_case(case: Case, predicted_s: float) -> Figure:
     layout = LAYOUTS[case.layout]
     with Sides() as sides:
         side = start(sides, case)
-        period = max(1, layout.period)
-        turn(side, layout, FEWEST * period, predicted_s)
-        count = min(MOST, max(FEWEST, round(TURN_S / max(predicted_s, 1e-4))))
-        found = [turn(side, layout, period * math.ceil(count / period), predicted_s) for _ in range(TURNS)]
+        turn(side, layout, FEWEST * max(1, layout.period), predicted_s)
+        found = [turn(side, layout, layout.steps_of_turn(predicted_s), predicted_s) for _ in range(TURNS)]
     return Figure(median(found), min(found), max(found))
 
 

@@ -44,6 +44,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
 
 
+def topotrain(*words: str, folder: Path = ROOT) -> str:
+    """Run a command of topotrain in a folder; what it prints on stdout. Raises Refused."""
+    command = [sys.executable, "-m", "topotrain", *words]
+    done = subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise Refused(f"topotrain {words[0]}: {said[-1].removeprefix('topotrain: error: ')}")
+    return done.stdout
+
+
 def cluster(
     workers: int = 2,
     servers: int = 1,

@@ -1,12 +1,12 @@
 """Rehearsals against arithmetic: what a layout must take where only some things cost time."""
 
-import gc
 import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from living_objects import living
 from made_probe import made_job, made_probe
 
 from topotrain.config.job import (
@@ -227,19 +227,13 @@ def test_a_slow_link_is_the_busiest_resource_by_name():
 # --- stragglers ----------------------------------------------------------------------------------------------------
 
 
-def objects_of_rehearsals() -> set[int]:
-    """The objects of rehearsals that live. A test that fails in its backward leaves paths in torch's engine."""
-    gc.collect()
-    return {
-        id(each) for each in gc.get_objects() if type(each).__name__ in {"Rehearsal", "RehearsedWorker", "MeanPath"}
-    }
-
-
 def test_nothing_is_left_of_a_rehearsal():
     """A search makes many of them in one process."""
-    before = objects_of_rehearsals()
+    # A test that fails in its backward leaves paths in torch's engine.
+    kinds = ("Rehearsal", "RehearsedWorker", "MeanPath")
+    before = living(*kinds)
     predict(made_job(nworkers_per_group=2), made_probe(), Machines(link=FAST))
-    assert objects_of_rehearsals() <= before
+    assert living(*kinds) <= before
 
 
 def test_a_straggler_costs_sandblaster_its_time_and_downpour_its_share():

@@ -1,9 +1,8 @@
 """The rehearsal itself: what it finds, that it is the same twice, and that a schedule is made as short as it can be."""
 
-import gc
-
 import pytest
 import torch
+from living_objects import living
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
@@ -51,17 +50,13 @@ def test_a_seed_is_one_rehearsal():
     assert one == two and one.messages > 50
 
 
-def kept_trials():
-    gc.collect()
-    return {id(each) for each in gc.get_objects() if type(each).__name__ in {"IslandTrial", "Client", "Simulation"}}
-
-
 def test_nothing_is_left_of_a_seed():
     """Thousands run in one process. torch keeps an error that ends a worker in its backward."""
-    name, before = "islands of pairs", kept_trials()
+    name, kinds = "islands of pairs", ("IslandTrial", "Client", "Simulation")
+    before = living(*kinds)
     verdicts = list(run_seeds(range(10), LAYOUTS[name], name))
     assert sum(verdict.kills for verdict in verdicts) >= 3
-    assert kept_trials() <= before
+    assert living(*kinds) <= before
 
 
 def greedy(patch):

@@ -69,7 +69,7 @@ class RoundTurns(ServerExtension):
 
     def _tell(self, group: int, fragment: int, back: bool = False) -> Outbox:
         groups = self._server.worker_groups
-        # Most jobs have no times, and some have thousands of groups.
+        # Without times there is nothing to look for among what may be thousands of groups.
         live = groups.clocks.live() if self._seconds else ()
         seconds = min((self._seconds[each] for each in live if each in self._seconds), default=0.0)
         return [(worker, NextRound(self._pushes, fragment, seconds, back)) for worker in groups.workers[group]]

@@ -119,7 +119,7 @@ class Asking:
             raise TimeoutError(f"no answer within {_PATIENCE_S:g} s")
 
     def measure(self) -> ProbedTransport:
-        """Time small messages there and back, and bodies one way."""
+        """Time small messages and bodies, each there and back."""
         for _ in range(_SMALL):
             self._ask()
         rounds = [self._small() for _ in range(_ROUNDS)]
