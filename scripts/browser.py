@@ -16,6 +16,10 @@ from typing import Any
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
 """Pictures that tests leave behind, to be looked at."""
 _WAIT_S = 60.0
+_CHARTS_IN_WINDOW = """[...document.querySelectorAll('.chart')].filter((chart) => {
+  const { top, bottom, height } = chart.getBoundingClientRect();
+  return height > 0 && bottom > 0 && top < window.innerHeight;
+})"""
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -81,9 +85,11 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
 
     def open(self, address: str) -> None:
-        """Open an address and wait until the page has drawn a job."""
+        """Open an address and wait until the page has drawn a job, with the charts that are in the window."""
         self.driver.get(address)
         self.wait("return document.querySelectorAll('.process').length > 0")
+        # The page draws one chart in each frame.
+        self.wait(f"return {_CHARTS_IN_WINDOW}.every((chart) => chart.querySelector('canvas').ariaLabel)")
 
     def script(self, text: str, *arguments: Any) -> Any:
         """Run a script in the page; return what it returns."""

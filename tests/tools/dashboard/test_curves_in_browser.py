@@ -35,7 +35,6 @@ return arguments[1].map(([from, to]) => {{
 def shown(browser: Browser, folder: Path, view: dict[str, Any], second: dict[str, Any] | None = None) -> None:
     browser.resize(1400, 2600)
     browser.open(page_file(folder, view, second))
-    browser.wait("return document.querySelector('[data-chart=samples_per_s] output')?.textContent")
 
 
 def keys(browser: Browser, chart: str) -> list[list[str]]:

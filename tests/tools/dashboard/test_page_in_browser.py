@@ -59,7 +59,6 @@ return drawn;
 
 def opened(browser: Browser, folder: Path, job: PreparedJob, second: dict[str, Any] | None = None) -> None:
     browser.open(page_file(folder, job.view(), second))
-    browser.wait("return document.querySelectorAll('.chart canvas').length >= 3")
 
 
 def at(browser: Browser, seconds: float) -> None:
@@ -93,7 +92,6 @@ def test_a_death_is_seen_though_the_process_is_back_at_once(browser: Browser, tm
     job = PreparedJob().view()
     job["states"]["worker 0/0"] = [[0.0, "computes"], [50.0, "dead"], [50.1, "restarts"], [50.3, "computes"]]
     browser.open(page_file(tmp_path, job))
-    browser.wait("return document.querySelectorAll('.chart canvas').length >= 3")
     seen = []
     for second in (49.9, 50.5, 51.5, 52.5):
         at(browser, second)
