@@ -124,6 +124,25 @@ def test_predictions_are_scaled_to_what_is_measured() -> None:
     assert leave.samples_per_s == pytest.approx(found.measured * 2 / 3, rel=0.02)
 
 
+def test_speeds_are_what_failures_leave() -> None:
+    hour = 3600.0
+    made = measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), waits=0.0))
+    # A host for the server and for each group.
+    spread = replace(made, hosts=4)
+    comparison = RunningComparison(spread, timed_probe(), Machines(mtbf_s=hour), Job(), ArithmeticPredictor())
+    found = comparison.compare(Wishes())
+    # The hosts of the server and of worker 0/0 take the job 15 s back, and all pause for 2.4 s. The others pause alone.
+    first = 1 / (1 + 2 * 17.4 / hour)
+    other = 1 / (1 + 2 * 17.4 / hour + 2.4 / hour)
+    assert found.goodput == pytest.approx((first + 2 * other) / 3, rel=1e-4)
+    leave = next(each for each in found.reachable if "leave" in each.how)
+    assert leave.samples_per_s == pytest.approx(found.measured * 2 / 3 * (first + other) / 2, rel=1e-3)
+    assert leave.gain == pytest.approx((first + other) / (first + 2 * other) - 1, rel=1e-3)
+    assert found.measured == made.samples_per_s
+    assert f"failures: {found.goodput:.1%} of its steps are left" in found.explain()
+    assert found.as_data()["goodput"] == found.goodput
+
+
 def test_a_group_that_is_away_may_join() -> None:
     made = history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1))
     made.add(TimedEvent(20.0, Left(2, "asked", 20.0)))
@@ -184,7 +203,7 @@ def test_a_gain_is_clear_above_the_error_or_above_a_bound_where_it_is_unknown(
 
 
 def test_an_unknown_error_is_said_to_count_as_its_bound() -> None:
-    known = RunningAdvice("now", 100.0, 100.0, {}, (), (Change("a", "", 110.0, 0.1, 0.2, (), "why"),), ())
+    known = RunningAdvice("now", 100.0, 100.0, None, {}, (), (Change("a", "", 110.0, 0.1, 0.2, (), "why"),), ())
     unknown = replace(known, others=(replace(known.others[0], error=None),))
     assert known.explain().endswith("by more than the error of its prediction")
     assert unknown.explain().endswith("by more than the error of its prediction; an unknown error counts as 25%")

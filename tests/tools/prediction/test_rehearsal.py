@@ -26,6 +26,7 @@ from topotrain.config.job import (
     Updater,
     UpdaterType,
 )
+from topotrain.tools.prediction.failures import SNAPSHOT_S_PER_BYTE
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Method, Prediction
@@ -336,15 +337,30 @@ def test_memory_that_is_too_little_is_refused():
     assert predict(job, made_probe(), Machines(link=FAST, memory_bytes=64_000_000)).memory
 
 
-def test_failures_cost_groups_that_wait_more():
+def test_a_failure_costs_a_pause_or_takes_the_job_back_to_a_snapshot():
     month = 30 * 86400.0
-    together = predict(made_job(nworkers_per_group=4), made_probe(start_s=60.0), Machines(link=FAST, mtbf_s=month))
-    apart = predict(made_job(nworker_groups=4), made_probe(start_s=60.0), Machines(link=FAST, mtbf_s=month))
-    assert together.goodput == pytest.approx(1 / (1 + 4 * 60.4 / month))
-    assert apart.goodput == pytest.approx(1 / (1 + 60.4 / month))
-    job = replace(made_job(nworkers_per_group=2), on_failure=OnFailure.kStop)
+    probe, machines = made_probe(start_s=60.0), Machines(link=FAST, mtbf_s=month)
+    model_bytes = sum(each.nbytes for each in probe.model)
+    beside_snapshots = 30 / (30 + SNAPSHOT_S_PER_BYTE * model_bytes)
+    together = predict(made_job(nworkers_per_group=4), probe, machines)
+    # Each of four hosts has servers. A failure pauses for 60.4 s, and half of the 30 s between two snapshots is lost.
+    assert together.goodput == pytest.approx(beside_snapshots / (1 + 4 * 75.4 / month))
+    apart = predict(made_job(nworker_groups=4), probe, machines)
+    # Only the host of the first group, which has the server, takes the job back.
+    common = 75.4 / month
+    groups = [1 / (1 + common), *[1 / (1 + common + 60.4 / month)] * 3]
+    assert apart.goodput == pytest.approx(beside_snapshots * sum(groups) / 4)
+
+
+def test_failures_are_refused_where_nothing_would_be_left():
+    job = made_job(nworkers_per_group=2)
     with pytest.raises(ConfigError, match="--mtbf"):
-        predict(job, made_probe(), Machines(mtbf_s=month))
+        predict(replace(job, on_failure=OnFailure.kStop), made_probe(), Machines(mtbf_s=1e6))
+    with pytest.raises(ConfigError, match="snapshot_s = '0': must be above 0 with --mtbf"):
+        predict(replace(job, snapshot_s=0.0), made_probe(), Machines(mtbf_s=1e6))
+    often = replace(job, snapshot_s=0.0, checkpoint_freq=100)
+    found = predict(often, made_probe(), Machines(mtbf_s=1e6))
+    assert found.goodput == pytest.approx(1 / (1 + (2.4 + 50 * found.step_s) / 1e6), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Change:
     Attributes:
         label: of the layout.
         how: a command. Empty: the job must be started again, with this block.
-        samples_per_s: predicted, times what is measured over what is predicted now.
+        samples_per_s: predicted and left of failures, times what is measured over what is predicted now.
         gain: over the present speed, 0.1 for a tenth more.
         error: the expected relative error of the prediction. None: unknown.
         changes: of the statistics.
@@ -72,6 +72,7 @@ class RunningAdvice:
         present: the label of the layout that runs.
         measured: samples per second of the job.
         predicted: of this layout, with what the job has measured.
+        goodput: share of the present speed that failures leave. None: no failures were asked for.
         stragglers: numbers of slow workers, and how many times longer they compute.
         reachable: by `topotrain join` and `leave`.
         others: by another block.
@@ -81,6 +82,7 @@ class RunningAdvice:
     present: str
     measured: float
     predicted: float
+    goodput: float | None
     stragglers: dict[int, float]
     reachable: tuple[Change, ...]
     others: tuple[Change, ...]
@@ -93,6 +95,7 @@ class RunningAdvice:
             "present": self.present,
             "measured_samples_per_s": self.measured,
             "predicted_samples_per_s": self.predicted,
+            "goodput": self.goodput,
             "stragglers": {str(number): factor for number, factor in self.stragglers.items()},
             "reachable": [_change_data(each) for each in self.reachable],
             "others": [_change_data(each) for each in self.others],
@@ -102,6 +105,8 @@ class RunningAdvice:
     def explain(self) -> str:
         """Return the advice as lines."""
         lines = [f"now: {self.present}: {self.measured:,.0f} samples/s measured, {self.predicted:,.0f} predicted"]
+        if self.goodput is not None:
+            lines.append(f"failures: {self.goodput:.1%} of its steps are left; the speeds below are without the others")
         slow = (
             f"worker number {number} computes {times:.1f} times as long" for number, times in self.stragglers.items()
         )
@@ -153,8 +158,9 @@ class RunningComparison:
         probe, machines = self.calibrated(), self._machines()
         # With its own numbers: a straggler of a running job is a worker.
         now = self.predictor.predict(job, probe, machines)
+        # The measured steps had no failure.
         factor = self.measurement.samples_per_s / now.samples_per_s
-        scale = _Scale(self.measurement.samples_per_s, factor)
+        scale = _Scale(now.useful_samples_per_s * factor, factor)
         left_out: list[LeftOut] = []
         near = []
         for how, cluster, slow in self._near(left_out):
@@ -171,6 +177,7 @@ class RunningComparison:
             present.label,
             self.measurement.samples_per_s,
             now.samples_per_s,
+            now.goodput,
             dict(machines.stragglers),
             tuple(sorted(near, key=lambda each: -each.gain)),
             others,
@@ -295,7 +302,7 @@ class RunningComparison:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """The present speed, and what is measured over what is predicted."""
+    """The present speed as failures leave it, and what is measured over what is predicted."""
 
     present: float
     factor: float
@@ -303,7 +310,7 @@ class _Scale:
     def change(self, one: Rehearsed, how: str, reason: str) -> Change:
         """Return a layout as a change of the present one."""
         found: Prediction = one.prediction
-        rate = found.samples_per_s * self.factor
+        rate = found.useful_samples_per_s * self.factor
         changes = one.candidate.changes
         return Change(one.candidate.label, how, rate, rate / self.present - 1, found.error, changes, reason)
 

@@ -1,9 +1,17 @@
-"""The goodput of a predicted job with hosts that fail."""
+"""The goodput of a predicted job with hosts that fail.
+
+A host that fails is started again with its processes. If it had only workers of groups that the others can do without,
+these groups stand still, and the others train on. If not, the whole job goes back to its last snapshot.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology
+from topotrain.extensions.elastic.eligibility import leave_refusal
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.simulator.goodput import ChipFailures
+from topotrain.tools.probe.probe_file import Probe
 
 NOTICE_S = 0.4
 """Seconds until a group that has lost a process goes on, without the start of that process.
@@ -11,22 +19,118 @@ NOTICE_S = 0.4
 Measured: benchmarks/RESULTS.md, "pause of the group".
 """
 
+SNAPSHOT_S_PER_BYTE = 0.62e-9
+"""Seconds that a snapshot costs all workers, by its bytes.
 
-def goodput(job: Job, topology: Topology, machines: Machines, start_s: float) -> float | None:
-    """Return the share of the steps that failures leave; None: none was asked for.
+Measured: benchmarks/RESULTS.md, "What snapshots cost": 78 ms for 126 MB.
+"""
 
-    Groups that go on without each other stand still alone. start_s: from the start of a process to its first step.
 
-    Raises:
-        ConfigError: the job ends with its first failure.
+@dataclass(slots=True)
+class _Host:
+    """What the job loses with one host.
+
+    all_back: the whole job goes back to a snapshot. groups: these stand still.
     """
-    if machines.mtbf_s is None:
-        return None
-    if job.on_failure is not OnFailure.kContinue:
-        accepted = "needs on_failure: kContinue: this job ends with its first failure"
-        raise ConfigError("--mtbf", f"{machines.mtbf_s:g} s", accepted)
-    hosts = 1 if machines.emulated else len(set(topology.hosts)) or 1
-    failures = ChipFailures(hosts, machines.mtbf_s, NOTICE_S + start_s, base=0.0)
-    cluster = job.cluster
-    waits = cluster.max_staleness is not None or (cluster.outer is not None and not cluster.quorum)
-    return failures.formula(1 if waits else topology.worker_groups)
+
+    all_back: bool = False
+    groups: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFailures:
+    """Failures of the hosts of one job.
+
+    Attributes:
+        job: the job.
+        topology: where its processes are.
+        machines: the hosts, of which one fails after `mtbf_s` in the mean.
+        probe: of the program. Its start is part of each pause, and its model is in each snapshot.
+        step_s: the usual time of a step.
+    """
+
+    job: Job
+    topology: Topology
+    machines: Machines
+    probe: Probe
+    step_s: float
+
+    def goodput(self) -> float | None:
+        """Return the share of the steps that failures and snapshots leave; None: no failures were asked for.
+
+        Raises:
+            ConfigError: the job ends with a failure, or begins anew.
+        """
+        mtbf_s = self.machines.mtbf_s
+        if mtbf_s is None:
+            return None
+        if self.job.on_failure is not OnFailure.kContinue:
+            accepted = "needs on_failure: kContinue: this job ends with its first failure"
+            raise ConfigError("--mtbf", f"{mtbf_s:g} s", accepted)
+        hosts = self._hosts()
+        back = sum(host.all_back for host in hosts)
+        interval_s = self._snapshot_interval_s()
+        if back and not interval_s:
+            accepted = "must be above 0 with --mtbf: without snapshots a failure starts the job from its beginning"
+            raise ConfigError("snapshot_s", f"{self.job.snapshot_s:g}", accepted)
+        pause_s = NOTICE_S + self.probe.start_s
+        # The failures of a second of training, each times its seconds. After a snapshot half an interval is lost.
+        common = back * (pause_s + interval_s / 2) / mtbf_s
+        own = [count * pause_s / mtbf_s for count in self._pauses(hosts)]
+        left = sum(1 / (1 + common + each) for each in own) / len(own)
+        return left * self._share_beside_snapshots(interval_s)
+
+    def _pauses(self, hosts: list[_Host]) -> list[int]:
+        """Return for each group how many hosts pause it, and nothing else, when they fail."""
+        if self._all_wait:
+            return [sum(bool(host.groups) for host in hosts)]
+        found = [0] * self.topology.worker_groups
+        for host in hosts:
+            for group in host.groups:
+                found[group] += 1
+        return found
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether no group makes more than some steps without the others."""
+        cluster = self.job.cluster
+        return cluster.max_staleness is not None or (cluster.outer is not None and not cluster.quorum)
+
+    def _snapshot_interval_s(self) -> float:
+        """Seconds between two snapshots; 0: there are none."""
+        intervals = (self.job.snapshot_s, self.job.checkpoint_freq * self.step_s)
+        return min((each for each in intervals if each > 0), default=0.0)
+
+    def _share_beside_snapshots(self, interval_s: float) -> float:
+        if not interval_s:
+            return 1.0
+        model_bytes = sum(parameter.nbytes for parameter in self.probe.model)
+        cost_s = SNAPSHOT_S_PER_BYTE * model_bytes * (1 + self.probe.optimizer.state_factor)
+        return interval_s / (interval_s + cost_s)
+
+    def _hosts(self) -> list[_Host]:
+        hosts: dict[int, _Host] = {}
+        for group, number in self._places_of_groups():
+            hosts.setdefault(number, _Host()).groups.add(group)
+        for number in self._places_of_servers():
+            hosts.setdefault(number, _Host()).all_back = True
+        for host in hosts.values():
+            host.all_back = host.all_back or any(leave_refusal(self.job, self.topology, each) for each in host.groups)
+            if host.all_back:
+                host.groups.clear()
+        return list(hosts.values())
+
+    def _places_of_groups(self) -> Iterator[tuple[int, int]]:
+        for group in range(self.topology.worker_groups):
+            for worker in self.topology.workers(group):
+                yield group, self._host(self.topology.unit_of(worker))
+
+    def _places_of_servers(self) -> Iterator[int]:
+        for group in range(self.topology.server_groups):
+            for server in self.topology.servers(group):
+                yield self._host(self.topology.unit_of(server))
+
+    def _host(self, unit: int) -> int:
+        """Return the number of a unit's host. Emulated hosts are one machine, and fail together."""
+        hosts = self.topology.hosts
+        return hosts[unit] if hosts and not self.machines.emulated else 0

@@ -18,7 +18,7 @@ import numpy as np
 from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import slice_map_for
-from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.failures import HostFailures
 from topotrain.tools.prediction.flow.flow_chances import PacedGroups, Rhythm, StepLengths, all_steps, paced
 from topotrain.tools.prediction.flow.flow_costs import Costs
 from topotrain.tools.prediction.flow.flow_demands import Demands, Meeting
@@ -233,10 +233,11 @@ class FlowModel:
         """Return all that is predicted."""
         # Of all steps that workers make: slow ones make fewer.
         steps = all_steps([(kind.lengths, len(kind.groups) / kind.step_s) for kind in self.steps])
+        step_s = steps.quantile(0.5)
         return Prediction(
             framework=self.topology.framework,
             processes=processes_of(self.topology),
-            step_s=steps.quantile(0.5),
+            step_s=step_s,
             step_p95_s=steps.quantile(0.95),
             samples_per_s=self.samples_per_s,
             parts=self._parts(),
@@ -246,7 +247,7 @@ class FlowModel:
             memory=tuple(planned_memory(self.job, self.probe, self.machines, self.topology)),
             staleness=self._staleness(),
             start_s=self.probe.start_s,
-            goodput=goodput(self.job, self.topology, self.machines, self.probe.start_s),
+            goodput=HostFailures(self.job, self.topology, self.machines, self.probe, step_s).goodput(),
             method=Method.FLOW,
             error=None,
             same_as_one_process=same_as_one_process(self.job),

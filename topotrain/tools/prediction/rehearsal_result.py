@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
-from topotrain.tools.prediction.failures import goodput
+from topotrain.tools.prediction.failures import HostFailures
 from topotrain.tools.prediction.measured_errors import expected_error
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
@@ -47,10 +47,12 @@ class RehearsalResult:
         parts, waits = self._parts()
         begun = max(script.records[0].begun for script in rehearsal.scripts if script.records)
         start_s = rehearsal.probe.start_s + begun
+        step_s = median(times)
+        failures = HostFailures(job, topology, rehearsal.machines, rehearsal.probe, step_s)
         return Prediction(
             topology.framework,
             processes_of(topology),
-            median(times),
+            step_s,
             quantile(times, 0.95),
             sum(script.samples * self._rate(script) for script in rehearsal.scripts),
             parts,
@@ -60,7 +62,7 @@ class RehearsalResult:
             tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
             self._staleness(),
             start_s,
-            goodput(job, topology, rehearsal.machines, rehearsal.probe.start_s),
+            failures.goodput(),
             Method.REHEARSAL,
             expected_error(job, rehearsal.machines),
             same_as_one_process(job),
