@@ -180,10 +180,12 @@ def chromium(width: int = 1400, height: int = 1000) -> Iterator[Browser]:
             driver.quit()
 
 
-def page_file(folder: Path, view: dict[str, Any], second: dict[str, Any] | None = None) -> str:
+def page_file(
+    folder: Path, view: dict[str, Any], second: dict[str, Any] | None = None, logs: dict[str, str] | None = None
+) -> str:
     """Write the page of a view as one file; return its address."""
     from topotrain.tools.dashboard.mailed_page import mailed_page
 
     path = folder / "job.html"
-    path.write_text(mailed_page(json.loads(json.dumps(view)), second), encoding="utf-8")
+    path.write_text(mailed_page(json.loads(json.dumps(view)), second, logs), encoding="utf-8")
     return path.as_uri()

@@ -53,12 +53,12 @@ def workspace(tmp_path: Path) -> Path:
 
 def test_the_file_has_the_view_and_only_its_own_script_runs(workspace: Path) -> None:
     view = view_of(workspace)
-    text = mailed_page(view, view | {"cursor": 0})
+    text = mailed_page(view, view | {"cursor": 0}, {"worker 0/0": EVIL})
     page = Elements(text)
     ((policy, _),) = [meta for meta in page.all("meta") if meta[0].get("http-equiv") == "Content-Security-Policy"]
     content = policy["content"] or ""
     scripts = {attributes.get("id") or attributes.get("type"): code for attributes, code in page.all("script")}
-    assert set(scripts) == {"module", "view", "view-b"}, "what the view says is in no element of its own"
+    assert set(scripts) == {"module", "view", "view-b", "logs"}, "what the view says is in no element of its own"
     ((_, style),) = page.all("style")
     for what, source in (("script-src", scripts["module"]), ("style-src", style)):
         hashed = b64encode(sha256(source.encode()).digest()).decode()
@@ -66,6 +66,7 @@ def test_the_file_has_the_view_and_only_its_own_script_runs(workspace: Path) -> 
     assert content.startswith("default-src 'none';") and "unsafe" not in content and "'self'" not in content
     assert json.loads(scripts["view"]) == json.loads(page_json(view)) and json.loads(scripts["view-b"])["cursor"] == 0
     assert json.loads(scripts["view"])["story"][0]["text"].endswith(EVIL)
+    assert json.loads(scripts["logs"]) == {"worker 0/0": EVIL}
     assert text.index("Content-Security-Policy") < text.index("<style") < text.index("</body>")
     assert '<html lang="en" data-source="embedded">' in text
 
@@ -137,8 +138,18 @@ def run(*words: str) -> int:
 def test_the_command_writes_the_file(workspace: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     assert run("report", str(workspace), str(workspace), "--html", str(file)) == 0
-    scripts = {attributes.get("id") for attributes, _ in Elements(file.read_text("utf-8")).all("script")}
-    assert {"view", "view-b"} <= scripts
+    scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
+    assert {"view", "view-b"} <= set(scripts)
+    assert json.loads(scripts["logs"]) == {}
+
+
+def test_the_file_has_the_last_lines_of_each_log(workspace: Path, tmp_path: Path) -> None:
+    (workspace / "logs").mkdir()
+    (workspace / "logs" / "worker-0-1.log").write_text("".join(f"\x1b[31mline {n}\x1b[0m\n" for n in range(1000)))
+    file = tmp_path / "page.html"
+    assert run("report", str(workspace), "--html", str(file)) == 0
+    scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
+    assert json.loads(scripts["logs"]) == {"worker 0/1": "\n".join(f"line {n}" for n in range(950, 1000))}
 
 
 @pytest.mark.parametrize(

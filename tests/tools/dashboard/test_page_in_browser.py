@@ -123,6 +123,16 @@ def test_a_process_shows_its_figures_and_a_server_its_slices(browser: Browser, t
     assert browser.script("return document.getElementById('details').hidden")
 
 
+def test_a_mailed_page_has_the_ends_of_logs(browser: Browser, tmp_path: Path) -> None:
+    logs = {"worker 0/0": f"epoch 1\n{UNSAFE}"}
+    browser.open(page_file(tmp_path, PreparedJob().view(), logs=logs))
+    browser.click("[data-name='worker 0/0']")
+    browser.wait("return !document.getElementById('details-log').hidden")
+    assert browser.text("#details-log-text") == logs["worker 0/0"]
+    browser.click("[data-name='server 0/0']")
+    browser.wait("return document.getElementById('details-log').hidden")
+
+
 def test_all_metrics_have_curves_over_time_and_over_steps(browser: Browser, tmp_path: Path) -> None:
     browser.resize(1400, 2600)
     opened(browser, tmp_path, PreparedJob())

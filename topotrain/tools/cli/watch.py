@@ -188,10 +188,10 @@ def serve(workspaces: Sequence[Path], port: int, host: str) -> int:
 def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     """Write the page of recorded jobs into one file. Raises ConfigError or BadInput."""
     try:
-        from topotrain.tools.dashboard.mailed_page import mailed_page, view_of
+        from topotrain.tools.dashboard.mailed_page import page_of
     except ImportError:
         raise BadInput(f"report --html: {_MISSING}") from None
-    text = mailed_page(*(view_of(workspace) for workspace in workspaces))
+    text = page_of(workspaces)
     check_writable("--html", file)
     # The user has named this file, so its mode is what the umask gives.
     try:

@@ -1,6 +1,6 @@
 """The page of a recorded job as one file without a server, which can be mailed.
 
-Style, scripts and the view are written into the page. Its content policy names the style and the script by their
+Style, scripts, the view and the ends of logs are written into the page. Its content policy names the style and the script by their
 hashes, so nothing else runs, and the file loads nothing.
 
 The page's scripts are ECMAScript modules, and a file cannot import others from a mail. So each module becomes a
@@ -9,7 +9,7 @@ function that returns its exports, after the modules that it imports. Only the f
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from graphlib import TopologicalSorter
 from hashlib import sha256
@@ -18,6 +18,7 @@ from typing import Any
 
 from topotrain.tools.dashboard.page_files import INDEX, PageFile, page_files
 from topotrain.tools.dashboard.page_json import embedded_json
+from topotrain.tools.dashboard.process_logs import tails_of
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.-]+)";[ \t]*\n?', re.M)
@@ -41,8 +42,20 @@ def view_of(workspace: Path) -> dict[str, Any]:
         return recorded.history.view()
 
 
-def mailed_page(view: Mapping[str, Any], second: Mapping[str, Any] | None = None) -> str:
-    """Return the page of a view as one file; `second`: of a run that is laid over it."""
+def page_of(workspaces: Sequence[Path]) -> str:
+    """Return the page of one or two recorded jobs as one file, with the logs of the first. Raises ConfigError."""
+    first, *others = workspaces
+    view = view_of(first)
+    return mailed_page(view, view_of(others[0]) if others else None, tails_of(first, view))
+
+
+def mailed_page(
+    view: Mapping[str, Any], second: Mapping[str, Any] | None = None, logs: Mapping[str, str] | None = None
+) -> str:
+    """Return the page of a view as one file.
+
+    second: the view of a run that is laid over it. logs: the last lines of each process, by its name.
+    """
     files = page_files()
     text = files[INDEX].text
     styles, scripts = _STYLE.findall(text), _SCRIPT.findall(text)
@@ -55,9 +68,12 @@ def mailed_page(view: Mapping[str, Any], second: Mapping[str, Any] | None = None
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = f'<script type="application/json" id="view">{embedded_json(view)}</script>\n'
-    if second is not None:
-        data += f'<script type="application/json" id="view-b">{embedded_json(second)}</script>\n'
+    parts = {"view": view, "view-b": second, "logs": logs}
+    data = "".join(
+        f'<script type="application/json" id="{name}">{embedded_json(part)}</script>\n'
+        for name, part in parts.items()
+        if part is not None
+    )
     meta = f'{_FIRST_META}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     for old, new in (
         (_LIVE, 'data-source="embedded"'),

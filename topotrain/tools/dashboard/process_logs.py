@@ -9,6 +9,8 @@ from topotrain.launch.agent.pipes import log_tail
 from topotrain.launch.agent.workspace import LOGS
 
 _LINES = 200
+_MAILED_LINES = 50
+"""A file has the logs of all processes."""
 # Sequences that color a terminal or move its cursor, and then all control characters but ends of lines and tabs.
 _SEQUENCES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]"
@@ -16,10 +18,16 @@ _SEQUENCES = re.compile(
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def tail_of(workspace: Path, process: Mapping[str, Any]) -> str | None:
+def tails_of(workspace: Path, view: Mapping[str, Any]) -> dict[str, str]:
+    """Return the last lines of the logs of all processes of a view that have any, by process."""
+    tails = {process["name"]: tail_of(workspace, process, _MAILED_LINES) for process in view["processes"]}
+    return {name: text for name, text in tails.items() if text}
+
+
+def tail_of(workspace: Path, process: Mapping[str, Any], lines: int = _LINES) -> str | None:
     """Return the last lines of a process's log; None if this machine has none.
 
-    process: an entry of the view's list of processes. Only its role and its numbers are used.
+    process: an entry of the view's list of processes. Only its role and its numbers are used. lines: at most so many.
     """
     group, index, unit = (int(process[name]) for name in ("group", "index", "unit"))
     if process["role"] == "worker":
@@ -31,7 +39,7 @@ def tail_of(workspace: Path, process: Mapping[str, Any]) -> str | None:
     if not there:
         return None
     text = next((text for text in map(log_tail, there) if text), "")
-    return "\n".join(plain(line) for line in text.splitlines()[-_LINES:])
+    return "\n".join(plain(line) for line in text.splitlines()[-lines:])
 
 
 def plain(text: str) -> str:

@@ -28,7 +28,7 @@ export class ProcessDetails {
     this._panel.hidden = name === null;
     byId("details-log").hidden = true;
     setText(byId("details-log-text"), "");
-    if (name !== null && this._source.live) this._readLog(name);
+    if (name !== null) this._readLog(name);
   }
 
   /** Read the log again. Called when the server has just sent something of a running job: so it is still there. */
