@@ -302,7 +302,10 @@ class RunningComparison:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """The present speed as failures leave it, and what is measured over what is predicted."""
+    """The scale of predictions.
+
+    present: the speed now, as failures leave it. factor: what is measured over what is predicted.
+    """
 
     present: float
     factor: float

@@ -43,7 +43,10 @@ def view_of(workspace: Path) -> dict[str, Any]:
 
 
 def page_of(workspaces: Sequence[Path]) -> str:
-    """Return the page of one or two recorded jobs as one file, with the logs of the first. Raises ConfigError."""
+    """Return the page of one or two recorded jobs as one file.
+
+    It has the logs of the first job. Raises ConfigError.
+    """
     first, *others = workspaces
     view = view_of(first)
     return mailed_page(view, view_of(others[0]) if others else None, tails_of(first, view))

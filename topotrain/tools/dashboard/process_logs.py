@@ -19,7 +19,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def tails_of(workspace: Path, view: Mapping[str, Any]) -> dict[str, str]:
-    """Return the last lines of the logs of all processes of a view that have any, by process."""
+    """Return the last lines of each process of a view, by its name.
+
+    Processes without any are left out.
+    """
     tails = {process["name"]: tail_of(workspace, process, _MAILED_LINES) for process in view["processes"]}
     return {name: text for name, text in tails.items() if text}
 

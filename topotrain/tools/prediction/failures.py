@@ -5,7 +5,7 @@ these groups stand still, and the others train on. If not, the whole job goes ba
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology
@@ -26,15 +26,15 @@ Measured: benchmarks/RESULTS.md, "What snapshots cost": 78 ms for 126 MB.
 """
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Host:
     """What the job loses with one host.
 
-    all_back: the whole job goes back to a snapshot. groups: these stand still.
+    all_back: the whole job goes back to a snapshot. groups: these stand still, and nothing else.
     """
 
-    all_back: bool = False
-    groups: set[int] = field(default_factory=set)
+    all_back: bool
+    groups: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class HostFailures:
     step_s: float
 
     def goodput(self) -> float | None:
-        """Return the share of the steps that failures and snapshots leave; None: no failures were asked for.
+        """Return the share of the steps that failures and snapshots leave.
+
+        None: no failures were asked for.
 
         Raises:
             ConfigError: the job ends with a failure, or begins anew.
@@ -109,28 +111,30 @@ class HostFailures:
         return interval_s / (interval_s + cost_s)
 
     def _hosts(self) -> list[_Host]:
-        hosts: dict[int, _Host] = {}
-        for group, number in self._places_of_groups():
-            hosts.setdefault(number, _Host()).groups.add(group)
-        for number in self._places_of_servers():
-            hosts.setdefault(number, _Host()).all_back = True
-        for host in hosts.values():
-            host.all_back = host.all_back or any(leave_refusal(self.job, self.topology, each) for each in host.groups)
-            if host.all_back:
-                host.groups.clear()
-        return list(hosts.values())
+        with_servers = set(self._places_of_servers())
+        groups: dict[int, set[int]] = {host: set() for host in with_servers}
+        for group, host in self._places_of_groups():
+            groups.setdefault(host, set()).add(group)
+        return [self._host_of(host in with_servers, its) for host, its in groups.items()]
+
+    def _host_of(self, has_server: bool, groups: set[int]) -> _Host:
+        all_back = has_server or any(leave_refusal(self.job, self.topology, group) for group in groups)
+        return _Host(all_back, frozenset() if all_back else frozenset(groups))
 
     def _places_of_groups(self) -> Iterator[tuple[int, int]]:
         for group in range(self.topology.worker_groups):
             for worker in self.topology.workers(group):
-                yield group, self._host(self.topology.unit_of(worker))
+                yield group, self._number(self.topology.unit_of(worker))
 
     def _places_of_servers(self) -> Iterator[int]:
         for group in range(self.topology.server_groups):
             for server in self.topology.servers(group):
-                yield self._host(self.topology.unit_of(server))
+                yield self._number(self.topology.unit_of(server))
 
-    def _host(self, unit: int) -> int:
-        """Return the number of a unit's host. Emulated hosts are one machine, and fail together."""
+    def _number(self, unit: int) -> int:
+        """Return the number of a unit's host.
+
+        Emulated hosts are one machine, and fail together.
+        """
         hosts = self.topology.hosts
         return hosts[unit] if hosts and not self.machines.emulated else 0
