@@ -1,7 +1,7 @@
 """The page of a recorded job as one file without a server, which can be mailed.
 
-Style, scripts, the view and the ends of logs are written into the page. Its content policy names the style and the script by their
-hashes, so nothing else runs, and the file loads nothing.
+Style, scripts, the view and the ends of logs are written into the page. Its content policy names the style and the
+script by their hashes, so nothing else runs, and the file loads nothing.
 
 The page's scripts are ECMAScript modules, and a file cannot import others from a mail. So each module becomes a
 function that returns its exports, after the modules that it imports. Only the forms that the page uses are understood.
