@@ -307,5 +307,5 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    held_out = "--held-out" in sys.argv
-    run_table(HELD_OUT_NAME if held_out else NAME, HELD_OUT_TITLE if held_out else TITLE, measure, declare)
+    name, title = (HELD_OUT_NAME, HELD_OUT_TITLE) if "--held-out" in sys.argv else (NAME, TITLE)
+    run_table(name, title, measure, declare, module=NAME)

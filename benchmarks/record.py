@@ -119,14 +119,17 @@ def run_table(
     measure: Callable[[argparse.Namespace], Sequence[Row]],
     add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
     hardware: Callable[[], str] = lambda: "",
+    module: str = "",
 ) -> None:
     """The main function of a table's module: measure, print, save.
 
     Args:
         add: declares options of the table's own. With one of the name `trial` that is set, nothing is saved.
         hardware: what the figures depend on, besides what `machine` says.
+        module: the module that measures it, if it has another name than the table.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
+    program = f"python -m benchmarks.{module or name}"
+    parser = argparse.ArgumentParser(prog=program, description=title)
     add(parser)
     options = parser.parse_args()
     if getattr(options, "rounds", ROUNDS) < ROUNDS:
@@ -137,7 +140,7 @@ def run_table(
     shares = load_of_machine.shares()
     # An absolute path would say whose machine it was.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    command = " ".join(["python -m", f"benchmarks.{name}", *words])
+    command = " ".join([program, *words])
     seconds = round(time.monotonic() - began, 1)
     on = ", ".join(filter(None, (machine(), hardware())))
     table = Table(name, title, command, state, on, seconds, rows, round(shares.others, 3), round(shares.stolen, 3))
