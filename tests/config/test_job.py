@@ -330,7 +330,6 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Cluster, COPIES | {"nservers_per_group": 1}, COPIES),
     (Cluster, COPIES | {"nservers_per_procs": 2}, COPIES),
     (Cluster, COPIES | PAIR | {"algorithm": "kRing"}, COPIES | PAIR),
-    (Cluster, COPIES | {"compression": "kE3M0"}, COPIES),
     (Cluster, COPIES | {"link": Link(bandwidth=10.0)}, COPIES),
     (Cluster, COPIES | SPARE, COPIES | {"nworkers_per_group": 3}),
 ]

@@ -106,7 +106,10 @@ def test_a_plan_refuses_more_fragments_than_the_script_has_parameters(tmp_path: 
 @pytest.mark.parametrize("command", [["plan"], ["run", "--quiet"]])
 @pytest.mark.parametrize(
     ("more", "needed"),
-    [("compression: kE3M0", "needs compression: kNone"), ("link { bandwidth: 10 }", "needs a cluster without link")],
+    [
+        ("nservers_per_procs: 2", "needs nservers_per_procs: 1"),
+        ("link { bandwidth: 10 }", "needs a cluster without link"),
+    ],
 )
 def test_copies_that_cannot_be_kept_are_refused_by_every_command(
     tmp_path: Path, command: list[str], more: str, needed: str

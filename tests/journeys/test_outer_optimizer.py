@@ -129,10 +129,12 @@ def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes
     assert 1 <= ended.report["rounds"]["lost_steps"] <= 3, "it had told of no step"
 
 
-def test_a_coordinator_that_dies_leaves_no_round_open(runner: JobRunner) -> None:
+@pytest.mark.parametrize("compression", ["kNone", "kFp16"])
+def test_a_coordinator_that_dies_leaves_no_round_open(runner: JobRunner, compression: str) -> None:
     """Its second copy has the windows that were open, but not the timer that would have ended them."""
     words = (str(runner.folder / "job"), "server 0/0", "1", "3")
-    ended = runner.run(f"{DECOUPLED} replicas: 2", "mortal.py", *words, extra="reduce: kSum")
+    cluster = f"{DECOUPLED} replicas: 2 compression: {compression}"
+    ended = runner.run(cluster, "mortal.py", *words, extra="reduce: kSum")
     ended.check_ledger(3)
     (incident,) = ended.report["incidents"]
     assert incident["who"] == "server 0/0" and "second copy" in incident["action"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +11,25 @@ from replicated_deaths import CrashableCluster
 from simulation import ScriptedWorker, job
 from torch import Tensor
 
-from topotrain.config.job import Apply, Grads
+from topotrain.config.job import Apply, Compression, Grads, Pull
 from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
+from topotrain.extensions.compression.message_filter import ServerEncoding
 from topotrain.extensions.replication.landing_buffers import LandingBuffers
 from topotrain.extensions.replication.state_machine import EarlyReplies, Primary
 
 STEPS, LAG = 4, 0.02
 """The second copy takes up to ten times as long for a message as the network."""
-MODES = {
-    "visible": (Grads.kVisible, Apply.kAtStep),
-    "hidden": (Grads.kHidden, Apply.kAtStep),
-    "on arrival": (Grads.kHidden, Apply.kOnArrival),
+MODES: dict[str, dict[str, Any]] = {
+    "visible": {"grads": Grads.kVisible},
+    "hidden": {"grads": Grads.kHidden},
+    "on arrival": {"grads": Grads.kHidden, "apply": Apply.kOnArrival},
+    "visible, kInt8": {"grads": Grads.kVisible, "compression": Compression.kInt8},
+    "hidden, kE3M0": {"grads": Grads.kHidden, "compression": Compression.kE3M0},
+    "hidden, kTopK": {"grads": Grads.kHidden, "compression": Compression.kTopK, "compression_ratio": 0.1},
+    "lazy, kInt8": {"grads": Grads.kVisible, "pull": Pull.kLazy, "compression": Compression.kInt8},
+    "on arrival, kFp16": {"grads": Grads.kHidden, "apply": Apply.kOnArrival, "compression": Compression.kFp16},
 }
 
 
@@ -41,17 +48,19 @@ class LaggingMortals(CrashableCluster):
 def script(worker: ScriptedWorker, mode: str) -> None:
     cluster: ReplicatedCluster = worker.cluster  # type: ignore[assignment]
     client = worker.client
-    worker.visible = mode == "visible"
+    worker.visible = MODES[mode]["grads"] is Grads.kVisible
     worker.open(start=1.0)
     for step in range(STEPS):
         rng = torch.Generator().manual_seed(100 * step + worker.me.index)
         parts = [torch.randn(p.shape, generator=rng, dtype=getattr(torch, p.dtype)) for p in cluster.map.parameters]
-        if mode == "on arrival":
+        if "apply" in MODES[mode]:
             client.gradients.set_rates(b"")
             client.gradients.end_backward(worker.steps, 0, 1.0, worker.push(parts))
             worker.commit(revisions=())
         else:
             worker.step(parts)
+    # Before the final values, which are not encoded.
+    cluster.ends[worker.me] = [value.clone() for value in worker.values()]
     worker.finish()
     if worker.me.index == 0:
         client.values.fetch_final()
@@ -59,7 +68,6 @@ def script(worker: ScriptedWorker, mode: str) -> None:
     lines = cluster.lifelines[worker.me]
     lines.leave()
     cluster.sim.wait(lambda: lines.left)
-    cluster.ends[worker.me] = worker.values()
 
 
 def run(
@@ -68,9 +76,9 @@ def run(
     kill: tuple[int, int] | None = None,
     kind: type[ReplicatedCluster] = LaggingCluster,
     loses: bool = False,
+    again: int = 0,
 ) -> ReplicatedCluster:
-    grads, apply = MODES[mode]
-    cluster = kind(job(workers=2, shards=2, grads=grads, apply=apply), seed, kill)
+    cluster = kind(job(workers=2, shards=2, **MODES[mode]), seed, kill, again)
     cluster.transport.loses = loses
     return cluster.play(partial(script, mode=mode))
 
@@ -112,6 +120,33 @@ def test_either_process_may_die_at_each_moment_of_a_step(mode: str, process: int
         cluster = run(mode, 1, (process, moment))
         assert cluster.deaths == 1
         assert is_right(cluster, mode), moment
+
+
+ENCODED = [mode for mode in MODES if "compression" in MODES[mode]]
+
+
+@pytest.mark.parametrize("mode", ENCODED)
+def test_a_copy_that_was_made_between_two_messages_encodes_as_the_first_one(mode: str) -> None:
+    """The copy is made after a death, and sends the replies after another one."""
+    deaths = 0
+    for moment in range(10, moments(mode)[0], 23):
+        cluster = run(mode, 1, (0, moment), again=5 + moment % 40)
+        deaths += cluster.deaths
+        assert is_right(cluster, mode), moment
+    assert deaths > 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "part"),
+    [("visible, kInt8", "means"), ("visible, kInt8", "shown"), ("hidden, kTopK", "shown")],
+)
+def test_each_part_of_the_state_of_encodings_is_needed(mode: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = ServerEncoding.load_state_dict
+    undisturbed(mode)
+    monkeypatch.setattr(ServerEncoding, "load_state_dict", lambda self, state: load(self, {**state, part: {}}))
+    moments_of_death = range(10, moments(mode)[0], 7)
+    wrong = (goes_wrong((0, moment), mode, 5 + moment % 40) for moment in moments_of_death)
+    assert any(wrong), "it makes no difference"
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -173,9 +208,9 @@ def test_no_reply_leaves_before_the_second_copy_has_its_event(monkeypatch: pytes
     assert any(map(goes_wrong, kills)), "the rule makes no difference"
 
 
-def goes_wrong(kill: tuple[int, int]) -> bool:
+def goes_wrong(kill: tuple[int, int], mode: str = "hidden", again: int = 0) -> bool:
     try:
-        return not is_right(run("hidden", 1, kill, PromptCluster, loses=True), "hidden")
+        return not is_right(run(mode, 1, kill, PromptCluster, loses=True, again=again), mode)
     except Exception:
         return True
 
@@ -217,6 +252,15 @@ def test_a_gradient_goes_to_the_buffer_that_is_read_no_more(flats: FlatBuffers) 
     assert chosen() is usual
     landing.handled(9)
     assert chosen() is usual
+
+
+def test_an_encoded_gradient_has_a_spare_buffer_of_its_own_size(flats: FlatBuffers) -> None:
+    landing, bucket = LandingBuffers(), flats._map.buckets[0]
+    usual = torch.zeros(12, dtype=torch.uint8)
+    landing.choose(WORKER, bucket, usual, flats)
+    landing.answered(0, 5)
+    spare = landing.choose(WORKER, bucket, usual, flats)
+    assert spare is not usual and spare.dtype is torch.uint8 and spare.numel() == usual.numel()
 
 
 def test_two_buffers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

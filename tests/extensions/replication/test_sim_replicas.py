@@ -13,6 +13,7 @@ from replicated_cluster import ReplicatedCluster
 from replicated_deaths import CrashableCluster
 from simulation import job
 
+from topotrain.config.job import Compression
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.extensions.replication.replicated_server import ReliableChannel
@@ -29,6 +30,7 @@ LAYOUTS = {
     "in step": (2, 2, 2, {"max_staleness": 0}),
     "warming up": (3, 1, 2, {"warmup_steps": 3}),
     "sandblaster": (1, 2, 2, {}),
+    "encoded": (2, 2, 2, {"compression": Compression.kFp16}),
 }
 SEEDS = 12
 SERVER = Address(Role.SERVER, 0, 0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.job import Compression
+from topotrain.core.server.component_state import State
 from topotrain.core.server.nonfinite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
@@ -115,6 +116,17 @@ class ErrorFeedback:
     def drop(self) -> None:
         """Discard the last encoding. Without a draft it has already counted."""
         self.drafted = False
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"residual": self.residual, "draft": self._draft if self.drafted else None}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        self.residual.copy_(state["residual"])
+        self.drafted = state["draft"] is not None
+        if self.drafted:
+            self._draft.copy_(state["draft"])
 
 
 class DeltaStream:

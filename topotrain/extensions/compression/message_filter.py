@@ -8,7 +8,8 @@ All other bodies travel as they are: initial and final values, edits, optimizer 
 groups. So do bodies of a dtype that no codec encodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from topotrain.config.topology import Address
 from topotrain.core.model.body_codec import BodyCodec, ServerBodyCodec, not_coded, present_body
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import NO_REVISION, ProtocolError, Push, ReducedGradient, Values
+from topotrain.core.server.component_state import State
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.encoded_sizes import of_replies
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
@@ -93,6 +95,16 @@ class _Sender:
     def drop(self) -> None:
         """The encoded gradients do not count."""
         self._feedback.drop()
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"coded": self.coded, "inverse": self._inverse, "feedback": self._feedback.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        _fill(self.coded, state["coded"])
+        self._inverse = state["inverse"]
+        self._feedback.load_state_dict(state["feedback"])
 
 
 class WorkerEncoding(BodyCodec):
@@ -195,6 +207,7 @@ class ServerEncoding(ServerBodyCodec):
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> None:
         buckets = slice_map.buckets_of(shard)
+        self._buckets = {bucket.id: bucket for bucket in buckets}
         self._pushes = _Codecs(cluster, slice_map, buckets, flats, False)
         self._codecs = _Codecs(cluster, slice_map, buckets, flats, True)
         self._flats = flats
@@ -229,15 +242,19 @@ class ServerEncoding(ServerBodyCodec):
         codec = self._codecs.of(bucket)
         if codec is None:
             return
-        senders = self._means.setdefault(group, {})
-        sender = senders.get(bucket.id)
-        if sender is None:
-            coded = self._codecs.buffer(f"coded mean {group}", bucket)
-            sender = senders[bucket.id] = _Sender(codec, mean.numel(), mean.dtype, coded)
+        sender = self._sender(group, bucket, codec, mean.dtype)
         # Each mean of a step is sent, so each adds to the residual of the last one.
         sender.encode(bucket, present, mean, more=True)
         # The server goes on with the decoded mean, so that its update is the one that the workers have seen.
         codec.decode(sender.coded, mean)
+
+    def _sender(self, group: int, bucket: Bucket, codec: Codec, dtype: torch.dtype) -> _Sender:
+        senders = self._means.setdefault(group, {})
+        sender = senders.get(bucket.id)
+        if sender is None:
+            coded = self._codecs.buffer(f"coded mean {group}", bucket)
+            sender = senders[bucket.id] = _Sender(codec, bucket.hi - bucket.lo, dtype, coded)
+        return sender
 
     def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
         """The body of that mean."""
@@ -282,9 +299,42 @@ class ServerEncoding(ServerBodyCodec):
         coded = (group, bucket.id) in self._coded
         return self._codecs.buffer(f"coded values {group}", bucket) if coded else None
 
-    def state_dict(self) -> None:
-        """Return None: a second copy is not possible."""
-        # The errors of earlier encodings are not transferred.
+    # --- a second copy -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """As `ServerBodyCodec.state_dict`."""
+        means = {
+            (group, number): sender.state_dict()
+            for group, senders in self._means.items()
+            for number, sender in senders.items()
+        }
+        # Other workers of the group may still be sent the last difference.
+        coded = {key: self._codecs.buffer(f"coded values {key[0]}", self._buckets[key[1]]) for key in self._coded}
+        shown = {key: (stream.held, stream.rounds) for key, stream in self._streams.items()}
+        return {"taken": self._taken, "means": means, "shown": shown, "coded": coded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `ServerBodyCodec.load_state_dict`."""
+        self._taken = dict(state["taken"])
+        for (group, number), sender in state["means"].items():
+            bucket = self._buckets[number]
+            dtype = sender["feedback"]["residual"].dtype
+            self._sender(group, bucket, _codec(self._codecs, bucket), dtype).load_state_dict(sender)
+        for (group, number), (held, rounds) in state["shown"].items():
+            bucket = self._buckets[number]
+            stream = DeltaStream(_codec(self._codecs, bucket), self._flats.view(f"shown {group}", bucket))
+            _fill(stream.held, held)
+            stream.rounds = rounds
+            self._streams[group, number] = stream
+        for (group, number), data in state["coded"].items():
+            _fill(self._codecs.buffer(f"coded values {group}", self._buckets[number]), data)
+        self._coded = set(state["coded"])
+
+
+def _fill(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    # A state transfer fills buffers themselves.
+    if mine.data_ptr() != theirs.data_ptr():
+        mine.copy_(theirs)
 
 
 def _differences(cluster: Cluster) -> bool:

@@ -49,7 +49,7 @@ class LandingBuffers:
 
         Args:
             worker, bucket: of the gradient.
-            buffer: the worker's part of its usual buffer.
+            buffer: the worker's part of its usual buffer, or memory for an encoded gradient.
             flats: has the spare buffer.
         """
         needed = self._answered.get(worker.group, 0)
@@ -59,4 +59,11 @@ class LandingBuffers:
                 return torch.empty_like(buffer)
             spare = not spare
             self._last[worker, bucket.id] = spare, needed
-        return flats.view(f"spare {worker.group}/{worker.index}", bucket) if spare else buffer
+        return _spare(worker, bucket, buffer, flats) if spare else buffer
+
+
+def _spare(worker: Address, bucket: Bucket, buffer: torch.Tensor, flats: FlatBuffers) -> torch.Tensor:
+    name = f"spare {worker.group}/{worker.index}"
+    if buffer.dtype is torch.uint8:  # an encoding; no parameter is of this type
+        return flats.raw(f"{name} of {bucket.id}", buffer.numel())
+    return flats.view(name, bucket)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from topotrain.config.combinations import Combination
-from topotrain.config.job import FOREIGN, Algorithm, Cluster, Compression, OnFailure, TransportChoice
+from topotrain.config.job import FOREIGN, Algorithm, Cluster, OnFailure, TransportChoice
 
 
 def _refused_with_copies(refused: Callable[[Cluster], object], accepted: str) -> Combination:
@@ -34,7 +34,6 @@ COMBINATIONS = (
         lambda c: c.nworkers_per_group > 1 and (c.engine in FOREIGN or c.algorithm is not Algorithm.kAuto),
         "needs servers that add up the gradients: algorithm kAuto, no engine",
     ),
-    _refused_with_copies(lambda c: c.compression is not Compression.kNone, "needs compression: kNone"),
     _refused_with_copies(lambda c: c.link is not None, "needs a cluster without link"),
     _refused_with_copies(lambda c: c.backup, "needs backup: 0"),
 )
