@@ -1,8 +1,8 @@
 """Predicted against measured: the time of a step, and whether the fastest layout was known before it ran.
 
-Three models, five layouts, five networks. A probe of each model is made first, on the same machine. Then each case is
-predicted, run as a real job, and measured: the time of a step is that of a worker, over all samples of the job. Cases
-run in shuffled order, so that a slow minute of the machine is nobody's own.
+Three models, five layouts, five networks. For each case the model is probed, the job is predicted, run as a real one,
+and measured: the time of a step is that of a worker, over all samples of the job. The probe is made right before the
+job, because the machine is up to a third slower at other times of an hour. Cases run in shuffled order.
 
 Cases of HELD_OUT are left out, so that constants can be looked at with the others. `--held-out` runs these cases only,
 and writes a table of its own.
@@ -268,7 +268,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=0, metavar="N", help="only the first N of them; 0: all")
     parser.add_argument("--only", default="", metavar="WORDS", help='only cases with all of these, as in "char TCP"')
     parser.add_argument("--seed", type=int, default=1, help="of the order")
-    parser.add_argument("--probe-seconds", type=float, default=30.0)
+    parser.add_argument("--probe-seconds", type=float, default=15.0, help="of the probe before each case")
     parser.add_argument("--trial", action="store_true", help="write nothing")
 
 
@@ -286,16 +286,12 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     os.environ.update({name: value for name, value in environment().items() if name.endswith("_NUM_THREADS")})
     rows: list[Row] = []
     outcomes: list[Outcome] = []
-    probes: dict[str, Probe] = {}
     cases = chosen(options)
     with Sides() as sides:
         folder = sides.room("probes")
-        for model in dict.fromkeys(case.model for case in cases):
-            say(f"  probe of {model}")
-            probes[model] = probe(model, folder, options.probe_seconds)
         for number, case in enumerate(cases, 1):
             try:
-                known = probes[case.model]
+                known = probe(case.model, folder, options.probe_seconds)
                 predicted = step_s(prediction(case, known), known, LAYOUTS[case.layout])
                 outcomes.append(Outcome(case, predicted, measure_case(case, predicted)))
                 rows.append(outcomes[-1].row())

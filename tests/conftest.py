@@ -73,6 +73,15 @@ def nothing_kept_in_stores() -> Iterator[None]:
             look_after.__self__.close()
 
 
+@pytest.fixture
+def on_one_core() -> Iterator[None]:
+    """Of all threads of a simulation one runs at a time: on one core the turn is handed over several times as fast."""
+    from topotrain.tools.simulator.one_core import one_core
+
+    with one_core():
+        yield
+
+
 @pytest.fixture(scope="session")
 def warmed() -> Iterator[process_pool.Warm]:
     """What has imported torch once for the processes of all tests."""

@@ -1,6 +1,5 @@
 """Jobs are recorded under one seed's network, and replayed under that of others: they end with the same bits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,10 +11,9 @@ from topotrain.extensions.decision_record.order_entries import LOST, Arrival, Ow
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.simulator.fault_schedule import Fault
-from topotrain.tools.simulator.one_core import one_core
 from topotrain.tools.simulator.seeded_runs import LAYOUTS
 
-pytestmark = pytest.mark.simulated
+pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 
 STEPPING = (
     "downpour",
@@ -34,13 +32,6 @@ STEPPING = (
 )
 """Layouts whose workers commit each step."""
 ISLANDS = ("islands", "islands in step", "islands of a quorum", "islands that wait")
-
-
-@pytest.fixture(autouse=True)
-def on_one_core() -> Iterator[None]:
-    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
-    with one_core():
-        yield
 
 
 def job_of(name: str) -> Job:

@@ -1,6 +1,6 @@
 """Simulated workers with rounds of their own: what seeds find, and rules that are left out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,22 +17,14 @@ from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeR
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.tools.simulator.fault_schedule import FaultKind
 from topotrain.tools.simulator.islands.island_trial import IslandTrial, trains_alone
-from topotrain.tools.simulator.one_core import one_core
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
 
-pytestmark = pytest.mark.simulated
+pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 
 ISLANDS = tuple(name for name, job in LAYOUTS.items() if trains_alone(job))
 """The layouts in which workers make several steps between two rounds."""
-
-
-@pytest.fixture(autouse=True)
-def on_one_core() -> Iterator[None]:
-    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
-    with one_core():
-        yield
 
 
 def verdict_of(name: str, seed: int) -> Any:

@@ -17,21 +17,13 @@ from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointEx
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.one_core import one_core
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 
-pytestmark = pytest.mark.simulated
-
-
-@pytest.fixture(autouse=True)
-def on_one_core():
-    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
-    with one_core():
-        yield
+pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 
 
 @pytest.mark.parametrize("part", range(4))
