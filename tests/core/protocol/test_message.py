@@ -269,8 +269,8 @@ def test_a_wrong_message_is_no_failure_and_a_fault_of_ours_is(broken: bool, monk
 
 def test_floods_at_the_desk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_EPOCHS", 10)
-    monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_CHUNKS", 10)
-    monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_DRAWN", 100)
+    monkeypatch.setattr("topotrain.training.data.drawn_chunks._MOST_CHUNKS", 10)
+    monkeypatch.setattr("topotrain.training.data.drawn_chunks._MOST_DRAWN", 100)
     book = LeaseQueue(2)
     for number in range(10):
         book.handle(worker(), LeaseRequest(number, 0, 3, 0, 0, False))
