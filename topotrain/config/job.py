@@ -503,6 +503,11 @@ class Cluster(Checked):
         return self.n_push if self.outer is None else self.sync_freq // self.fragments
 
     @property
+    def trains_in_exchange(self) -> bool:
+        """Whether workers make steps between a push and the new values of a round."""
+        return self.overlap > 0 or self.quorum > 0
+
+    @property
     def paces_by_time(self) -> bool:
         """Whether slow workers push as often as the fastest one, after fewer steps."""
         return self.pace is Pace.kTime or (self.pace is Pace.kAuto and self.quorum > 0)

@@ -134,7 +134,7 @@ class InnerOptimizer(LocalOptimizer):
         """The optimizer's state, for other worker groups."""
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
-        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.overlap or cluster.quorum else None
+        self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.trains_in_exchange else None
         self._make_step = plain_step(type(optimizer))
         self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert cluster.outer is not None

@@ -200,7 +200,7 @@ COMBINATIONS = (
     ),
     Combination(
         "cluster.keep",
-        lambda c: c.keep is not Keep.kAdd and not (c.overlap or c.quorum),
+        lambda c: c.keep is not Keep.kAdd and not c.trains_in_exchange,
         "must be kAdd with overlap: 0 and quorum: 0, where no step is made during an exchange",
     ),
     Combination("cluster.quorum", lambda c: c.quorum and not c.outer, "must be 0 without cluster.outer"),

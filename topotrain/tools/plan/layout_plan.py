@@ -182,8 +182,7 @@ def _worker(job: Job, schema: PlannedSchema, topology: Topology, worker: Address
     trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
     if job.cluster.outer is not None:
         # Received values, what it pushes, and its own values at the time of a push. The optimizer is here.
-        steps_meanwhile = job.cluster.overlap or job.cluster.quorum
-        copies = 3 if steps_meanwhile and job.cluster.keep is Keep.kAdd else 2
+        copies = 3 if job.cluster.trains_in_exchange and job.cluster.keep is Keep.kAdd else 2
         workers = topology.workers_per_group
         # Its gradient, the group's mean, and the gradients of the others that it adds up.
         inside = (2 * workers + workers - 1) * trained // workers if workers > 1 else 0
