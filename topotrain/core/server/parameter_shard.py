@@ -19,7 +19,7 @@ from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers,
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate
 from topotrain.core.optim.updater_block import clip_bounds
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import State, restore_tensor
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 from topotrain.core.server.gradients.gradient_source import (
@@ -370,9 +370,7 @@ class ParameterShard:
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         for name, space, theirs in state["buffers"]:
-            ours = self.flats.flat(name, space)
-            if ours.data_ptr() != theirs.data_ptr():  # a state transfer fills the buffers themselves
-                ours.copy_(theirs)
+            restore_tensor(self.flats.flat(name, space), theirs)
         for unit, update in zip(self.units, state["updates"], strict=True):
             unit.update.load_state_dict(update)
         for group, staging in self.staging.items():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from topotrain.config.job import Compression
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import State, restore_tensor
 from topotrain.core.server.nonfinite import all_finite
 from topotrain.extensions.compression.codecs import (
     CastCodec,
@@ -171,6 +171,15 @@ class DeltaStream:
         """Receiver: add the changes to `held`. Raises ValueError as `Codec.decode`."""
         self._mend()
         self._take(data)
+
+    def state_dict(self) -> State:
+        """Return the state, see `component_state`."""
+        return {"held": self.held, "rounds": self.rounds}
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the result of `state_dict`."""
+        restore_tensor(self.held, state["held"])
+        self.rounds = state["rounds"]
 
     def _mend(self) -> None:
         if not all_finite(self.held):

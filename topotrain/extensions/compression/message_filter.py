@@ -19,7 +19,7 @@ from topotrain.config.topology import Address
 from topotrain.core.model.body_codec import BodyCodec, ServerBodyCodec, not_coded, present_body
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
 from topotrain.core.protocol import NO_REVISION, ProtocolError, Push, ReducedGradient, Values
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import State, restore_tensor
 from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.encoded_sizes import of_replies
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
@@ -102,7 +102,7 @@ class _Sender:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        _fill(self.coded, state["coded"])
+        restore_tensor(self.coded, state["coded"])
         self._inverse = state["inverse"]
         self._feedback.load_state_dict(state["feedback"])
 
@@ -287,17 +287,23 @@ class ServerEncoding(ServerBodyCodec):
         stream = self._streams.get(key)
         # These values travel as they are. The differences after them refer to them.
         if stream is None or anew:
-            stream = self._streams[key] = DeltaStream(codec, self._flats.view(f"shown {group}", bucket))
-            stream.restart(values)
+            self._new_stream(group, bucket).restart(values)
             self._coded.discard(key)
         else:
-            stream.encode(values, self._codecs.buffer(f"coded values {group}", bucket))
+            stream.encode(values, self._coded_values(group, bucket))
             self._coded.add(key)
 
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
         """As `ServerBodyCodec.difference`."""
-        coded = (group, bucket.id) in self._coded
-        return self._codecs.buffer(f"coded values {group}", bucket) if coded else None
+        return self._coded_values(group, bucket) if (group, bucket.id) in self._coded else None
+
+    def _new_stream(self, group: int, bucket: Bucket) -> DeltaStream:
+        held = self._flats.view(f"shown {group}", bucket)
+        stream = self._streams[group, bucket.id] = DeltaStream(_codec(self._codecs, bucket), held)
+        return stream
+
+    def _coded_values(self, group: int, bucket: Bucket) -> torch.Tensor:
+        return self._codecs.buffer(f"coded values {group}", bucket)
 
     # --- a second copy -------------------------------------------------------------------------------------------
 
@@ -309,8 +315,8 @@ class ServerEncoding(ServerBodyCodec):
             for number, sender in senders.items()
         }
         # Other workers of the group may still be sent the last difference.
-        coded = {key: self._codecs.buffer(f"coded values {key[0]}", self._buckets[key[1]]) for key in self._coded}
-        shown = {key: (stream.held, stream.rounds) for key, stream in self._streams.items()}
+        coded = {(group, number): self._coded_values(group, self._buckets[number]) for group, number in self._coded}
+        shown = {key: stream.state_dict() for key, stream in self._streams.items()}
         return {"taken": self._taken, "means": means, "shown": shown, "coded": coded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,21 +326,11 @@ class ServerEncoding(ServerBodyCodec):
             bucket = self._buckets[number]
             dtype = sender["feedback"]["residual"].dtype
             self._sender(group, bucket, _codec(self._codecs, bucket), dtype).load_state_dict(sender)
-        for (group, number), (held, rounds) in state["shown"].items():
-            bucket = self._buckets[number]
-            stream = DeltaStream(_codec(self._codecs, bucket), self._flats.view(f"shown {group}", bucket))
-            _fill(stream.held, held)
-            stream.rounds = rounds
-            self._streams[group, number] = stream
+        for (group, number), stream in state["shown"].items():
+            self._new_stream(group, self._buckets[number]).load_state_dict(stream)
         for (group, number), data in state["coded"].items():
-            _fill(self._codecs.buffer(f"coded values {group}", self._buckets[number]), data)
+            restore_tensor(self._coded_values(group, self._buckets[number]), data)
         self._coded = set(state["coded"])
-
-
-def _fill(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    # A state transfer fills buffers themselves.
-    if mine.data_ptr() != theirs.data_ptr():
-        mine.copy_(theirs)
 
 
 def _differences(cluster: Cluster) -> bool:

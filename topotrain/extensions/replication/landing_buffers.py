@@ -64,6 +64,6 @@ class LandingBuffers:
 
 def _spare(worker: Address, bucket: Bucket, buffer: torch.Tensor, flats: FlatBuffers) -> torch.Tensor:
     name = f"spare {worker.group}/{worker.index}"
-    if buffer.dtype is torch.uint8:  # an encoding; no parameter is of this type
+    if buffer.dtype is torch.uint8:  # an encoding: no gradient is of this type
         return flats.raw(f"{name} of {bucket.id}", buffer.numel())
     return flats.view(name, bucket)
