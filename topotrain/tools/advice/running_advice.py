@@ -26,7 +26,6 @@ from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.advice.speed_bounds import BoundEstimate, slowdown
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.probe.probe_file import Probe
 
 SLOW = 1.15
@@ -312,10 +311,9 @@ class _Scale:
 
     def change(self, one: Rehearsed, how: str, reason: str) -> Change:
         """Return a layout as a change of the present one."""
-        found: Prediction = one.prediction
-        rate = found.useful_samples_per_s * self.factor
+        rate = one.samples_per_s * self.factor
         changes = one.candidate.changes
-        return Change(one.candidate.label, how, rate, rate / self.present - 1, found.error, changes, reason)
+        return Change(one.candidate.label, how, rate, rate / self.present - 1, one.prediction.error, changes, reason)
 
 
 def _other(scale: _Scale, advice: Advice, one: Rehearsed) -> Change:

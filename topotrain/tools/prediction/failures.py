@@ -4,11 +4,10 @@ A host that fails is started again with its processes. If it had only workers of
 these groups stand still, and the others train on. If not, the whole job goes back to its last snapshot.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from topotrain.config.job import ConfigError, Job, OnFailure
-from topotrain.config.topology import Topology
+from topotrain.config.topology import Address, Topology
 from topotrain.extensions.elastic.eligibility import leave_refusal
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
@@ -111,30 +110,17 @@ class HostFailures:
         return interval_s / (interval_s + cost_s)
 
     def _hosts(self) -> list[_Host]:
-        with_servers = set(self._places_of_servers())
+        servers = (each for group in range(self.topology.server_groups) for each in self.topology.servers(group))
+        with_servers = set(map(self._number, servers))
         groups: dict[int, set[int]] = {host: set() for host in with_servers}
-        for group, host in self._places_of_groups():
-            groups.setdefault(host, set()).add(group)
-        return [self._host_of(host in with_servers, its) for host, its in groups.items()]
+        for group in range(self.topology.worker_groups):
+            for worker in self.topology.workers(group):
+                groups.setdefault(self._number(worker), set()).add(group)
+        return [self._host(host in with_servers, its) for host, its in groups.items()]
 
-    def _host_of(self, has_server: bool, groups: set[int]) -> _Host:
+    def _host(self, has_server: bool, groups: set[int]) -> _Host:
         all_back = has_server or any(leave_refusal(self.job, self.topology, group) for group in groups)
         return _Host(all_back, frozenset() if all_back else frozenset(groups))
 
-    def _places_of_groups(self) -> Iterator[tuple[int, int]]:
-        for group in range(self.topology.worker_groups):
-            for worker in self.topology.workers(group):
-                yield group, self._number(self.topology.unit_of(worker))
-
-    def _places_of_servers(self) -> Iterator[int]:
-        for group in range(self.topology.server_groups):
-            for server in self.topology.servers(group):
-                yield self._number(self.topology.unit_of(server))
-
-    def _number(self, unit: int) -> int:
-        """Return the number of a unit's host.
-
-        Emulated hosts are one machine, and fail together.
-        """
-        hosts = self.topology.hosts
-        return hosts[unit] if hosts and not self.machines.emulated else 0
+    def _number(self, process: Address) -> int:
+        return self.machines.host_of(self.topology, process)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from topotrain.config.job import ConfigError, Job, Link, TransportChoice
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Address, Topology, layout
 from topotrain.tools import amounts
 
 MOST_HOSTS = 1 << 16
@@ -50,6 +50,10 @@ class Machines:
         return Machines(
             self.hosts, self.cores, emulated, self.stragglers, self.memory_bytes, self.mtbf_s, emulated=True
         )
+
+    def host_of(self, topology: Topology, address: Address) -> int:
+        """Return the number of the machine of a process. Emulated hosts are one machine."""
+        return 0 if self.emulated else topology.host_of(address)
 
     def topology(self, job: Job, tcp_mbit: float = 0.0) -> Topology:
         """Place a job on these hosts: units in their order, each host with about as many.

@@ -4,25 +4,31 @@ import { JobView } from "./job_view.js";
 
 const AGAIN_MS = 2000;
 
+/** Data that are written into the page, or null. */
+function embedded(id) {
+  const holder = document.getElementById(id);
+  return holder && JSON.parse(holder.textContent);
+}
+
 /** A View that is written into the page: a recorded job that needs no server. */
 export class EmbeddedSource {
   constructor() {
     this.live = false;
+    this._logs = embedded("logs") ?? {};
   }
 
   /** Call `listener.onView(run, JobView)` once for each run. */
   start(listener) {
     for (const [run, id] of [["A", "view"], ["B", "view-b"]]) {
-      const holder = document.getElementById(id);
-      if (holder) listener.onView(run, new JobView(JSON.parse(holder.textContent)));
+      const view = embedded(id);
+      if (view) listener.onView(run, new JobView(view));
     }
     listener.onConnection("recorded");
   }
 
   /** The last lines of a process's log, if they were written into the page, or null. */
   async log(process) {
-    const holder = document.getElementById("logs");
-    return holder ? JSON.parse(holder.textContent)[process] ?? null : null;
+    return this._logs[process] ?? null;
   }
 }
 

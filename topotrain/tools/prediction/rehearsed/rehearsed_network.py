@@ -92,7 +92,7 @@ class MachineCores:
 
     def of(self, me: Address) -> HostCores:
         """Return the cores of an endpoint's machine."""
-        host = 0 if self._machines.emulated else self._topology.host_of(me)
+        host = self._machines.host_of(self._topology, me)
         if host not in self.by_host:
             probed = self._probe.machine.cores
             count = self._machines.cores or probed
