@@ -23,8 +23,19 @@ OPEN = 0.04
 """What the test leaves open, as a part of the whole: mostly what Python and torch take while they train."""
 
 
+@pytest.fixture(scope="module")
+def taken_anyway(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> float:
+    """What a process takes of its own when it trains next to nothing, bytes: it differs between machines."""
+    runner = JobRunner(tmp_path_factory.mktemp("empty"), served_at, warm_at)
+    cluster = "nworkers_per_group: 2 nservers_per_group: 2 transport: kTcp"
+    own: float = runner.run(cluster, "heavy.py", "empty", extra=heavy.PARTS).report["metrics"]["own"]
+    return own
+
+
 @pytest.mark.parametrize(("transport", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
-def test_the_plan_says_what_a_process_holds_at_its_most(runner: JobRunner, transport: str, snapshot_s: float) -> None:
+def test_the_plan_says_what_a_process_holds_at_its_most(
+    runner: JobRunner, taken_anyway: float, transport: str, snapshot_s: float
+) -> None:
     """All of it is held at once, so a plan that says too much is found out as well as one that forgets something: each
     of parameters, gradients, state and a snapshot's copy is more than the test leaves open."""
     extra = f"{heavy.PARTS} snapshot_s: {snapshot_s}"  # if at all, behind a step before the last: they take longer
@@ -33,13 +44,15 @@ def test_the_plan_says_what_a_process_holds_at_its_most(runner: JobRunner, trans
     model, loader = heavy.made()
     found = cut_of(job, model, loader, state_factor=2.0)
     assert found is not None
-    itself = ended.report["metrics"]["itself"] + heavy.READ
+    # Pages of libraries that a process maps only when it trains are counted in the process itself.
+    measured = ended.report["metrics"]
+    itself = measured["itself"] + measured["files"] + taken_anyway
     need = found.plan.needs[next(n for n, need in enumerate(found.plan.needs) if "worker 0/0" in need.who)]
     told = itself + heavy.DATA + need.resident
-    assert itself < 1.35 * ITSELF  # the tests' forkserver has more modules than a job's
+    assert measured["apart"] + taken_anyway < 1.2 * ITSELF  # the tests' forkserver has more modules than a job's
     smallest = min(filter(None, (need.values, need.gradients, need.state, need.snapshot)))
     assert smallest > OPEN * told
-    assert told == pytest.approx(ended.report["metrics"]["peak"], rel=OPEN)
+    assert told == pytest.approx(measured["peak"], rel=OPEN)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
