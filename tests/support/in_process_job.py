@@ -376,7 +376,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
     servers = {}
     factory, options = PlainServerFactory(job, topology, shared), HostOptions(FailureObserver(threads.trouble))
     for me in addresses:
-        endpoint = ServerEndpoint(me, factory, wire, threading.Condition(), options)  # type: ignore[arg-type]
+        endpoint = ServerEndpoint(me, factory, wire, threading.Event(), options)  # type: ignore[arg-type]
         servers[me] = endpoint.server
         wire.attach(me, endpoint)
     for me in servers:

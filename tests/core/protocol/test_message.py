@@ -249,7 +249,7 @@ def test_a_wrong_message_is_no_failure_and_a_fault_of_ours_is(broken: bool, monk
         server(),
         PlainServerFactory(harness.job, harness.topology),
         DroppingTransports(),  # type: ignore[arg-type]
-        threading.Condition(),
+        threading.Event(),
         HostOptions(FailureObserver(lambda: troubles.append(1))),
     )
     if broken:

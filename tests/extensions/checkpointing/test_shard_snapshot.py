@@ -21,7 +21,7 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PublishSnapshot,
     WriteSnapshot,
 )
-from topotrain.extensions.checkpointing.snapshot_messages import CUT, SnapshotPart, SnapshotRequest
+from topotrain.extensions.checkpointing.snapshot_messages import CUT, Remainder, SnapshotPart, SnapshotRequest
 
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
@@ -461,6 +461,13 @@ def test_early_changes_of_a_group_are_held_once():
                 master.handle(other, delta)
             with pytest.raises(m.ProtocolError, match="far ahead"):
                 master.handle(other, replace(delta, sync=100))
+            # What a group that averages has frozen has no exchange: the snapshot tells one from the next.
+            cut = master.extension(CheckpointExtension).cut
+            assert cut is not None
+            remainder = Remainder(8, bucket.id, 0, body=delta.body)
+            assert cut.handle(other, remainder) == cut.handle(other, remainder) == ()
+            with pytest.raises(m.ProtocolError, match="far ahead"):
+                cut.handle(other, replace(remainder, number=9))
             refused.append(bucket)
         worker.finish()
 

@@ -90,7 +90,7 @@ class GroupCut(ExchangeExtension, ABC):
         if held is None:
             # The body is a view of memory that the next message overwrites.
             self._early[key] = sender, replace(message, body=body.clone())
-        elif getattr(held[1], "sync", 0) != getattr(message, "sync", 0):
+        elif held[1] != message:
             raise ProtocolError(f"{sender} is far ahead of a snapshot that {self._server.me} does not know")
         return True
 

@@ -107,19 +107,14 @@ class ReplicaProcess:
         observer: receives the reports.
         slot: the interface to the launcher.
         grace_s: seconds for which another process may be missed before this one ends.
-        change: notified when a server may be done.
+        change: set when a server may be done.
     """
 
     router: Router
     observer: ReplicaObserver
     slot: ReplicaSlot
     grace_s: float
-    change: threading.Condition = field(default_factory=threading.Condition)
-
-    def notify(self) -> None:
-        """Wake the thread that waits for the end of all servers."""
-        with self.change:
-            self.change.notify_all()
+    change: threading.Event = field(default_factory=threading.Event)
 
 
 class PrimaryEndpoint(MessageSender):
@@ -297,6 +292,8 @@ class PrimaryEndpoint(MessageSender):
             # The writer's messages become events, too, so that the standby knows which snapshots exist.
             for message in self._snapshots.messages():
                 self._send(self.primary.handle(self.me, message))
+                if self.primary.fault is not None:  # this process's own fault, not that of a peer
+                    raise RuntimeError(f"a message of the snapshot writer was refused: {self.primary.fault}")
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message of the primary, which is locked."""
@@ -316,12 +313,15 @@ class PrimaryEndpoint(MessageSender):
 
     def _notify_if_done(self) -> None:
         if self.server.done:
-            self._process.notify()
+            self._process.change.set()
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to do."""
-        return self.server.done and self.primary.clear
+        if not self.server.done:
+            return False
+        with self._lock:  # a server is done before its last messages are sent, and other threads add channels
+            return self.primary.clear
 
     def release_standby(self) -> None:
         """Release the standby, which has nothing left to do either."""
@@ -368,7 +368,7 @@ class StandbyEndpoint:
             self._process.observer.on_failure()
             raise
         if self._standby.over:
-            self._process.notify()
+            self._process.change.set()
 
     def _answer(self, message: Message | None) -> None:
         if message is not None:
@@ -614,18 +614,17 @@ class ReplicatedServers:
         poll_s = self._place.job.cluster.poll_time / 1000
         released: set[Address] = set()
         while True:
-            with self._process.change:
-                primaries = dict(self._primaries)
-                for each in primaries.values():
-                    if each.done and each.me not in released:
-                        released.add(each.me)
-                        each.release_standby()
-                standbys = list(self._standbys.values())
-                over = all(s.done for s in primaries.values()) and all(x.done for x in standbys)
-                over = over and bool(primaries or standbys)
-                if not over:
-                    self._process.change.wait(poll_s)
-            # Without the lock: a reader that has handled a message must not wait for the reports.
+            self._process.change.clear()
+            primaries = dict(self._primaries)
+            for each in primaries.values():
+                if each.done and each.me not in released:
+                    released.add(each.me)
+                    each.release_standby()
+            standbys = list(self._standbys.values())
+            over = all(s.done for s in primaries.values()) and all(x.done for x in standbys)
+            over = over and bool(primaries or standbys)
+            if not over:
+                self._process.change.wait(poll_s)
             self._observer.on_turn(primaries, self._router, last=over)
             if over:
                 return

@@ -78,8 +78,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     profile = _recorders(spec, addresses[0])
     place = _place(spec)
     sigterm.take_over(place.job)
-    # A launcher sees the ends of its own processes. Of units elsewhere only lost connections are seen.
-    observer = ServerObserver(control, addresses[0], requests, place if spec["hosts"] else None)
+    observer = ServerObserver(control, addresses[0], requests, place, apart=bool(spec["hosts"]))
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
     options = HostOptions(observer, profile, writer, _slow_deliveries(spec, control), _order(spec, control))
@@ -126,15 +125,16 @@ class ServerObserver(UnitObserver):
     Args:
         control, first: as for `UnitObserver`.
         requests: the requests about worker groups, which the servers answer.
-        apart: the settings of the process where a lost peer is to be reported, because its unit may be elsewhere.
+        place: the settings of the process.
+        apart: units may be elsewhere, so lost workers are reported. A launcher sees the ends of its own workers.
     """
 
     def __init__(
-        self, control: ChildChannel, first: Address, requests: ResizeRequests, apart: RouterConfig | None
+        self, control: ChildChannel, first: Address, requests: ResizeRequests, place: RouterConfig, apart: bool
     ) -> None:
         super().__init__(control, first)
-        self._requests, self._apart = requests, apart
-        self.connections = self if apart is not None else None
+        self._requests, self._place, self._apart = requests, place, apart
+        self.connections = self if apart else None
         self.servers: ServerProcess | None = None
         self._reports = HostReports()
 
@@ -169,14 +169,16 @@ class ServerObserver(UnitObserver):
             over = not server.running
         else:
             # A finished worker closes its connection in order, and a restarting one comes back.
-            over = peer.group not in server.groups or server.has_finished(peer) or self._restarts(peer)
+            over = (
+                not self._apart or peer.group not in server.groups or server.has_finished(peer) or self._restarts(peer)
+            )
         if not over:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
     def _restarts(self, worker: Address) -> bool:
         """Return whether a lost worker's group restarts."""
-        place = self._apart
-        if place is None or place.job.on_failure is not OnFailure.kContinue:
+        place = self._place
+        if place.job.on_failure is not OnFailure.kContinue:
             return False
         # A group that cannot restart alone is reported: unit 0 decides what follows.
         return not refusal(place.job, place.topology, worker.group)

@@ -65,10 +65,6 @@ class ConnectionObserver(Protocol):
         """A worker reports that it cannot go on, and why."""
         ...
 
-    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
-        """A connection has ended, to a server or to a worker that had sent a message."""
-        ...
-
 
 class HostObserver(ReplicaObserver):
     """Receives the reports of a process. This class ignores them.
@@ -80,6 +76,9 @@ class HostObserver(ReplicaObserver):
 
     def on_done(self, server: Server) -> None:
         """A server without replicas has no work left."""
+
+    def on_lost(self, server: Server, peer: Address, reason: str) -> None:
+        """A connection has ended, to a server or to a worker that had sent a message. Called on its reader's thread."""
 
     def on_long_wait(self, seconds: float) -> None:
         """The worker has waited so long, and still waits. Called on the waiting thread."""
@@ -114,7 +113,7 @@ class ServerEndpoint(MessageSender):
         me: the address.
         factory: makes the server.
         router: sends the replies.
-        change: is notified when the server may be done.
+        change: is set when the server may be done.
         options: of the process.
         goes_on: lost workers are expected to restart.
         inline: the server runs on a script's thread, which keeps its denormals.
@@ -125,7 +124,7 @@ class ServerEndpoint(MessageSender):
         me: Address,
         factory: ServerFactory,
         router: Router,
-        change: threading.Condition,
+        change: threading.Event,
         options: HostOptions,
         goes_on: bool = False,
         inline: bool = False,
@@ -212,12 +211,14 @@ class ServerEndpoint(MessageSender):
     def _read_snapshots(self) -> None:
         if self._snapshots is not None:
             for message in self._snapshots.messages():
-                self._handle(self.server.me, message)
+                try:
+                    self._handle(self.server.me, message)
+                except ProtocolError as error:  # this process's own fault, not that of a peer whose message was handled
+                    raise RuntimeError(f"a message of the snapshot writer was refused: {error}") from error
 
     def _notify_if_done(self) -> None:
         if self.server.done:
-            with self._change:
-                self._change.notify_all()
+            self._change.set()
 
     def _handle(self, sender: Address, message: Message) -> None:
         began = time.monotonic()
@@ -245,22 +246,23 @@ class ServerEndpoint(MessageSender):
                     self._router.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        observer = self._observer.connections
-        if observer is not None and (peer in self.workers or peer.role is Role.SERVER):
-            observer.on_lost(self.server, peer, reason)
+        if peer in self.workers or peer.role is Role.SERVER:
+            self._observer.on_lost(self.server, peer, reason)
         # Under the lock no answer is half sent: what comes after is not for this worker.
         with self._guarded():
             self.workers.discard(peer)
             if self._goes_on and peer.role is Role.WORKER:
                 self.server.lost(peer)
-        # A server without workers may be done now.
-        with self._change:
-            self._change.notify_all()
+        self._change.set()  # a server without workers may be done now
 
     @property
     def done(self) -> bool:
-        # Workers may still read the result after their last step.
-        return self.server.done and not self.workers
+        # Workers may still read the result after their last step. Without the lock first: reports wait for no message.
+        if not self.server.done or self.workers:
+            return False
+        # A server is done before its last messages are sent, and they are sent under the lock.
+        with self._lock:
+            return self.server.done and not self.workers
 
 
 class HostedServers:
@@ -283,7 +285,7 @@ class HostedServers:
         options: HostOptions,
     ) -> None:
         self._place, self._router, self._observer = place, router, options.observer
-        self._change = threading.Condition()
+        self._change = threading.Event()
         factory = HostedServerFactory(place, memory, options)
         goes_on, inline = place.job.on_failure is OnFailure.kContinue, place.topology.inline
         self.endpoints = {
@@ -320,11 +322,10 @@ class HostedServers:
         """Return when the job needs these servers no more."""
         poll_s = self._place.job.cluster.poll_time / 1000
         while True:
-            with self._change:
-                if all(endpoint.done for endpoint in self.endpoints.values()):
-                    return
-                self._change.wait(poll_s)
-            # Without the lock: a reader that has handled a message must not wait for the reports.
+            self._change.clear()
+            if all(endpoint.done for endpoint in self.endpoints.values()):
+                return
+            self._change.wait(poll_s)
             self._observer.on_turn(self.endpoints, self._router)
 
 
