@@ -18,7 +18,7 @@ help:
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make bench-gpu  measure on a machine with NVIDIA GPUs, at most 10 minutes: benchmarks/RESULTS-GPU.md"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
-	@echo "make check   formatting, lint, types, imports; what readers stumble over, counted"
+	@echo "make check   formatting, lint, types, imports; sizes beside their ceilings; what readers stumble over"
 	@echo "make docs    build the documentation with search and API reference: $(SITE)/index.html"
 	@echo "make format  put the code in the usual form"
 	@echo "make proto   compile job.proto after a change"
@@ -79,6 +79,7 @@ check: setup
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q tests/test_imports.py
 	$(BIN)/python scripts/code_metrics.py
+	$(BIN)/python scripts/code_metrics.py --check
 
 # Warnings are errors, a link that leads nowhere is one. Nothing is taken from a build that was interrupted (--fresh-env).
 docs: $(READY)-docs
