@@ -474,7 +474,7 @@ class Worker(BatchAccounting):
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
-        self.client.finish(self.committed)
+        self.client.finish(self.tally.steps)
 
     def end_job(self) -> None:
         """Call `job_over` of all extensions."""

@@ -29,6 +29,7 @@ from topotrain.compat.integrations.external_loop import ExternalAccounting
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
+from topotrain.training.data.map_dataset import LeaseIterator
 from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -514,3 +515,28 @@ def test_batches_out_of_order_are_refused():
     job = Job(lambda: DataLoader(Numbers(5), num_workers=1, in_order=False))
     with pytest.raises(ConfigError, match=r"loader\.in_order = false"):
         job.loader(job.lease_server.workers[0])
+
+
+# --- a worker that comes back -------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_comes_back_goes_by_all_leases_that_its_group_has_read():
+    class Client(LoaderClient):
+        """The group has read all of a lease for each batch, but not the last one."""
+
+        def lease(self, epoch, ordinal, total, *_):
+            return (ordinal, ordinal, ordinal + 1) if ordinal < total else (0, 0, -1)
+
+        def applied(self, stream):
+            return int(stream < 2998)
+
+    client = Client(LeaseServer(1, 1), Address(Role.WORKER, 0, 0))
+    leases = LeaseIterator(client, 0, 3000, 0, skips=True)
+    assert leases.ask(wait=True) and (leases.at, leases.passed) == (2998, 2998)
+    assert leases.take().number == 2998
+    assert leases.ask(wait=True) and leases.take().number == 2999 and not leases.ask(wait=True)
+
+
+def test_workers_without_a_claim_share_a_batch_when_the_others_are_gone():
+    plan = DataPlan(0, 1, 2, 3, (1.0, 0.0, 0.0), "broadcast", False, 0, 1, False)
+    assert plan.bounds(8) == (0, 0) and plan.among((1, 2)).bounds(8) == (4, 8)

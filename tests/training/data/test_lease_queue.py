@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseQueue
 
@@ -403,3 +404,21 @@ def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by
     assert book.handle(worker(0), puts[2]) == [], "worker 0, too, may draw the same once more"
     with pytest.raises(ProtocolError, match="chunk 0 of epoch 2 came again with other batches"):
         book.handle(worker(0), DrawnBatches(2, 0, True, (1,), (9,)))
+
+
+def test_who_waits_for_a_draw_hears_that_worker_0_has_ended_and_what_was_drawn_is_still_given():
+    book = LeaseQueue(1, 3)
+    put = DrawnBatches(0, 0, True, (2,), (4, 5))
+    book.handle(worker(0), put)
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), put)]
+    book.on_finish(worker(0), 7)
+    # The slower one reads the last pass to its end.
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == [(worker(0, 2), put)]
+    with pytest.raises(StepError, match="worker 0 ended its script after 7 steps while others of its group go on"):
+        book.handle(worker(0, 1), DrawRequest(1, 0))
+    # It waits already when worker 0 ends, and another worker's end is no reason.
+    book = LeaseQueue(1, 3)
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == []
+    book.on_finish(worker(0, 2), 7)
+    with pytest.raises(StepError, match="after 0 steps"):
+        book.on_finish(worker(0), 0)

@@ -215,7 +215,7 @@ class Server:
         if self.state.known.staging[sender.group].waits:
             self.contributions.check_all_continue(sender.group)
         for extension in self.hooks.on_finish:
-            extension.on_finish(sender)
+            extension.on_finish(sender, message.steps)
         if not self.worker_groups.runs(sender.group):
             self.worker_groups.clocks.leave(sender.group)
             self._continue()

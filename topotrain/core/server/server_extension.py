@@ -177,8 +177,8 @@ class ServerExtension:
     def on_lost(self, worker: Address) -> None:
         """The process of a worker is gone."""
 
-    def on_finish(self, worker: Address) -> None:
-        """The script of a worker has ended."""
+    def on_finish(self, worker: Address, steps: int) -> None:
+        """The script of a worker has ended after so many steps. May raise StepError."""
 
     def on_reconnect(self) -> None:
         """A connection to another server is new, and earlier messages may be lost."""

@@ -16,7 +16,7 @@ from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import check_bits, int_to_bits
 from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import LoopExits
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, StepError
+from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, StepError, ended_first
 from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server_context import ServerContext, ShardState
 from topotrain.core.server.server_extension import makes_partial_steps
@@ -182,10 +182,7 @@ class StepContributions:
         """Raise StepError if a script of a group has ended while others of it continue."""
         # With backup workers a step is made without a worker that is late, so the numbers of steps differ.
         for index, steps in () if self._partial else self._groups.finished(group).items():
-            raise StepError(
-                f"worker {index} ended its script after {steps} steps while others of its group go on; "
-                f"all workers of a synchronous group must take the same steps"
-            )
+            raise StepError(ended_first(index, steps))
 
     def override(self, sender: Address, message: m.GradientOverride) -> None:
         """A bucket's gradient as a script has left it."""

@@ -151,7 +151,7 @@ class BackupWorkers(GradientExtension, StepPolicy):
             self._announce(self._quorum.ask(sender.index, message))
         return ()
 
-    def on_finish(self, worker: Address) -> None:
+    def on_finish(self, worker: Address, steps: int) -> None:
         """As `ServerExtension.on_finish`."""
         if self._server.decisions.log is not None:
             self._announce(self._quorum.finish(worker.index))

@@ -230,7 +230,7 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         if extension in self._keepers:
             self._proceed()
 
-    def on_finish(self, worker: Address) -> None:
+    def on_finish(self, worker: Address, steps: int) -> None:
         """The worker leaves no state any more."""
         self._proceed()
 

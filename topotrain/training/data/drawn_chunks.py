@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.core.server.component_state import State
+from topotrain.core.server.gradients.gradient_source import StepError, ended_first
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest
 
 # Chunks that a worker has yet to fetch, and numbers in them. These limits bound the memory that peers can take.
@@ -66,6 +67,7 @@ class DrawnChunks:
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._drawn = 0  # numbers in all chunks that are kept
         self._kept = False  # worker (0,0) has asked to keep some
+        self._ended: int | None = None  # the steps of worker (0,0), once its script has ended
 
     def put(self, put: DrawnBatches) -> Replies:
         """Store a chunk, and reply to the workers that wait for it.
@@ -109,7 +111,23 @@ class DrawnChunks:
         if (self._keeps or self._kept) and len(self._newest) == self._askers - len(self._absent):
             self._drop_before(min(self._newest.values()) - 1)
         # No correct worker requests an epoch that all have passed: its chunk has just been dropped.
-        return self._serve(key) if key in self._chunks else [(sender, _nothing_of(key))]
+        if key not in self._chunks:
+            return [(sender, _nothing_of(key))]
+        self._check_continues()
+        return self._serve(key)
+
+    def end(self, steps: int) -> None:
+        """The script of worker (0,0) has ended, and draws no more.
+
+        Raises:
+            StepError: another worker waits for a draw.
+        """
+        self._ended = steps
+        self._check_continues()
+
+    def _check_continues(self) -> None:
+        if self._ended is not None and any(chunk.held and chunk.put is None for chunk in self._chunks.values()):
+            raise StepError(ended_first(0, self._ended))
 
     def forget(self, worker: Address) -> None:
         """Wait for a worker no more, until its new process asks."""
@@ -159,6 +177,7 @@ class DrawnChunks:
             "chunks": {key: (chunk.content, chunk.fetched, chunk.held) for key, chunk in self._chunks.items()},
             "drawn": self._drawn,
             "kept": self._kept,
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -168,4 +187,4 @@ class DrawnChunks:
             key: _Chunk(put, set(fetched), list(held)) for key, (put, fetched, held) in state["chunks"].items()
         }
         self._absent = set(state["absent"])
-        self._drawn, self._kept = state["drawn"], state["kept"]
+        self._drawn, self._kept, self._ended = state["drawn"], state["kept"], state["ended"]

@@ -245,6 +245,11 @@ class LeaseQueue(RegroupExtension):
                 return self._draws.ask(sender, message)
         raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
+    def on_finish(self, worker: Address, steps: int) -> None:
+        """Draws come from worker (0,0). Raises StepError if another worker waits for one."""
+        if worker == (Role.WORKER, 0, 0):
+            self._draws.end(steps)
+
     def group_over(self, group: int) -> Replies:
         """Stop waiting for a group with scripts that have ended. May be called twice."""
         self._finished.add(group)

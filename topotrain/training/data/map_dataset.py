@@ -420,6 +420,18 @@ class LeaseIterator:
 
         With `wait`, all leased batches must have been read.
         """
+        while self._ask(wait):
+            if not self._skips:
+                return True
+            self.at = min(self.last, self.first + self._client.applied(self.stream))
+            # The group reads its leases in order, so after the first one with a rest none has to be asked for.
+            self._skips = self.at == self.last
+            self.passed = self.asked - (not self._skips)
+            if not self._skips:
+                return True
+        return False
+
+    def _ask(self, wait: bool) -> bool:
         # Also if the last batch failed to load and the script went on: it will never be read.
         if wait:
             self.passed = self.asked
@@ -433,12 +445,6 @@ class LeaseIterator:
         self._before = self._own + self._client.done_by_others
         self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
         self.asked += 1
-        if self._skips:
-            self.at = min(last, first + self._client.applied(self.stream))
-            # The group reads its leases in order, so after the first one with a rest none has to be asked for.
-            self._skips = self.at == last
-            self.passed = self.asked - (not self._skips)
-            return self.ask(wait) if self._skips else True
         return True
 
     def take(self) -> BatchPosition:

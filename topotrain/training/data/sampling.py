@@ -45,7 +45,8 @@ def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: i
     Shares are equal, or in proportion to `shares`. A share below `min_share` goes to the others: the worker with the
     smallest claim (of equals the last) gets (0, 0), until every share is large enough or one worker is left.
     """
-    claims = shares or (1,) * workers
+    # The workers that are left of a group may have no claim at all.
+    claims = shares if any(shares) else (1,) * workers
     active = list(range(workers))
     while True:
         total = sum(claims[r] for r in active)

@@ -38,6 +38,14 @@ class StepError(Exception):
     """Workers of one group disagree about a step; the text names both."""
 
 
+def ended_first(worker: int, steps: int) -> str:
+    """The error of a worker whose script has ended too early."""
+    return (
+        f"worker {worker} ended its script after {steps} steps while others of its group go on; "
+        f"all workers of a synchronous group must take the same steps"
+    )
+
+
 def _short(value: object) -> str:
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
     return text if len(text) <= 200 else text[:200] + "…"

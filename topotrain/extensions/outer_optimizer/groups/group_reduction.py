@@ -27,7 +27,7 @@ from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import FlatBuffers, typed
 from topotrain.core.protocol import bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, ReducedBucket, SourceSettings, ended_first
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerBackwardEnd,
@@ -261,10 +261,7 @@ class GroupReduction(GradientExchange):
             if pause.backwards > self._backward or not (pause.over or pause.steps > mine.step):
                 continue
             if pause.over:
-                return (
-                    f"worker {worker} ended its script after {pause.steps} steps while others of its group go on; "
-                    f"all workers of a synchronous group must take the same steps"
-                )
+                return ended_first(worker, pause.steps)
             return (
                 f"unequal numbers of backwards in one step: worker {worker} of the group made {pause.steps} steps with "
                 f"{pause.backwards} backwards, and worker {self._me.index} is in backward {self._backward + 1} of its "
