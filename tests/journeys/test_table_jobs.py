@@ -24,10 +24,16 @@ PAIR = "nworkers_per_group: 2 server_worker_separate: true"
 TABLE = rows.ROWS * rows.WIDTH * 4
 
 
-@pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " transport: kTcp"])
+ISLANDS = (
+    "nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true sync_freq: 4 "
+    "outer { type: kNesterov momentum: 0.5 learning_rate { type: kFixed base_lr: 0.7 } }"
+)
+
+
+@pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " transport: kTcp", ISLANDS])
 def test_stores_of_all_kinds_in_one_job(runner: JobRunner, cluster: str) -> None:
-    ended = runner.run(cluster, "keys.py")
-    workers = 4 if cluster is DOWNPOUR else 3
+    ended = runner.run(cluster, "keys.py", *(["model"] if cluster is ISLANDS else []))
+    workers = 4 if cluster in (DOWNPOUR, ISLANDS) else 3
     assert ended.report["metrics"] == {"seen": 10 * workers * (workers + 1) / 2}
     tables = {table["name"]: table for table in ended.report["tables"]}
     touched = tables["kv3/'table'"]

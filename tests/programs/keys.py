@@ -1,6 +1,6 @@
 """Key-value stores of all kinds in one script: every worker checks what it pulls.
 
-`early`, `barrier`: worker 1 ends too soon.
+`early`, `barrier`: worker 1 ends too soon. `model`: the script trains a model, too.
 """
 
 import sys
@@ -63,6 +63,22 @@ def rows(kv: "tt.kvstore.KVStore") -> None:
     assert torch.allclose(found.values(), torch.stack(expected), rtol=1e-6)
 
 
+def trains() -> None:
+    """A few steps of a model between those of the stores: neither changes the other."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = tt.prepare(model, optimizer)
+    norms = tt.kvstore.create("dist_async")
+    norms.init("steps", torch.zeros(2).half())
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        norms.push("steps", torch.ones(2).half())
+    norms.barrier()
+    assert norms.pull("steps").tolist() == [6.0 * norms.num_workers] * 2
+
+
 def main() -> None:
     if "early" in sys.argv:
         kv = tt.kvstore.create("dist_sync")
@@ -87,6 +103,8 @@ def main() -> None:
     own = tt.kvstore.create("local")
     own.init("mine", float(tt.rank()))
     assert float(own.pull("mine")) == tt.rank()
+    if "model" in sys.argv:
+        trains()
     free.barrier()
     n = free.num_workers
     assert float(free.pull("seen")) == 10 * n * (n + 1) / 2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -221,6 +221,15 @@ class ProcessOwner:
         """The script ends its part, if it may. Raises the job's errors."""
 
 
+class OpenTables(Protocol):
+    """The tables of a script; see `table_registry.JobTables`."""
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether rows are pushed with the steps of the model."""
+        ...
+
+
 @dataclass(slots=True)
 class Context:
     """A worker process of a job."""
@@ -236,7 +245,7 @@ class Context:
     worker: Worker | None = None
     connections: Connections | None = None  # opened by `connect`
     loader: ShardedLoader | None = None  # once the script has prepared with one
-    tables: object = None  # table_registry.JobTables, once the script has a table
+    tables: OpenTables | None = None  # once the script has a table
     split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
@@ -328,7 +337,7 @@ class Context:
         """`tt.prepare` gives the script this loader."""
         self.loader = loader
 
-    def open_tables(self, tables: object) -> None:
+    def open_tables(self, tables: OpenTables) -> None:
         """The script has its first table."""
         self.tables = tables
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,7 +45,9 @@ def test_a_value_of_any_shape_comes_back(shape):
     assert torch.equal(kv.pull(0), value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64], ids=str
+)
 def test_dtypes(dtype):
     kv = tt.kvstore.create()
     kv.init("n", torch.arange(7, dtype=dtype))
@@ -142,11 +145,89 @@ def test_stores_know_nothing_of_each_other():
     assert (float(one.pull("k")), float(two.pull("k"))) == (5.0, 7.0)
 
 
-def test_init_twice_keeps_the_first_value():
-    kv = tt.kvstore.create()
+def test_init_twice_keeps_the_first_value_of_workers():
+    kv = tt.kvstore.create("dist_sync")
     kv.init("w", torch.ones(2))
     kv.init("w", torch.zeros(2))
     assert torch.equal(kv.pull("w"), torch.ones(2))
+    local = tt.kvstore.create()
+    local.init("w", torch.ones(2))
+    with pytest.raises(ConfigError, match="is there already"):
+        local.init("w", torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_key_of_half_precision_is_a_rounded_float32(dtype):
+    """Steps that are too small for the dtype add up, as with MXNet's `multi_precision`."""
+    kv = tt.kvstore.create("dist_sync")
+    kv.init(["dense", "rows"], [torch.ones(4, 2, dtype=dtype), rows(size=(4, 2), dtype=dtype)])
+    kv.set_optimizer(tt.kvstore.SGD(lr=1e-4, multi_precision=True))
+    for _ in range(100):
+        kv.push("dense", [torch.ones(4, 2, dtype=dtype)] * 2)
+        kv.push("rows", rows([[1]], torch.ones(1, 2, dtype=dtype), (4, 2)))
+    assert torch.equal(kv.pull("dense"), torch.full((4, 2), 0.98).to(dtype))
+    found = kv.row_sparse_pull("rows", row_ids=[1])
+    assert found.dtype == dtype and torch.equal(found.values(), torch.full((1, 2), -0.01).to(dtype))
+
+
+def test_names_of_stores_and_of_an_optimizers_numbers():
+    """What MXNet's programs write."""
+    assert [tt.kvstore.create(name).type for name in ("Device", "local_update_cpu", "dist_device_sync")] == [
+        "device",
+        "local_update_cpu",
+        "dist_device_sync",
+    ]
+    assert tt.kvstore.create().is_capable("optimizer")
+    kv = tt.kvstore.create("dist_sync_device")
+    kv.init("w", [torch.ones(2)])
+    kv.set_optimizer(
+        tt.kvstore.SGD(learning_rate=0.5, wd=0.25, rescale_grad=0.5, lazy_update=True, clip_gradient=None),
+        rescale_grad=0.5,
+    )
+    kv.push("w", np.ones(2, dtype="float32"))
+    kv._barrier()
+    assert torch.equal(kv.pull("w"), torch.ones(2) - 0.5 * (0.25 + 0.25))
+
+
+def test_rows_into_several_tensors():
+    kv = tt.kvstore.create()
+    kv.init("e", torch.ones(4, 4).to_sparse())
+    # Sparse tensors with other dimensions, and not empty.
+    outs = [torch.ones(4, 4).to_sparse(), torch.ones(4, 4).to_sparse(1), torch.zeros(4, 4)]
+    assert kv.row_sparse_pull("e", out=outs, row_ids=[torch.tensor([0.0, 2.0]), [1], torch.tensor([])]) == outs
+    assert [out.to_dense()[:, 0].tolist() for out in outs] == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    kv.row_sparse_pull(["e"], out=[outs], row_ids=[[3, 3]])
+    assert [out.to_dense()[:, 0].tolist() for out in outs] == [[0, 0, 0, 1]] * 3
+    kv.row_sparse_pull("e", out=outs, row_ids=[torch.tensor(2)])
+    assert outs[0].to_dense()[:, 0].tolist() == [0, 0, 1, 0]
+
+
+def test_an_updater_of_a_local_store():
+    kv = tt.kvstore.create()
+    kv.init(["a", 1], [torch.zeros(2), torch.ones(2)])
+    keys = []
+
+    def add(key, received, stored):
+        keys.append(key)
+        stored += 2 * received
+
+    kv._set_updater(add)
+    kv.push(["a", 1], [[torch.ones(2)] * 2] * 2)
+    assert keys == ["a", 1] and torch.equal(kv.pull("a"), torch.full((2,), 4.0))
+    kv.set_optimizer(tt.kvstore.SGD(lr=1.0))
+    kv.push("a", torch.ones(2))
+    assert torch.equal(kv.pull("a"), torch.full((2,), 3.0))
+
+
+def test_methods_that_are_not_there_say_what_is():
+    kv = tt.kvstore.create("dist_sync")
+    with pytest.raises(AttributeError, match=r"set_gradient_compression: cluster\.compression"):
+        kv.set_gradient_compression({"type": "2bit"})
+    assert not hasattr(kv, "save_optimizer_states") and not hasattr(kv, "other")
+    with pytest.raises(ConfigError, match=r"dist_sync.*kv\.set_optimizer"):
+        kv.set_updater(lambda *_: None)
+    with pytest.raises(ValueError, match="unknown capability"):
+        kv.is_capable("sparse")
 
 
 W = torch.zeros(3, 4)
@@ -163,13 +244,22 @@ W = torch.zeros(3, 4)
         (lambda kv: kv.push("w", W.double()), ["'w'", "float64", "float32"]),
         (lambda kv: kv.pull("w", out=torch.zeros(2)), ["'w'", "(2,)", "(3, 4)"]),
         (lambda kv: kv.pull("w", out=3), ["'w'", "int", "tensor"]),
-        (lambda kv: kv.push("w", "text"), ["'w'", "str", "tensor or a number"]),
+        (lambda kv: kv.push("w", "text"), ["'w'", "str", "a tensor, a numpy array or a number"]),
         (lambda kv: kv.init("w", torch.zeros(2)), ["'w'", "(2,)", "already", "(3, 4)"]),
-        (lambda kv: kv.init("h", W.half()), ["'h'", "float16", "float32"]),
+        (lambda kv: kv.init("h", W.bool()), ["'h'", "bool", "float32", "bfloat16"]),
         (lambda kv: kv.init("e", torch.zeros(0, 3)), ["'e'", "(0, 3)"]),
         (lambda kv: kv.init(1.5, W), ["1.5", "text or a whole number"]),
         (lambda kv: kv.init(["a", "b"], [W]), ["2 keys, 1 values", "as many"]),
-        (lambda kv: kv.init("a", [W]), ["'a'", "one value"]),
+        (lambda kv: kv.init("a", [W, W]), ["'a'", "one value"]),
+        (lambda kv: kv.row_sparse_pull("w", out=[W, W], row_ids=[torch.tensor([0])] * 3), ["'w'", "3", "must be 2"]),
+        (lambda kv: kv.row_sparse_pull("w", out=torch.zeros(4, 4), row_ids=[0]), ["'w'", "(4, 4)", "(3, 4)"]),
+        (lambda kv: tt.kvstore.SGD(momentum=0.9), ["SGD", "lr"]),
+        (lambda kv: tt.kvstore.SGD(lr=0.1, rescale_grad="half"), ["SGD", "rescale_grad", "half"]),
+        (lambda kv: tt.kvstore.SGD(lr=0.1, clip_gradient=1.0), ["SGD", "clip_gradient"]),
+        (
+            lambda kv: tt.Embedding(3, 2, optimizer=tt.kvstore.SGD(lr=0.1, rescale_grad=0.5)),
+            ["tt.Embedding", "rescale_grad", "0.5"],
+        ),
         (lambda kv: kv.row_sparse_pull("w", row_ids=[3]), ["'w'", "3", "0 to 2"]),
         (lambda kv: kv.row_sparse_pull("w", row_ids=[-1]), ["'w'", "-1", "0 to 2"]),
         (lambda kv: kv.row_sparse_pull("w", row_ids=[0.5]), ["'w'", "whole numbers"]),

@@ -12,13 +12,24 @@ several stores, of one kind or of several. In an ordinary process there is one w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from topotrain.compat.mxnet.values import Key, KeyLayout, as_list, is_list, pairs, rows_of, summed, tensor_of
+from topotrain.compat.mxnet.values import (
+    HALVES,
+    Key,
+    KeyLayout,
+    as_list,
+    is_list,
+    pairs,
+    rows_of,
+    rows_of_each,
+    summed,
+    tensor_of,
+)
 from topotrain.config.job import ConfigError
 from topotrain.extensions.tables.frontend.optimizer_factories import SGD, Adagrad, Adam, SparseAdam
 from topotrain.extensions.tables.frontend.table_registry import LocalTables, TableBackend, TableOptimizer, tables_of
@@ -30,7 +41,17 @@ from topotrain.training import context as process
 __all__ = ["SGD", "Adagrad", "Adam", "KVStore", "SparseAdam", "create"]
 
 KINDS = {"local": "sync", "dist_sync": "sync", "dist_async": "async"}
-_SAME = {"dist": "dist_sync", "device": "local", "dist_device_sync": "dist_sync", "dist_sync_device": "dist_sync"}
+_SAME = {
+    **dict.fromkeys(("device", "local_update_cpu", "local_allreduce_cpu", "local_allreduce_device"), "local"),
+    **dict.fromkeys(("dist", "dist_device_sync", "dist_sync_device"), "dist_sync"),
+    **dict.fromkeys(("dist_device_async", "dist_async_device"), "dist_async"),
+}
+_REFUSED = {
+    "set_gradient_compression": "cluster.compression is the job's, and keys are sent as they are",
+    "save_optimizer_states": "the optimizer's state is on the servers. Save the values that kv.pull gives",
+    "load_optimizer_states": "the optimizer's state is on the servers, and begins with kv.set_optimizer",
+}
+"""Methods of MXNet's store that this one does not have, and why."""
 
 
 def create(name: str = "local") -> "KVStore":
@@ -40,20 +61,23 @@ def create(name: str = "local") -> "KVStore":
         name: "dist_sync": a push counts when every worker has pushed the key, and the sum of all is one update.
             "dist_async": every push is an update of its own. "local": this process's alone.
 
+    MXNet's names for stores with devices are accepted, too: "dist_device_sync" is a "dist_sync".
+
     Raises:
         ConfigError: another name.
     """
-    kind = _SAME.get(name, name) if isinstance(name, str) else ""
+    given = name.lower() if isinstance(name, str) else ""
+    kind = _SAME.get(given, given)
     if kind not in KINDS:
         raise ConfigError("tt.kvstore.create", name, f"must be one of {', '.join(KINDS)}")
-    return KVStore(kind, LocalTables() if kind == "local" else tables_of(process.current()))
+    return KVStore(given, kind, LocalTables() if kind == "local" else tables_of(process.current()))
 
 
 class KVStore:
     """A key-value store; made by `create`."""
 
-    def __init__(self, kind: str, backend: TableBackend) -> None:
-        self._kind = kind
+    def __init__(self, name: str, kind: str, backend: TableBackend) -> None:
+        self._name, self._kind = name, kind
         self._backend = backend
         # Part of the tables' names: several stores may use the same keys.
         self._number = backend.next_number()
@@ -61,11 +85,23 @@ class KVStore:
         self._optimizer: Optimizer | None = None
         self._factor = 1.0
         self._rule = TableOptimizer(self._rule_now)
+        self._updater: Callable[[Key, torch.Tensor, torch.Tensor], object] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Of names that are no attributes.
+        why = _REFUSED.get(name)
+        raise AttributeError(f"tt.kvstore has no {name}" + (f": {why}" if why else ""))
 
     @property
     def type(self) -> str:
-        """The kind, one of "local", "dist_sync" and "dist_async"."""
-        return self._kind
+        """The name that the store was made with."""
+        return self._name
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do this: only "optimizer" is known. Raises ValueError."""
+        if capability.lower() != "optimizer":
+            raise ValueError(f"unknown capability: {capability}")
+        return True
 
     @property
     def rank(self) -> int:
@@ -81,6 +117,8 @@ class KVStore:
         """Return when every worker has called this as often as this one."""
         self._backend.barrier()
 
+    _barrier = barrier
+
     # --- values --------------------------------------------------------------------------------------------------
 
     def init(self, key: Key | Sequence[Key], value: Any) -> None:
@@ -90,11 +128,13 @@ class KVStore:
 
         Args:
             key: a text or a number, or a list of them.
-            value: a CPU tensor of any shape, or a number; for a list of keys a list. A sparse COO tensor makes a table
-                with zeros in all other rows, which take no memory until they are pushed or pulled.
+            value: a CPU tensor or numpy array of any shape, or a number; for a list of keys a list. A sparse COO
+                tensor makes a table with zeros in all other rows, which take no memory until they are pushed or pulled.
+                The servers keep float16 and bfloat16 as float32.
 
         Raises:
-            ConfigError: the key exists with another shape or dtype, or the value is none of the above.
+            ConfigError: the key exists with another shape or dtype, or in a local store, or the value is none of the
+                above.
         """
         for each, one in pairs(key, value):
             self._init(each, tensor_of(each, one))
@@ -108,11 +148,14 @@ class KVStore:
                 given = f"{tuple(value.shape)} of {value.dtype}"
                 has = f"{known.layout.shape} of {known.dtype}"
                 raise ConfigError(f"kv.init {key!r}", given, f"is there already with shape {has}")
-            # As in MXNet, the first value stays.
+            # As in MXNet: between workers the first value stays.
+            if self._kind == "local":
+                raise ConfigError(f"kv.init {key!r}", tuple(value.shape), "is there already: kv.push changes its value")
             return
         dtype = str(value.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ConfigError(f"kv.init {key!r}", dtype, f"must be one of {', '.join(DTYPES)}")
+        kept = "float32" if dtype in HALVES else dtype
+        if kept not in DTYPES:
+            raise ConfigError(f"kv.init {key!r}", dtype, f"must be one of {', '.join((*DTYPES, *HALVES))}")
         layout = ValueLayout.of(tuple(value.shape))
         if not layout.rows:
             raise ConfigError(f"kv.init {key!r}", tuple(value.shape), "must have a row")
@@ -123,7 +166,7 @@ class KVStore:
                 f"kv{self._number}/{key!r}",
                 layout.rows,
                 layout.width,
-                dtype,
+                kept,
                 KINDS[self._kind],
                 self._rule_now(),
                 "given" if dense else "zeros",
@@ -132,6 +175,7 @@ class KVStore:
                 first=len(self._keys),
             ),
             layout,
+            value.dtype,
         )
         self._backend.open(made.spec)
         self._keys[key] = made
@@ -155,12 +199,21 @@ class KVStore:
             entry = self._known(each)
             if isinstance(values, list | tuple) and not values:
                 raise ConfigError(f"kv.push {each!r}", values, "must have a value")
-            total = summed([self._checked(each, entry, one) for one in as_list(values)])
+            total = summed([self._checked(each, entry, one).to(entry.spec.torch_dtype) for one in as_list(values)])
+            if self._updater is not None:
+                self._update(self._updater, each, entry, total)
+                continue
             # Before the push for which the settings count: messages of a worker are handled in order.
             self._send_optimizer()
             # An optimizer of whole keys moves all rows, also those with a zero gradient.
             ids, rows = rows_of(entry, total.to_dense() if entry.spec.dense and self._rule.text else total)
-            self._backend.push(entry.table, ids, rows * self._factor if self._factor != 1.0 else rows)
+            factor = self._factor * getattr(self._optimizer, "rescale_grad", 1.0)
+            self._backend.push(entry.table, ids, rows * factor if factor != 1.0 else rows)
+
+    def _update(self, updater: Any, key: Key, entry: KeyLayout, received: torch.Tensor) -> None:
+        stored = self.pull(key)
+        updater(key, received.to(entry.dtype), stored)
+        self._put(entry, stored)
 
     def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Write the value of a key into `out` (a tensor, or several), and return it.
@@ -176,7 +229,7 @@ class KVStore:
         pulled = self._backend.pull_all([(entry.table, torch.arange(entry.layout.rows)) for _, entry, _ in wanted])
         found = []
         for (each, entry, targets), rows in zip(wanted, pulled, strict=True):
-            value = entry.layout.join(rows).reshape(entry.layout.shape)
+            value = entry.layout.join(rows).reshape(entry.layout.shape).to(entry.dtype)
             found.append(self._written(each, entry, value, targets))
         return found if is_list(key) else found[0]
 
@@ -196,34 +249,45 @@ class KVStore:
         Args:
             key: of at least two dimensions; its rows are counted along the first.
             out: None: a sparse COO tensor of the key's shape is returned. Or a dense tensor of that shape, in which the
-                rows `row_ids` are written and the others stay. Or a sparse COO tensor that takes the result.
-            row_ids: whole numbers, of any shape, in any order. A number may occur several times.
+                rows `row_ids` are written and the others stay. Or a sparse COO tensor that takes the result. Or a list
+                of these.
+            row_ids: whole numbers, of any shape, in any order. A number may occur several times. For a list `out` a
+                list of as many tensors, or the rows of all.
 
         Raises:
             ConfigError: an unknown key, a key without rows, or a row number out of range.
         """
-        found = []
-        for (each, target), (_, ids) in zip(pairs(key, out), pairs(key, row_ids, lists=True), strict=True):
+        found: list[Any] = []
+        for (each, targets), (_, ids) in zip(pairs(key, out, lists=True), pairs(key, row_ids, lists=True), strict=True):
             entry = self._known(each)
-            numbers = self._row_numbers(each, entry, ids)
-            rows = entry.layout.join(self._backend.pull(entry.table, entry.layout.expand(numbers)))
-            rows = rows.reshape(len(numbers), *entry.layout.shape[1:])
-            if isinstance(target, torch.Tensor) and target.layout is torch.strided:
-                # The rows that were not asked for stay as they are in a dense target.
-                self._checked(each, entry, target)
-                with torch.no_grad():
-                    target[numbers] = rows
-                found.append(target)
-                continue
-            # The numbers are unique and sorted, so torch need not coalesce or check them.
-            made = torch.sparse_coo_tensor(
-                numbers[None], rows, entry.layout.shape, is_coalesced=True, check_invariants=False
-            )
-            if not isinstance(target, torch.Tensor | None):
-                kind = type(target).__name__
-                raise ConfigError(f"kv.row_sparse_pull {each!r}", kind, "out must be a tensor or None")
-            found.append(made if target is None else target.copy_(made))
+            if is_list(targets):
+                wanted = rows_of_each(each, ids, len(targets))
+                found.append([self._pull_rows(each, entry, *one) for one in zip(targets, wanted, strict=True)])
+            else:
+                found.append(self._pull_rows(each, entry, targets, ids))
         return found if is_list(key) else found[0]
+
+    def _pull_rows(self, key: Key, entry: KeyLayout, target: Any, ids: Any) -> torch.Tensor:
+        if not isinstance(target, torch.Tensor | None):
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", type(target).__name__, "out must be a tensor or None")
+        numbers = self._row_numbers(key, entry, ids)
+        if target is not None:
+            self._checked(key, entry, target)
+        rows = entry.layout.join(self._backend.pull(entry.table, entry.layout.expand(numbers)))
+        rows = rows.reshape(len(numbers), *entry.layout.shape[1:]).to(entry.dtype)
+        if target is not None and target.layout is torch.strided:
+            # The rows that were not asked for stay as they are in a dense target.
+            with torch.no_grad():
+                target[numbers] = rows
+            return target
+        # The numbers are unique and sorted, so torch need not coalesce or check them.
+        made = torch.sparse_coo_tensor(
+            numbers[None], rows, entry.layout.shape, is_coalesced=True, check_invariants=False
+        )
+        if target is None:
+            return made
+        # A target with elements in it keeps its number of sparse dimensions in a copy.
+        return target.sparse_resize_and_clear_(made.shape, made.sparse_dim(), made.dense_dim()).copy_(made)
 
     def _row_numbers(self, key: Key, entry: KeyLayout, ids: Any) -> torch.Tensor:
         if len(entry.layout.shape) < 2:
@@ -234,8 +298,8 @@ class KVStore:
             given = torch.as_tensor(ids)
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", ids, "row_ids must be whole numbers") from None
-        if not given.numel():
-            # No rows at all, of any type: an empty list becomes float32.
+        # MXNet's arrays are float32, also of row numbers. An empty list becomes float32, too.
+        if given.is_floating_point() and torch.equal(given, given.long().to(given.dtype)):
             given = given.long()
         if given.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", str(given.dtype), "row_ids must be whole numbers")
@@ -257,7 +321,8 @@ class KVStore:
         Args:
             optimizer: `tt.kvstore.SGD(lr=0.1)` and its siblings, or any element-wise `torch.optim` object. Its class
                 and the numbers of its first group count, and are read again at every push.
-            rescale_grad: factor of every push, such as 1 / (batch size x workers).
+            rescale_grad: factor of every push, such as 1 / (batch size x workers). One that
+                `tt.kvstore.SGD(lr=0.1, rescale_grad=0.5)` was given counts, too.
 
         Raises:
             ConfigError: an optimizer that the servers cannot run.
@@ -274,8 +339,20 @@ class KVStore:
         for entry in self._keys.values():
             # Refused here, at the line of the script, and not by a server.
             check_optimizer(entry.spec, text, self._backend.import_module)
-        self._optimizer, self._factor = optimizer, float(rescale_grad)
+        self._optimizer, self._factor, self._updater = optimizer, float(rescale_grad), None
         self._send_optimizer()
+
+    def set_updater(self, updater: Callable[[Key, torch.Tensor, torch.Tensor], object]) -> None:
+        """Let `updater(key, received, stored)` change the stored value at a push to a local store.
+
+        Raises:
+            ConfigError: another kind of store: servers run no function of a script.
+        """
+        if self._kind != "local":
+            raise ConfigError("kv.set_updater", self._name, "must be a local store; kv.set_optimizer is for servers")
+        self._updater = updater
+
+    _set_updater = set_updater
 
     def _rule_now(self) -> str:
         return "" if self._optimizer is None else optimizer_text(self._optimizer)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from topotrain.config.job import ConfigError
@@ -10,22 +11,21 @@ from topotrain.extensions.tables.frontend.value_layout import ValueLayout
 from topotrain.extensions.tables.table_spec import TableSpec
 
 Key = int | str
+HALVES = ("float16", "bfloat16")
+"""The dtypes of keys that servers keep as float32, as the optimizers of MXNet do with `multi_precision`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
-    """One key: the table's specification, and the layout of the value in its rows."""
+    """One key: the table's specification, the layout of the value in its rows, and the value's dtype."""
 
     spec: TableSpec
     layout: ValueLayout
+    dtype: torch.dtype
 
     @property
     def table(self) -> str:
         return self.spec.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.spec.torch_dtype
 
 
 def is_list(key: Any) -> bool:
@@ -40,7 +40,9 @@ def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
     """Return keys with their values. With `lists`, one key may have several values."""
     if not is_list(key):
         if isinstance(value, list | tuple) and not lists:
-            raise ConfigError(f"kv key {key!r}", f"{len(value)} values", "one key has one value")
+            if len(value) != 1:
+                raise ConfigError(f"kv key {key!r}", f"{len(value)} values", "one key has one value")
+            value = value[0]
         _check_key(key)
         return [(key, value)]
     if value is None:
@@ -64,8 +66,10 @@ def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.T
     # A number has the dtype of its key. At `init` there is no key yet.
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=dtype or torch.float32)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"kv key {key!r}", type(value).__name__, "must be a tensor or a number")
+        raise ConfigError(f"kv key {key!r}", type(value).__name__, "must be a tensor, a numpy array or a number")
     if value.device.type != "cpu":
         raise ConfigError(f"kv key {key!r}", str(value.device), "must be on the CPU")
     if value.layout not in (torch.strided, torch.sparse_coo):
@@ -76,6 +80,7 @@ def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.T
 
 def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row numbers and rows of a value. A sparse value has only some of them."""
+    value = value.to(kept.spec.torch_dtype)
     if value.layout is torch.strided or value.dim() < 2:
         return torch.arange(kept.layout.rows), kept.layout.split(value.to_dense())
     # Before it, an index may occur several times, and `index_put_` would keep one of its values.
@@ -85,6 +90,17 @@ def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.T
     rows = torch.zeros(len(slices), *value.shape[1:], dtype=value.dtype)
     rows.index_put_((places, *others), value.values())
     return kept.layout.expand(slices), kept.layout.split(rows)
+
+
+def rows_of_each(key: Key, ids: Any, count: int) -> list[Any]:
+    """Return the row numbers for each of several outs of one key."""
+    # A list of numbers, or one tensor, is for all of them.
+    if not is_list(ids) or not any(isinstance(each, torch.Tensor | list | tuple) for each in ids):
+        return [ids] * count
+    if len(ids) not in (1, count):
+        accepted = f"must be {count}, as many as outs, or one"
+        raise ConfigError(f"kv.row_sparse_pull {key!r}", f"{len(ids)} row_ids", accepted)
+    return list(ids) * (count if len(ids) == 1 else 1)
 
 
 def summed(values: list[torch.Tensor]) -> torch.Tensor:

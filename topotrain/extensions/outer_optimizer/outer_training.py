@@ -101,6 +101,6 @@ class OuterOptimizerExtension(PrepareExtension):
 
 
 def check_tables(here: Context) -> None:
-    """Raise ConfigError if the script has a table."""
-    if here.tables is not None:
+    """Raise ConfigError if the script has a table in the steps of its model. A `KVStore` is apart from them."""
+    if here.tables is not None and here.tables.in_steps:
         raise ConfigError("cluster.outer", None, NO_TABLES)

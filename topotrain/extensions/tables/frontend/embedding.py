@@ -58,6 +58,10 @@ class Embedding(RowModule):
         super().__init__()
         if not isinstance(optimizer, Optimizer):
             raise ConfigError("tt.Embedding optimizer", type(optimizer).__name__, "must be like tt.kvstore.SGD(lr=0.1)")
+        rescale = getattr(optimizer, "rescale_grad", 1.0)
+        if rescale != 1.0:
+            accepted = "must be 1: the gradient of the rows is that of the model's loss"
+            raise ConfigError("tt.Embedding optimizer.rescale_grad", rescale, accepted)
         if num_embeddings is not None and (type(num_embeddings) is not int or num_embeddings < 1):
             raise ConfigError("tt.Embedding num_embeddings", num_embeddings, "must be a whole number >= 1, or None")
         if not isinstance(name, str):

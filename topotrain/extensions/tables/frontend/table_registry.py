@@ -148,6 +148,11 @@ class JobTables:
         self._numbers = 0
 
     @property
+    def in_steps(self) -> bool:
+        """Whether rows are pushed with the steps of the model; those of a `KVStore` are not."""
+        return any(spec.mode == "step" for spec in self.specs)
+
+    @property
     def rank(self) -> int:
         return self._here.number
 
