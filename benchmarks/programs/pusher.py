@@ -101,6 +101,7 @@ class MeasuredClient:
 
         self.model = Flat(tensors)
         self.model, _optimizer = tt.prepare(self.model, _sgd(self.model))
+        context.use()
         here = context.current()
         assert here is not None
         assert here.worker is not None

@@ -95,6 +95,7 @@ def counted() -> Counted | None:
     """The count of this worker's passage, None where nothing is split."""
     from topotrain.training import context
 
+    context.use()
     here = context.current()
     if here is None or here.worker is None or here.split is None:
         return None

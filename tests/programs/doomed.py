@@ -31,7 +31,7 @@ from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
-from topotrain.training.context import current
+from topotrain.training.context import current, use
 
 SAMPLES, BATCH = 48, 4
 
@@ -170,6 +170,7 @@ def main() -> None:
     )
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7 if given.net else 1.0)
+    use()
     assert here.worker is not None
     channel = here.worker.client.channel
     channel._sender = DoomedSender(channel._sender, doom)

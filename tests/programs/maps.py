@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.training.context import current
+from topotrain.training.context import current, use
 
 
 def place(address: int) -> str:
@@ -24,6 +24,7 @@ model = nn.Linear(6, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
 model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(data, batch_size=8))
+use()
 found = {place(min(p.data_ptr() for p in model.parameters()))}
 here = current()
 assert here is not None

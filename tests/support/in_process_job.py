@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +50,7 @@ from topotrain.launch.runtime.process_host import (
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.launch.runtime.worker_connections import WorkerConnections
-from topotrain.training.adopted_optimizer import _tracked, adopt
+from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
@@ -153,13 +154,15 @@ class Reference:
             self._update.apply(hyper(*_optimizers(self.optimizer)), grads)
             return loss
 
-        cls = type(mine)
-        had = mine.__dict__.pop("step", None)
         hooked = torch.optim.Optimizer.profile_hook_step(step)
-        hooked.hooked = True
-        mine.__class__ = type(cls.__name__, (cls,), {"step": hooked})
-        if had is not None:
-            mine.step = _tracked(mine)
+
+        def tracked(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            optimizer._opt_called = True
+            return hooked(optimizer, closure)
+
+        # A scheduler that the script built before takes it for its own wrapper.
+        tracked._wrapped_by_lr_sched = True
+        mine.step = MethodType(tracked, mine)
 
     def losses(
         self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
@@ -523,7 +526,6 @@ def _train(
                 wait_by_layer(handle.model, handle.worker)
             for number, optimizer in enumerate(_optimizers(handle.optimizer)):
                 adopt(optimizer, handle.worker, number)
-                handle.worker.server_state.scatter(number)
             script(handle)
             handle.worker.finish()
             if handle.me == Address(Role.WORKER, 0, 0):

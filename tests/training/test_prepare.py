@@ -189,16 +189,26 @@ def test_what_prepare_refuses_in_a_job(job):
     model = mlp()
     for given, expected in (
         ((model, None), "the conf needs an updater block"),
-        ((model,), "Sequential.*must have an optimizer, or None in its place"),
-        ((sgd(model),), "SGD.*must come with the torch.nn.Module that it trains"),
         ((model, sgd(model), [1]), "list.*must be a torch.nn.Module, a torch.optim optimizer"),
         ((model, sgd(model), adam(model[2])), "2.weight.*is in the SGD and in the Adam"),
     ):
         with pytest.raises(ConfigError, match=expected):
             tt.prepare(*given)
-    tt.prepare(model, sgd(model))
-    with pytest.raises(ConfigError, match=r"'SGD': comes too late: .* to one call, G, D"):
-        tt.prepare(model, sgd(model))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda model: model, "Sequential.*must have an optimizer, or None in its place"),
+        (sgd, "SGD.*must come with the torch.nn.Module that it trains"),
+    ],
+)
+def test_what_no_later_call_has_brought_is_missed_at_each_use(job, make, expected):
+    here, model = job(), mlp()
+    tt.prepare(make(model))
+    for use in (lambda: list(tt.epochs(1)), lambda: finish_job.finish(here.context)):
+        with pytest.raises(ConfigError, match=expected):
+            use()
 
 
 def test_a_program_that_never_prepares_is_told_so(job):
@@ -417,8 +427,8 @@ def test_weight_local_and_clip_reach_the_worker(job):
     here = job(grads="kHidden")
     model = mlp()
     model, optimizer = tt.prepare(model, sgd(model))
-    worker = here.context.worker
     tt.weight(7)
+    worker = here.context.worker
     assert worker.batches.weight() == 7.0
     with tt.local():
         assert worker.path.private

@@ -1,7 +1,7 @@
 """`tt.prepare` with several models and optimizers, in one call and in several."""
 
-import linecache
-import sys
+import copy
+import io
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.training import context, finish_job
-from topotrain.training.parameters.prepared_objects import later_calls
 
 
 def pair():
@@ -113,32 +112,87 @@ def test_a_second_optimizer_over_other_parameters_of_the_same_model(job):
     assert here.context.worker.tally.steps == 2
 
 
-def test_nothing_may_be_used_before_the_last_call(job):
-    job()
+def test_calls_may_stand_in_any_expression_until_the_first_use(job):
+    """No source is read: between the calls there are other statements, and the calls are in a loop of `exec`."""
+    here = job()
     body, head, one, two = pair()
+    found = {"tt": tt, "body": body, "one": one, "loader": loader()}
+    exec("for each in [0]:\n    body, one, batches = tt.prepare(body, one, loader)", found)
+    batches = found["batches"]
+    del found
+    assert len(batches) == 5 and batches.batch_size == 8 and here.context.worker is None
+    head, two = tt.prepare(head, two, torch.amp.GradScaler("cpu"))[:2]
+    play(body, head, one, two, batches)
+    here.finish()
+    assert same(values(body, head), plain())
+
+
+def test_what_the_parameters_are_at_the_first_use_are_the_initial_values(job):
+    """Drawn anew, and a state of both loaded, in place and by assignment."""
+    made = pair()
+    play(*made, loader())
+    state, of_head = made[2].state_dict(), copy.deepcopy(made[1].state_dict())
+
+    def start(body, head, one):
+        torch.manual_seed(9)
+        body.reset_parameters()
+        head.load_state_dict(of_head, assign=True)
+        one.load_state_dict(copy.deepcopy(state))
+
+    expected = pair()
+    start(*expected[:3])
+    play(*expected, loader())
+    here = job()
+    body, head, one, two, batches = tt.prepare(*pair(), loader())
+    start(body, head, one)
+    # The parameters of the second optimizer are no longer those of the model.
+    two.param_groups[0]["params"] = list(head.parameters())
+    play(body, head, one, two, batches)
+    here.finish()
+    expected[3].param_groups[0]["params"] = list(expected[1].parameters())
+    assert here.context.worker.tally.steps == 14
+
+
+def uses(body, one, batches):
+    return {
+        "forward": lambda: body(torch.ones(1, 12)),
+        "evaluation": lambda: torch.inference_mode()(body)(torch.ones(1, 12)),
+        "batch": lambda: next(iter(batches)),
+        "epochs": lambda: len(tt.epochs(1)),
+        "state": lambda: body.state_dict(),
+        "state of the optimizer": lambda: one.state_dict(),
+        "weight": lambda: tt.weight(1),
+    }
+
+
+@pytest.mark.parametrize("use", uses(None, None, None))
+def test_the_job_begins_at_the_first_use(job, use):
+    here = job()
+    body, head, one, two = pair()
+    copied = copy.deepcopy(body)
+    body, one, batches = tt.prepare(body, one, loader())
+    torch.save(body, io.BytesIO())
+    assert here.context.worker is None
+    uses(body, one, batches)[use]()
+    assert here.context.worker is not None
+    with pytest.raises(ConfigError, match=r"tt.prepare = 'SGD and Linear': comes too late: the job began when"):
+        tt.prepare(head, two)
+    # What is left in the model is the model's own.
+    assert copied._forward_pre_hooks == body._forward_pre_hooks
     body(torch.ones(1, 12)).sum().backward()
-    seen = []
-
-    def use(what, *_):
-        with pytest.raises(ConfigError, match=r"comes after 1 of several calls of tt.prepare.* to one call, G, D"):
-            what()
-        seen.append(what)
-
-    _, _, batches = tt.prepare(body, one, loader())
-    use(one.step)
-    use(lambda: iter(batches))
-    use(lambda: list(tt.epochs(2)))
-    tt.prepare(head, two)
-    assert len(seen) == 3 and len(list(tt.epochs(2))) == 2
+    one.step()
+    finish_job.close(here.context, finished=False)
 
 
-def test_a_call_that_does_not_follow_comes_too_late(job):
-    job()
-    body, head, one, two = pair()
+def test_a_script_that_uses_nothing_begins_at_its_end(job, tmp_path):
+    here = job()
+    body, _, one, _ = pair()
     tt.prepare(body, one)
-    for _ in range(1):
-        with pytest.raises(ConfigError, match=r"tt.prepare = 'SGD': comes too late: the job has begun with what"):
-            tt.prepare(head, two)
+    assert here.context.worker is None
+    here.finish()
+    assert same(
+        {f"{name}": value for name, value in load_file(tmp_path / "final.safetensors").items()}, body.state_dict()
+    )
 
 
 def test_two_loaders_in_two_calls_are_refused(job):
@@ -155,8 +209,9 @@ def test_leases_and_tables_do_not_go_with_several_optimizers(job):
     with pytest.raises(ConfigError, match=r"shard = 'kLease': must be kAuto or kStatic with several optimizers"):
         tt.prepare(body, head, one, two, loader())
     table = nn.Embedding(4, 3, sparse=True)
+    tt.prepare(body, head, table, one, two)
     with pytest.raises(ConfigError, match=r"'Adam and SGD': must be one optimizer, .*: rows of a Embedding"):
-        tt.prepare(body, head, table, one, two)
+        tt.epochs(1).__len__()
 
 
 def test_an_optimizer_that_was_not_prepared_is_named(job):
@@ -201,11 +256,12 @@ def test_a_schedulers_step_that_the_script_repeats_with_its_last_batch_is_not_ma
 
 def test_the_plan_sees_all_models(monkeypatch):
     monkeypatch.setattr(context, "_planning", True)
-    monkeypatch.setattr(context, "_calls", [])
+    monkeypatch.setattr(context, "_unused", None)
     body, head, one, two = pair()
-    with pytest.raises(context.PlanRun) as seen:  # noqa: PT012
-        tt.prepare(body, one)
-        tt.prepare(head, two, loader())
+    tt.prepare(body, one)
+    batches = tt.prepare(head, two, loader())[2]
+    with pytest.raises(context.PlanRun) as seen:
+        iter(batches)
     request = seen.value.request
     arguments = PreparedArguments(request.model, request.optimizers, request.loader)
     assert [(p.name, p.optimizer) for p in arguments.parameters()] == [
@@ -217,42 +273,3 @@ def test_the_plan_sees_all_models(monkeypatch):
     assert arguments.momentum(None) == 0.9
     # Adam has two numbers for each of 117 elements, SGD with momentum has one for each of 50.
     assert arguments.state_factor() == pytest.approx((2 * 117 + 50) / 167)
-
-
-# --- later calls -------------------------------------------------------------------------------------------------
-
-
-def counted(source):
-    """What `later_calls` says at each call of `prepare` in this source."""
-    found = []
-    name = f"<source {hash(source)}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    exec(
-        compile(source, name, "exec"),
-        {"prepare": lambda *_: found.append(later_calls(sys._getframe(1))), "other": lambda *_: None},
-    )
-    return found
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("prepare(1)", [0]),
-        ("prepare(1)\nprepare(2)\nx = prepare(3)", [2, 1, 0]),
-        ("def main():\n    a = prepare(1)\n    c: int = 3\n    prepare(2)\nmain()", [1, 0]),
-        ("prepare(1)\nother(2)\nprepare(\n    2,\n)", [1, 0]),
-        ("prepare(1)\nfor _ in range(2):\n    other()\nprepare(2)", [0, 0]),
-        ("prepare(1)\nif True:\n    prepare(2)", [0, 0]),
-        ("for _ in range(2):\n    prepare(1)", [0, 0]),
-        ("try:\n    prepare(1)\n    prepare(2)\nfinally:\n    pass", [1, 0]),
-        ("ä = 'ö'; prepare('ü'); prepare(2)", [1, 0]),
-    ],
-)
-def test_the_calls_that_surely_follow_are_counted(source, expected):
-    assert counted(source) == expected
-
-
-def test_without_a_source_no_call_follows():
-    found = []
-    exec("prepare()\nprepare()", {"prepare": lambda: found.append(later_calls(sys._getframe(1)))})
-    assert found == [0, 0] and later_calls(None) == 0

@@ -1,120 +1,168 @@
 """The user's optimizer: the same object, but `step()` commits a step of the job.
 
-The object stays the script's own, so schedulers built before or after `tt.prepare` hold the right one, its
-`param_groups` are read at every step, and hooks registered on it run. Only its class is replaced, by one that inherits
-from it. `state_dict()` gathers from the servers, `load_state_dict()` scatters.
+The object keeps its class, its `param_groups` are read at every step, and hooks and wrappers of the script run. Only
+`step` is replaced, on the object, as torch's own schedulers do. `state_dict()` gathers from the servers,
+`load_state_dict()` scatters. All of it is undone when the job ends.
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from topotrain.config.job import Apply, Grads, Pull
+from topotrain.config.job import Apply, ConfigError, Grads, Pull
 from topotrain.training.parameters.server_state import NEW_GROUP
 from topotrain.training.worker import Worker
 
+Closure = Callable[[], float] | None
 
-def adopt(optimizer: Optimizer, worker: Worker, number: int = 0) -> None:
-    """Let `optimizer`, which has this number in the job, commit steps of `worker`.
 
-    Its identity and its groups stay.
+def adopt(optimizer: Optimizer, worker: Worker, number: int = 0) -> "AdoptedOptimizer":
+    """Let `optimizer`, which has this number in the job, commit steps of `worker`."""
+    adopted = AdoptedOptimizer(optimizer)
+    adopted.join(worker, number)
+    return adopted
+
+
+class AdoptedOptimizer:
+    """One optimizer of the script while it is the job's.
+
+    Args:
+        optimizer: the script's.
+        begin: called before each use; lets the job begin, which calls `join`.
     """
-    # An earlier scheduler has wrapped `step` on the object itself, where it would hide the method of the new class.
-    had_step = optimizer.__dict__.pop("step", None)
-    cls = type(optimizer)
-    # The names stay those of the user's class: error messages and pickled states show them.
-    names = {"__module__": cls.__module__, "_topotrain": worker, "_topotrain_number": number}
-    optimizer.__class__ = type(cls.__name__, (_AdoptedLocal if worker.runs_optimizers else _Adopted, cls), names)
-    if hasattr(had_step, "_wrapped_by_lr_sched"):
-        optimizer.step = _tracked(optimizer)  # type: ignore[method-assign]
 
+    def __init__(self, optimizer: Optimizer, begin: Callable[[], object] = lambda: None) -> None:
+        self._optimizer, self._begin = optimizer, begin
+        self._worker: Worker | None = None
+        self._number, self._refusal = 0, ""
+        self._over = False
+        self._earlier = dict(vars(optimizer))
+        earlier = self._earlier.get("step")
+        # The wrapper of a scheduler notes a call, as `step` does here. One of the script may do anything.
+        noted = earlier is None or getattr(earlier, "__wrapped__", None) is type(optimizer).step
+        self._wrapper = None if noted else earlier
 
-def _tracked(optimizer: Optimizer) -> Callable[..., Any]:
-    """Wrap `step` as a scheduler that was built earlier had wrapped it."""
-    step = optimizer.step
+        def step(optimizer: Optimizer, closure: Closure = None) -> Any:
+            return self._step(closure)
 
-    # The scheduler warns if `_opt_called` is not set, or if `step` has lost the mark below.
-    def tracked(*args: Any, **kwargs: Any) -> Any:
+        # A scheduler takes this for its own wrapper.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._mine: dict[str, Any] = {"step": MethodType(step, optimizer)}
+        vars(optimizer).update(self._mine)
+        # Runs the hooks that the script registered.
+        self._hooked = Optimizer.profile_hook_step(lambda optimizer, closure: self._commit(closure))
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(self._before_state),
+            optimizer.register_state_dict_post_hook(self._after_state),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+
+    def join(self, worker: Worker, number: int = 0, refusal: str = "") -> None:
+        """The job has begun. refusal: why the state cannot be read; "": it can."""
+        self._worker, self._number, self._refusal = worker, number, refusal
+        self._mine["add_param_group"] = _refuse_group
+        if not worker.runs_optimizers:
+            # GradScaler then calls step() always and leaves it to us to skip: found_inf must be the group's, not a
+            # worker's.
+            self._mine["_step_supports_amp_scaling"] = True
+            # A script may have loaded a state.
+            worker.server_state.scatter(number)
+        vars(self._optimizer).update({name: it for name, it in self._mine.items() if name != "step"})
+
+    def release(self) -> None:
+        """Give the optimizer back to the script."""
+        self._over = True
+        for hook in self._hooks:
+            hook.remove()
+        held = vars(self._optimizer)
+        for name, mine in self._mine.items():
+            # A wrapper that the script put around `step` later stays.
+            if held.get(name) is mine:
+                held.pop(name)
+                held.update({name: self._earlier[name]} if name in self._earlier else {})
+
+    # --- step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Closure) -> Any:
+        optimizer = self._optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        return step(*args, **kwargs)
+        if self._over:
+            step = self._wrapper or MethodType(type(optimizer).step, optimizer)
+            return step() if closure is None else step(closure)
+        if self._wrapper is None:
+            return self._hooked(optimizer, closure)
+        # The last of all hooks, so that those of the script see what they would see in its own process.
+        hook = optimizer.register_step_pre_hook(self._instead)
+        try:
+            return self._wrapper() if closure is None else self._wrapper(closure)
+        finally:
+            hook.remove()
 
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return tracked
+    def _instead(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The script's wrapper calls the class's own `step`: commit, and let that step nothing."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        loss = self._commit(closure)
+        nothing = object.__new__(type(optimizer))
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        vars(nothing).update(vars(optimizer), param_groups=groups, state={})
+        return (nothing,), {} if closure is None else {"closure": lambda: loss}
 
-
-class _Adopted(Optimizer):
-    _topotrain: Worker
-    _topotrain_number: int
-    # GradScaler then calls step() always and leaves it to us to skip: found_inf must be the group's, not a worker's.
-    _step_supports_amp_scaling = True
-
-    @Optimizer.profile_hook_step  # runs the hooks that the script registered
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def _commit(self, closure: Closure) -> float | None:
         """Commit the step; the new values are in the parameters when this returns."""
+        self._begin()
+        assert self._worker is not None
         # GradScaler sets both on the optimizer, just for this call.
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
         if found_inf is not None:
-            self._refuse_scaler()
+            _refuse_scaler(self._worker)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 # As in torch, the closure makes the backward, so it comes before anything is sent.
                 loss = closure()
-        self._topotrain.step(_inverse(scale), check_finite=found_inf is not None, number=self._topotrain_number)
+        self._worker.step(_inverse(scale), check_finite=found_inf is not None, number=self._number)
         return loss
 
-    def _refuse_scaler(self) -> None:
-        """Refuse a scaler where overflow of the group's gradients is not known in time."""
-        job = self._topotrain.job
-        if job.pull is Pull.kLazy:
-            raise RuntimeError("a GradScaler must know of overflows when step() returns; use pull: kStep")
-        if job.apply is Apply.kOnArrival:
-            raise RuntimeError(
-                "a GradScaler decides at step(), and apply: kOnArrival updates before; use apply: kAtStep"
-            )
-        if job.grads is Grads.kHidden and job.cluster.nworkers_per_group > 1:
-            raise RuntimeError(
-                "a GradScaler sees only this worker's gradients with grads: kHidden; use grads: kVisible"
-            )
+    # --- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch; the state is gathered from the servers."""
-        self._topotrain.server_state.gather(self._topotrain_number)
-        try:
-            return super().state_dict()
-        finally:
-            # The servers hold the state; a second copy here would soon be old.
-            self.state.clear()
+    def _before_state(self, optimizer: Optimizer) -> None:
+        self._begin()
+        if self._refusal:
+            raise ConfigError("optimizer.state_dict()", None, self._refusal)
+        if self._worker is not None and not self._worker.runs_optimizers:
+            self._worker.server_state.gather(self._number)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; the state is handed to the servers."""
-        super().load_state_dict(state_dict)
-        self._topotrain.server_state.scatter(self._topotrain_number)
+    def _after_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        # The servers hold the state; a second copy here would soon be old.
+        if self._worker is not None and not self._worker.runs_optimizers:
+            optimizer.state.clear()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the servers own what the optimizer had at `tt.prepare`."""
-        raise RuntimeError(NEW_GROUP)
+    def _loaded(self, optimizer: Optimizer) -> None:
+        # Before the job begins it is the state to begin with.
+        if self._worker is None:
+            return
+        if self._refusal:
+            raise ConfigError("optimizer.load_state_dict()", None, self._refusal)
+        if not self._worker.runs_optimizers:
+            self._worker.server_state.scatter(self._number)
 
 
-class _AdoptedLocal(_Adopted):
-    """An optimizer that runs in this process, and has its state here."""
-
-    # A GradScaler unscales and skips as in torch. The object of a fused optimizer has an attribute of its own.
-    _step_supports_amp_scaling = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch."""
-        return Optimizer.state_dict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch."""
-        Optimizer.load_state_dict(self, state_dict)
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise RuntimeError(NEW_GROUP)
 
 
-# torch looks for this mark, and else wraps `step` again when a state is loaded: the hooks would run twice.
-_Adopted.step.hooked = True  # type: ignore[attr-defined]
+def _refuse_scaler(worker: Worker) -> None:
+    """Refuse a scaler where overflow of the group's gradients is not known in time."""
+    job = worker.job
+    if job.pull is Pull.kLazy:
+        raise RuntimeError("a GradScaler must know of overflows when step() returns; use pull: kStep")
+    if job.apply is Apply.kOnArrival:
+        raise RuntimeError("a GradScaler decides at step(), and apply: kOnArrival updates before; use apply: kAtStep")
+    if job.grads is Grads.kHidden and job.cluster.nworkers_per_group > 1:
+        raise RuntimeError("a GradScaler sees only this worker's gradients with grads: kHidden; use grads: kVisible")
 
 
 def _inverse(scale: torch.Tensor | None) -> float:

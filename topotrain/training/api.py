@@ -3,10 +3,9 @@
 In an ordinary process each of them does nothing, or what plain PyTorch would do.
 """
 
-import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -25,7 +24,7 @@ from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.updater_block import build, set_lr
 from topotrain.training import context as process
-from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.adopted_optimizer import AdoptedOptimizer
 from topotrain.training.context import Connections, Context, Metric, PrepareRequest
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
@@ -33,11 +32,11 @@ from topotrain.training.data.job_progress import NEEDS_EPOCHS, EpochProgress, Pl
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
-from topotrain.training.misuse_checks import LaterLoader, MisuseChecks
-from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.misuse_checks import MisuseChecks
+from topotrain.training.parameters.divided_model import STATE_IN_PARTS, DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
-from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, later_calls, sort_objects
+from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, sort_objects
 from topotrain.training.parameters.row_module import RowModule
 from topotrain.training.reporting.logged_values import Loggable, numbers
 from topotrain.training.step_progress import NormLog, ProgressReporter
@@ -58,6 +57,11 @@ F = TypeVar("F", bound=Preparable)
 G = TypeVar("G", bound=Preparable)
 H = TypeVar("H", bound=Preparable)
 
+_OTHER_VALUES = (
+    "the script has made other initial values here than on the main worker, whose values count: seed it alike on all "
+    "workers (torch.manual_seed). What it has copied from single parameters since tt.prepare, such as an average, "
+    "has the values of this worker"
+)
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -92,6 +96,10 @@ def prepare(*objects: object) -> Any:
     job's buffers, `step()` of each optimizer commits a step on the servers, and iterating over the loader gives this
     worker's share. In an ordinary process nothing changes.
 
+    The job begins when the script first uses one of the objects: a batch, a forward, a step, `tt.epochs`, a state dict.
+    Until then there may be more calls, and the parameters are the script's: what they are then are the job's initial
+    values, those of worker (0,0) where workers differ.
+
     Args:
         objects: in any order, each recognized by its type:
             models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made
@@ -104,46 +112,60 @@ def prepare(*objects: object) -> Any:
         The objects as a tuple. Of one object, the object.
 
     Raises:
-        ConfigError: an object cannot be trained this way, or the job has been opened by an earlier call.
+        ConfigError: an object cannot be trained this way, or the script has used what an earlier call returned.
     """
     here = process.current()
-    # First: what an earlier call has returned is not of a kind that can be prepared.
-    if here is not None and here.worker is not None:
-        raise process.again([thing for thing in objects if isinstance(thing, Optimizer)])
     call = sort_objects(objects)
-    # torch and the standard library have no public way to the script's line.
-    later = later_calls(sys._getframe(1)) if here is not None or process.planning() else 0
     if process.planning():
-        return _plan(call, later)
+        return _plan(call)
     if here is None:
         return _prepare_plainly(call)
+    if here.worker is not None:
+        raise process.again(call)
+    if call.needs_updater:
+        call = call.with_built(_build(here, call.model))
+    made = joined((*process.so_far(), call), complete=False)
+    if call.loader is not None:
+        here.read_from(
+            ShardedLoader(call.loader, _data_plan(here, made.models, len(made.optimizers) > 1), begin=process.use)
+        )
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
-    if later:
-        # The servers get one description, of what all calls have given.
-        here.await_calls(call)
-        return call.returned(LaterLoader(here, call.loader) if call.loader is not None else None)
-    made = here.end_calls(call)
-    built = _build(here, made.model) if made.needs_updater else None
-    optimizers = made.optimizers if built is None else (built,)
-    request = PrepareRequest(made.model, optimizers, made.loader, made.several)
-    worker = _enter_job(here, request)
+    for optimizer in call.optimizers:
+        if optimizer not in here.adopted:
+            here.adopted[optimizer] = AdoptedOptimizer(optimizer, process.use)
+    process.first_use(lambda calls: _begin(here, calls), call)
+    return call.returned(here.loader)
+
+
+def _begin(here: Context, calls: Sequence[PreparedObjects]) -> None:
+    """The script uses what it has prepared: open the job with the objects of all calls."""
+    made = joined(calls)
+    worker = _enter_job(here, made)
     # Last: a fresh process restores its buffers and kept objects here.
     here.resume_at(_position(here, worker))
     updater = here.place.job.updater
-    if built is not None and updater is not None:
-        worker.attach(_LrSchedule(built, updater, worker))
-    return call.returned(here.loader, built)
+    for call in calls:
+        if call.built is not None and updater is not None:
+            worker.attach(_LrSchedule(call.built, updater, worker))
 
 
-def _plan(call: PreparedObjects, later: int) -> Any:
-    """Carry the objects of all calls out of the script."""
-    calls = process.planned(call)
-    if later:
-        return call.returned(call.loader)
-    made = joined(calls)
-    raise process.PlanRun(PrepareRequest(made.model, made.optimizers, made.loader, made.several))
+def _plan(call: PreparedObjects) -> Any:
+    """Let the first use carry the objects of all calls out of the script."""
+
+    def seen(calls: Sequence[PreparedObjects]) -> None:
+        made = joined(calls)
+        raise process.PlanRun(PrepareRequest(made.model, made.optimizers, made.loader, made.several))
+
+    process.first_use(seen, call)
+    for optimizer in call.optimizers:
+        optimizer.register_step_pre_hook(process.use)
+        optimizer.register_state_dict_pre_hook(process.use)
+    # A stand-in for the updater block's, which the script may give to a scheduler.
+    stand_in = call.with_built(torch.optim.SGD(call.model.parameters(), 1.0)) if call.needs_updater else call
+    plan = DataPlan(0, 1, 0, 1, (), "broadcast", False, 0, 1, True)
+    return stand_in.returned(call.loader and ShardedLoader(call.loader, plan, begin=process.use))
 
 
 def _prepare_plainly(call: PreparedObjects) -> Any:
@@ -197,7 +219,8 @@ def _build(here: Context, model: nn.Module) -> Optimizer:
     return build(updater, model.named_parameters())
 
 
-def _enter_job(here: Context, request: PrepareRequest) -> Worker:
+def _enter_job(here: Context, made: PreparedObjects) -> Worker:
+    request = PrepareRequest(made.model, made.optimizers, made.loader, made.several)
     place, model, loader = here.place, request.model, request.loader
     cut = _divided(here, request)
     if place.job.cluster.backup and (cut is not None or loader is None):
@@ -228,18 +251,20 @@ def _enter_job(here: Context, request: PrepareRequest) -> Worker:
     if loader is not None:
         replay = _batch_replay(here, worker)
         data = connections.exchange.extension(DataClient)
+        assert here.loader is not None
         # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
-        here.read_from(ShardedLoader(loader, _data_plan(here, request), data, worker, replay))
+        here.loader.join(_data_plan(here, made.models, len(made.optimizers) > 1), data, worker, replay)
     bound(here, model, loader, cut is not None)
-    worker.start()
+    # One worker says it for all. In a job that goes on, or in asynchronous groups, the values may be trained already.
+    first = here.resumed is None and place.identity.incarnation == 0 and place.topology.worker_groups == 1
+    if worker.start(compare=first and here.me.index == 1):
+        here.emit(Notice(str(here.me), _OTHER_VALUES))
     if cut is not None:
         cut.start(worker)
     if worker.lazy:
         wait_by_layer(model, worker)
     for number, optimizer in enumerate(request.optimizers):
-        adopt(optimizer, worker, number)
-        # A script may have loaded a state before `tt.prepare`.
-        worker.server_state.scatter(number)
+        here.adopted[optimizer].join(worker, number, "" if cut is None else STATE_IN_PARTS)
     here.join(worker, cut)
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
@@ -299,9 +324,11 @@ class _UnitMemory(WorkerMemory):
         return flats
 
 
-def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
-    job, topology, model = here.place.job, here.place.topology, request.model
-    groups, several = topology.worker_groups, len(request.optimizers) > 1
+def _data_plan(here: Context, models: Sequence[nn.Module], several: bool) -> DataPlan:
+    """This worker's part of the data. several: the script has several optimizers."""
+    job, topology = here.place.job, here.place.topology
+    groups = topology.worker_groups
+    modules = (module for model in models for module in model.modules())
     if several and job.shard is Shard.kLease:
         accepted = (
             "must be kAuto or kStatic with several optimizers: after a death a group goes on within its last batch"
@@ -321,7 +348,7 @@ def _data_plan(here: Context, request: PrepareRequest) -> DataPlan:
         mode="lease" if lease else "static" if groups > 1 else "broadcast",
         per_worker_batch=job.per_worker_batch,
         seed=job.seed,
-        min_share=2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1,
+        min_share=2 if any(isinstance(module, _BATCH_NORM) for module in modules) else 1,
         is_main=here.is_main,
         own_streams=job.cluster.backup > 0,
     )
@@ -335,6 +362,7 @@ class EpochLoop:
         self._begun: range | None = None
 
     def _remaining(self) -> range:
+        process.use()
         here = process.current()
         position = None if here is None else here.continuing
         return range(self._count) if position is None else position.remaining(self._count)
@@ -344,10 +372,9 @@ class EpochLoop:
         return len(self._remaining() if self._begun is None else self._begun)
 
     def __iter__(self) -> Iterator[int]:
+        process.use()
         here = process.current()
         position = None if here is None else here.continuing
-        if here is not None:
-            here.check_open("tt.epochs")
         loop = EpochProgress(self._count)
         process.begin_loop(loop)
         # Asked before the loop begins, after which the script's "next loop" is another one.
@@ -555,6 +582,9 @@ def clip_grad_norm_(
 
 
 def _worker() -> Worker | None:
-    here = process.current()
     # An evaluation in a thread of its own may call these functions, and must not change the script's step.
-    return None if here is None or process.is_outside_step() else here.worker
+    if process.is_outside_step():
+        return None
+    process.use()
+    here = process.current()
+    return None if here is None else here.worker

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from topotrain.comm.router import RouterConfig
 from topotrain.comm.transport.shared_memory import ProcessMemory
@@ -23,12 +23,13 @@ from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.events import Connects, Event, EventSink
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.transport_contract import MessageSender
+from topotrain.training.adopted_optimizer import AdoptedOptimizer
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.job_progress import LoopProgress, Passes
 from topotrain.training.data.script_position import ScriptPosition
-from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.parameters.divided_model import IN_PARTS, DividedModel
 from topotrain.training.parameters.local_steps import LocalOptimizer
-from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
+from topotrain.training.parameters.prepared_objects import PreparedObjects
 from topotrain.training.reporting.logged_values import LoggedValues
 from topotrain.training.worker import Worker
 
@@ -171,33 +172,36 @@ class PrepareExtension:
         """The job is over for this process, and the connections close next."""
 
 
-class EarlyUse:
-    """Refuses steps and loops while more calls of `tt.prepare` follow.
+class FirstUse:
+    """Begins the job when the script first uses what it has prepared.
 
-    calls: those so far.
+    Until then `tt.prepare` may be called again.
+
+    Args:
+        begin: is given all calls. Its errors are the script's, at each use.
     """
 
-    def __init__(self, calls: Sequence[PreparedObjects]) -> None:
-        self._calls = calls
-        self._hook = register_optimizer_step_pre_hook(self._stepping)
+    def __init__(self, begin: Callable[[Sequence[PreparedObjects]], object]) -> None:
+        self._begin = begin
+        self.calls: list[PreparedObjects] = []
+        self._forwards: list[RemovableHandle] = []
+        self._states: list[RemovableHandle] = []
 
-    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # The hook is for all optimizers of the process.
-        if any(optimizer is known for call in self._calls for known in call.optimizers):
-            self.refuse("optimizer.step()")
+    def follow(self, call: PreparedObjects) -> None:
+        """Watch the models of one more call."""
+        self.calls.append(call)
+        for model in call.models:
+            # A script may call a part of its model. Functions of this module: the hooks go into copies of the model.
+            self._forwards += [module.register_forward_pre_hook(use) for module in model.modules()]
+            self._states.append(model.register_state_dict_pre_hook(_use_state))  # type: ignore[no-untyped-call]
 
-    def refuse(self, what: str) -> None:
-        """Raise ConfigError: the script uses something too early."""
-        accepted = (
-            f"comes after {len(self._calls)} of several calls of tt.prepare, and the job begins with the last: give "
-            f"all models and optimizers to one call, G, D, opt_g, opt_d, loader = "
-            f"tt.prepare(G, D, opt_g, opt_d, loader)"
-        )
-        raise ConfigError(what, None, accepted)
-
-    def close(self) -> None:
-        """The last call has come."""
-        self._hook.remove()
+    def begin(self, reads: bool) -> None:
+        """The script uses an object; reads: torch goes over the hooks of a state dict."""
+        for handle in (*self._forwards, *(() if reads else self._states)):
+            handle.remove()
+        # An evaluation may come first, and what the job makes must not belong to it.
+        with torch.inference_mode(False):
+            self._begin(self.calls)
 
 
 class TrainingChecks(ABC):
@@ -241,25 +245,24 @@ class Context:
     connector: Connector
     extensions: Sequence[PrepareExtension] = ()
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
-    calls: list[PreparedObjects] = field(default_factory=list)  # of `tt.prepare` so far
-    worker: Worker | None = None
+    worker: Worker | None = None  # once the script uses what it has prepared
     connections: Connections | None = None  # opened by `connect`
-    loader: ShardedLoader | None = None  # once the script has prepared with one
+    loader: ShardedLoader | None = None  # once the script has prepared one
     tables: OpenTables | None = None  # once the script has a table
     split: DividedModel | None = None  # where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     alike: set[str] = field(default_factory=set)  # those of `kept` that are the same on all workers of a group
     superseded: set[str] = field(default_factory=set)  # those with a state that is newer than the saved one
-    continuing: ScriptPosition | None = None  # once the script has prepared
-    training: TrainingChecks | None = None  # once the script has prepared
-    early: EarlyUse | None = None  # while more calls of `tt.prepare` follow
+    continuing: ScriptPosition | None = None  # once the job has begun
+    training: TrainingChecks | None = None  # once the job has begun
     resumed: object = None  # checkpoint_reader.Manifest, where the job is continued
     spans: Recorder = SILENT
     gpus: bool = True  # `tt.device` may name one
     unrepeatable: str = ""  # why the script cannot repeat a step; known before it has prepared
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
+    adopted: dict[Optimizer, AdoptedOptimizer] = field(default_factory=dict)  # what `tt.prepare` was given
     at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
     logged: LoggedValues = field(init=False)  # by `tt.log`
 
@@ -292,26 +295,6 @@ class Context:
         """The script cannot repeat a step, so that a death restarts its whole group."""
         self.unrepeatable = reason
 
-    def await_calls(self, call: PreparedObjects) -> None:
-        """More calls of `tt.prepare` follow; nothing may be used before the last."""
-        self.calls.append(call)
-        if self.early is None:
-            self.early = EarlyUse(self.calls)
-            self.at_close.callback(self.early.close)
-
-    def end_calls(self, call: PreparedObjects) -> PreparedObjects:
-        """The last call of `tt.prepare`; the arguments of all. Raises ConfigError."""
-        made = joined([*self.calls, call])
-        if self.early is not None:
-            self.early.close()
-            self.early = None
-        return made
-
-    def check_open(self, what: str) -> None:
-        """Raise ConfigError if more calls of `tt.prepare` follow."""
-        if self.early is not None:
-            self.early.refuse(what)
-
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
         if self.connections is None:
@@ -334,7 +317,7 @@ class Context:
         self.training = checks
 
     def read_from(self, loader: ShardedLoader) -> None:
-        """`tt.prepare` gives the script this loader."""
+        """The script gets this loader of `tt.prepare`."""
         self.loader = loader
 
     def open_tables(self, tables: OpenTables) -> None:
@@ -390,7 +373,7 @@ class _OutsideStep(threading.local):
 
 _current: Context | None = None
 _planning = False
-_calls: list[PreparedObjects] = []  # of a script that is only planned
+_unused: FirstUse | None = None  # while the script has prepared, and used nothing of it
 _prepared = False  # an ordinary process has called `tt.prepare`
 _plain: Passes | None = None  # over the loader that it has given
 _observer: PrepareObserver | None = None  # of an ordinary process
@@ -405,8 +388,8 @@ def current() -> Context | None:
 
 def enter(context: Context | None) -> None:
     """Make this process part of a job; with None, of none any more."""
-    global _current, _loop
-    _current, _loop = context, None
+    global _current, _loop, _unused
+    _current, _loop, _unused = context, None, None
     # A process that joins or leaves a job may call `tt.prepare` once more.
     forget()
 
@@ -440,15 +423,55 @@ def forget() -> None:
     _prepared, _plain = False, None
 
 
-def again(optimizers: Sequence[Optimizer]) -> ConfigError:
+def again(call: PreparedObjects) -> ConfigError:
     """The error of a `tt.prepare` after the job has begun."""
-    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers) or None
+    names = " and ".join(type(each).__name__ for each in (*call.optimizers, *call.models)) or None
     accepted = (
-        "comes too late: the job has begun with what was prepared before. Give all models and optimizers to one "
-        "call, G, D, opt_g, opt_d, loader = tt.prepare(G, D, opt_g, opt_d, loader), or to calls that directly follow "
-        "one another"
+        "comes too late: the job began when the script first used what it had prepared (a batch, a forward, a step, "
+        "tt.epochs). Call tt.prepare as often as needed, but before that"
     )
     return ConfigError("tt.prepare", names, accepted)
+
+
+def first_use(begin: Callable[[Sequence[PreparedObjects]], object], call: PreparedObjects) -> None:
+    """Note a call of `tt.prepare`; `begin` is called when the script first uses an object of any call."""
+    global _unused
+    if _unused is None:
+        _unused = FirstUse(begin)
+    _unused.follow(call)
+
+
+def so_far() -> Sequence[PreparedObjects]:
+    """The calls of `tt.prepare`, while the script has used nothing of them."""
+    return () if _unused is None else _unused.calls
+
+
+def use(*_: Any) -> None:
+    """The script uses something that may be prepared: the job begins, if it has not.
+
+    Every function that needs the job's worker calls this first. Raises the errors of `tt.prepare`.
+    """
+    _begin(False)
+
+
+def _use_state(module: nn.Module, *_: Any) -> None:
+    _begin(True)
+    cut = None if _current is None else _current.split
+    # The hook that a split model has by now is not called: torch goes over the older ones.
+    if cut is not None and cut.is_of(module) and not cut.over:
+        raise ConfigError("model.state_dict()", None, IN_PARTS)
+
+
+def _begin(reads: bool) -> None:
+    global _unused
+    unused, _unused = _unused, None
+    if unused is not None:
+        try:
+            unused.begin(reads)
+        except BaseException:
+            # A script that goes on must not train alone.
+            _unused = unused
+            raise
 
 
 def begin_loop(loop: LoopProgress) -> None:
@@ -477,12 +500,6 @@ def plan_only() -> None:
     """Let `prepare` raise `PlanRun` from now on."""
     global _planning
     _planning = True
-
-
-def planned(call: PreparedObjects) -> Sequence[PreparedObjects]:
-    """Note a call of a script that is only planned; returns all calls so far."""
-    _calls.append(call)
-    return _calls
 
 
 def planning() -> bool:

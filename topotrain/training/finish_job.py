@@ -10,6 +10,7 @@ from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
+from topotrain.training import context as process
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import FINAL, NotSaved, fetch_final, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
@@ -28,8 +29,8 @@ def is_complete(here: Context) -> bool:
 
 def finish(here: Context) -> None:
     """After the script: send the last messages; worker (0,0) saves the result."""
+    process.use()
     worker = here.worker
-    here.check_open("the end of the script")
     here.logged.send()
     if worker is None and here.tables is None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
@@ -145,6 +146,8 @@ def close(here: Context, finished: bool) -> None:
     # Of a script that has failed.
     here.logged.send()
     here.at_close.close()
+    for adopted in here.adopted.values():
+        adopted.release()
     # The room that `tt.prepare` reserved. After `finish` there is none left.
     if here.is_main and not finished:
         release(here.workspace / FINAL)

@@ -6,12 +6,10 @@ Each sign that it does not is reported once and by name. A script that only eval
 import difflib
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import DataLoader
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
@@ -28,28 +26,6 @@ def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_in
         near = difflib.get_close_matches(str(error.name), dir(error.obj), 1)
         if near:
             error.args = (f"{error}. Did you mean: {near[0]!r}?",)
-
-
-class LaterLoader:
-    """The loader while more calls of `tt.prepare` follow, and the job's loader then."""
-
-    def __init__(self, here: Context, loader: DataLoader[Any]) -> None:
-        self._here, self._loader = here, loader
-
-    def _divided(self) -> Any:
-        self._here.check_open("iter(loader)")
-        return self._here.loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._divided())
-
-    def __len__(self) -> int:
-        return len(self._divided())
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_here", "_loader"):  # not there yet: this object is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self._here.loader or self._loader, name)
 
 
 class MisuseChecks(WorkerExtension, TrainingChecks):

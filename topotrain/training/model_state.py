@@ -20,6 +20,7 @@ def state_dict(model: nn.Module) -> dict[str, Any] | None:
     Raises:
         ConfigError: the split model is another one; a worker of the group goes on without the call.
     """
+    process.use()
     here = process.current()
     # At the end of the job the model is whole again.
     if here is not None and here.split is not None and not here.split.over:

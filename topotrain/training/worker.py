@@ -149,8 +149,11 @@ class Worker(BatchAccounting):
         """Let an extension take part in the steps from here on."""
         self._hooks.add(extension)
 
-    def start(self) -> None:
-        """Fetch the job's initial values."""
+    def start(self, compare: bool = False) -> bool:
+        """Fetch the job's initial values.
+
+        Returns whether the script's own were others, if it is to compare them.
+        """
         # They come from worker (0,0); in a split model, from the first worker of group 0 that holds the parameter.
         if self.me.group == 0 and any(space.sending_worker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
@@ -164,9 +167,11 @@ class Worker(BatchAccounting):
             self.buffers.make("params")  # otherwise each reader of a transport would make it, and it is large
         self.client.values.fetch()
         self.client.gradients.start(self.device)
+        others = compare and self.buffers.differ("params")
         self.buffers.move_model()
         # Not before: `move_model` itself takes the first values, into memory that it may have to allocate.
         self.client.values.observe(self._local.observer(self.mirror))
+        return others
 
     def rejoin(self, taken: int) -> None:
         """This process replaces one that is gone: continue at its group's present step.

@@ -76,7 +76,7 @@ def test_a_batch_counts_when_it_is_handed_on():
 
 
 def plan_of(here, model, load):
-    return api._data_plan(here, context.PrepareRequest(model, (), load))
+    return api._data_plan(here, [model], False)
 
 
 @pytest.fixture

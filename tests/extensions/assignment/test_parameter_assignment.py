@@ -81,6 +81,7 @@ def test_an_evaluation_and_a_job_with_tables_are_refused(job):
     here = job()
     model = mlp()
     tt.prepare(model, unfused(model), loader())
+    context.use()
     with context.outside_step(), pytest.raises(RuntimeError, match="in an evaluation"), tt.assign(model):
         pass
     here.context.open_tables(object())
@@ -94,6 +95,7 @@ def test_places_are_those_of_the_loader(job):
     here = job()
     model = mlp()
     _, _, batches = tt.prepare(model, unfused(model), loader())
+    context.use()
     (extension,) = (each for each in here.context.extensions if isinstance(each, AssignmentExtension))
     worker = here.context.worker
     place, found = ScriptPlace(here.context, worker), []
@@ -114,6 +116,7 @@ def test_a_fresh_process_knows_what_is_repeated(job):
     here = job()
     model = mlp()
     tt.prepare(model, unfused(model), loader())
+    context.use()
     place = ScriptPlace(here.context, here.context.worker)
     place.load_state_dict({"between": {"-1": 2}})
     assert [place.next().repeated for _ in range(3)] == [True, True, False]
@@ -124,6 +127,7 @@ def test_the_numbers_are_saved_with_the_state_of_the_worker(job):
     here = job()
     model = mlp()
     tt.prepare(model, unfused(model), loader())
+    context.use()
     assert isinstance(here.context.kept["tt.assign places"], ScriptPlace)
     finish_job.finish(here.context)
     here.close()

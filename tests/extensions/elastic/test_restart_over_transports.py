@@ -63,7 +63,6 @@ class Process:
         )
         self.worker.start()
         adopt(self.optimizer, self.worker)
-        self.worker.server_state.scatter()
         self.stream = STATIC | me.group
         self.at = exchange.extension(DataClient).applied(self.stream)
 

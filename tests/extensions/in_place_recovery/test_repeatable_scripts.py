@@ -19,6 +19,7 @@ from topotrain.core.events import Repeatable
 from topotrain.extensions.in_place_recovery.in_place_messages import StepAborted
 from topotrain.extensions.in_place_recovery.repeated_steps import InPlaceExtension, RepeatedSteps
 from topotrain.launch.runtime.worker_connections import WorkerConnector
+from topotrain.training import context
 from topotrain.training.context import Context, PrepareRequest
 from topotrain.training.worker_stats import WorkerStats
 
@@ -204,6 +205,7 @@ def test_a_script_whose_change_is_dropped_ends_and_its_parameters_are_connected_
     here = job()
     model = mlp()
     tt.prepare(model, unfused(model), loader())
+    context.use()
     worker = here.context.worker
     monkeypatch.setattr(worker.client.steps, "change", lambda step: DROPPED)
     with pytest.raises(PeerLost, match=r"tt\.assign"), tt.assign(model), torch.no_grad():

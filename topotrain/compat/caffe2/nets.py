@@ -142,6 +142,7 @@ class Net:
             if self._meets is not None:
                 self._join(self._meets)
             prepare(self.model.module, self.optimizer)
+            process.use()
         self.started = True
 
     def _join(self, meets: ShardRendezvous) -> None:

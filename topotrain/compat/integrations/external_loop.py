@@ -160,6 +160,8 @@ def tie(
         here.kept["loop of the library"] = state
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
+    # The library asks at once for the position of the script.
+    process.use()
     position = None if unrepeatable else here.continuing
     if position is None:
         # `prepare` may have set a position. This loop cannot go on from one.

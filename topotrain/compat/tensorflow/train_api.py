@@ -161,7 +161,7 @@ class Server:
         if self.job_name == "worker":
             here = process.current()
             # A worker without a model has nothing to train. Most likely it was to wait for clients.
-            if here is not None and here.worker is None and here.tables is None:
+            if here is not None and not here.adopted and here.tables is None:
                 accepted = "must be True on every task where a worker only joins, and waits for the session of a client"
                 raise ConfigError("session", False, accepted)
             leave()

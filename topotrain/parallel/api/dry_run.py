@@ -1,4 +1,4 @@
-"""Inspect the model of a script: run the script up to `tt.prepare` and no further."""
+"""Inspect the model of a script: run it until it uses what it prepares, and no further."""
 
 import contextlib
 import inspect
@@ -17,6 +17,7 @@ from topotrain.config.job import ConfigError, Updater
 from topotrain.config.python_module import module_of
 from topotrain.config.sharding import Parameter
 from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
+from topotrain.training import context as process
 from topotrain.training.context import PlanRun, plan_only
 from topotrain.training.misuse_checks import name_nearest
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -68,7 +69,7 @@ class PreparedArguments:
 
 
 def look(program: str, args: Sequence[str]) -> PreparedArguments:
-    """Run a script up to `tt.prepare` and return the arguments of that call.
+    """Run a script until it first uses what it prepares; return the arguments of `tt.prepare`.
 
     Output of the script goes to stderr.
 
@@ -86,6 +87,8 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
                 runpy.run_path(program, run_name="__main__")
             else:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
+        # Prepared, and used nothing of it.
+        process.use()
     except PlanRun as seen:
         return PreparedArguments(seen.request.model, seen.request.optimizers, seen.request.loader)
     except AttributeError as error:

@@ -36,7 +36,7 @@ from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
 from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.final_parameters import fetch_final, in_one_file, metadata_of
-from topotrain.training.parameters.divided_model import DividedModel
+from topotrain.training.parameters.divided_model import IN_PARTS, DividedModel
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 from topotrain.training.worker import Worker
 
@@ -209,8 +209,6 @@ class SplitModel(DividedModel):
         channel = self._here.connect().meet_group()
         assert isinstance(channel, NetworkChannel)
         self._forward.start(worker, channel)
-        self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
-        self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 
     def weight_said(self) -> None:
         """Raise RuntimeError if the forward of this step has already run."""
@@ -287,13 +285,7 @@ class _Elsewhere:
 
 
 def _no_state(*_: Any) -> NoReturn:
-    accepted = "is in parts on several workers: call tt.state_dict(model) on all workers of the group"
-    raise ConfigError("model.state_dict()", None, accepted)
-
-
-def _no_optimizer_state(*_: Any) -> NoReturn:
-    accepted = "belongs to the parts of a split model, so no other optimizer could load it: it stays on the servers"
-    raise ConfigError("optimizer.state_dict()", None, accepted)
+    raise ConfigError("model.state_dict()", None, IN_PARTS)
 
 
 class SplitExtension(PrepareExtension):

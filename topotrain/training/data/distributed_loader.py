@@ -143,6 +143,10 @@ class ShardedLoader:
     from 0. A loop that is left early gives back the batches that it has not read. `len()` is the number of batches per
     epoch, in mode "lease" the nominal one (an equal part).
 
+    Args:
+        plan: this worker's part, as far as it is known.
+        begin: called before each pass; lets the job begin, which calls `join` if it was not given its arguments.
+
     Raises:
         ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.
     """
@@ -151,17 +155,15 @@ class ShardedLoader:
         self,
         loader: DataLoader[Any],
         plan: DataPlan,
-        client: DataClient,
-        accounting: BatchAccounting,
+        client: DataClient | None = None,
+        accounting: BatchAccounting | None = None,
         replay: BatchReplay | None = None,
+        begin: Callable[[], object] = lambda: None,
     ) -> None:
-        """`replay`: gives batches again, with backup workers."""
         _check(loader, plan)
-        self._replay = replay
-        self._loader = loader
-        self._plan = plan if replay is None else replay.plan_for(loader, plan)
-        self._client = client
-        self._accounting = accounting
+        self._loader, self._plan, self._begin = loader, plan, begin
+        if accounting is not None:
+            self.join(plan, client, accounting, replay)
         self._epochs = 0
         self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
@@ -169,7 +171,14 @@ class ShardedLoader:
         # A weak reference: a pass that the script drops must be collected, because `__del__` gives its batches back.
         self._live: Callable[[], _Pass | None] = lambda: None
 
+    def join(self, plan: DataPlan, client: Any, accounting: BatchAccounting, replay: BatchReplay | None) -> None:
+        """The job has begun, and the plan is final. replay: gives batches again, with backup workers."""
+        _check(self._loader, plan)
+        self._plan = plan if replay is None else replay.plan_for(self._loader, plan)
+        self._client, self._accounting, self._replay = client, accounting, replay
+
     def __iter__(self) -> Iterator[Any]:
+        self._begin()
         # Other groups may wait for the batches that a loop that was left early still holds.
         if self._plan.mode == "lease":
             self.close()

@@ -9,6 +9,9 @@ from torch import nn
 from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.worker import Worker
 
+IN_PARTS = "is in parts on several workers: call tt.state_dict(model) on all workers of the group"
+STATE_IN_PARTS = "belongs to the parts of a split model, so no other optimizer could load it: it stays on the servers"
+
 
 class DividedModel(ABC):
     """A model of which this worker holds a part, made by `PrepareExtension.divide`."""

@@ -173,6 +173,11 @@ class ModelBuffers(ParameterViews):
             if not tensor.is_meta:
                 self.view(name, index).copy_(tensor.detach())
 
+    def differ(self, name: str) -> bool:
+        """Return whether a parameter has other bits than a flat buffer."""
+        held = ((i, tensor.detach().cpu()) for i, tensor in enumerate(self._parts.tensors) if not tensor.is_meta)
+        return not all(same_bits(tensor, self.view(name, index)) for index, tensor in held)
+
     def live_in(self, name: str) -> None:
         """Make the parameters views of a flat buffer and free their memory on the host."""
         if isinstance(self.mirror, HostParameters):

@@ -1,12 +1,8 @@
-"""The objects that a script gives to `tt.prepare`, and its later calls."""
+"""The objects that a script gives to `tt.prepare`."""
 
-import ast
-import linecache
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -39,6 +35,7 @@ class PreparedObjects:
         optimizers: the optimizers. Empty: the job's updater block builds it, in the place of the first None.
         loader: the one that is divided.
         stateful: what has a state besides.
+        built: the optimizer of the updater block, if the call has one.
     """
 
     given: tuple[object, ...]
@@ -46,6 +43,7 @@ class PreparedObjects:
     optimizers: tuple[Optimizer, ...]
     loader: DataLoader[Any] | None
     stateful: tuple[Stateful, ...]
+    built: Optimizer | None = None
 
     @property
     def _filled(self) -> list[nn.Module]:
@@ -67,11 +65,15 @@ class PreparedObjects:
         """Whether the job's updater block builds the optimizer."""
         return bool(self.models) and not self.optimizers and None in self.given
 
-    def returned(self, loader: object, built: Optimizer | None = None) -> Any:
+    def with_built(self, optimizer: Optimizer) -> "PreparedObjects":
+        """The same call with the optimizer that was built in the place of the first None."""
+        at = self.given.index(None)
+        given = (*self.given[:at], optimizer, *self.given[at + 1 :])
+        return replace(self, given=given, optimizers=(optimizer,), built=optimizer)
+
+    def returned(self, loader: object) -> Any:
         """Return what the call returns: as many objects, or the only one."""
         found = [loader if thing is self.loader and thing is not None else thing for thing in self.given]
-        if built is not None:
-            found[found.index(None)] = built
         return tuple(found) if len(found) != 1 else found[0]
 
 
@@ -112,8 +114,8 @@ def sort_objects(objects: Sequence[object]) -> PreparedObjects:
     )
 
 
-def joined(calls: Sequence[PreparedObjects]) -> PreparedObjects:
-    """Join the objects of several calls.
+def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedObjects:
+    """Join the objects of several calls; complete: no more follow.
 
     Raises:
         ConfigError: there is no model or optimizer, or a parameter is in two optimizers.
@@ -126,16 +128,18 @@ def joined(calls: Sequence[PreparedObjects]) -> PreparedObjects:
         raise ConfigError("tt.prepare", type(loaders[1]).__name__, "must be in one call only: a job divides one loader")
     stateful = tuple(chain.from_iterable(call.stateful for call in calls))
     made = PreparedObjects(given, models, optimizers, loaders[0] if loaders else None, stateful)
+    _check_apart(made)
+    if not complete:
+        return made
     if not models:
         names = " and ".join(type(each).__name__ for each in optimizers)
         raise ConfigError("tt.prepare", names, "must come with the torch.nn.Module that it trains")
-    if not optimizers and (not made.needs_updater or len(calls) > 1):
+    if not optimizers and not made.needs_updater:
         accepted = (
             "must have an optimizer, or None in its place for the one of the job file's updater block: "
             "model, optimizer = tt.prepare(model, None)"
         )
         raise ConfigError("tt.prepare", type(models[0]).__name__, accepted)
-    _check_apart(made)
     return made
 
 
@@ -146,7 +150,8 @@ def _check_apart(made: PreparedObjects) -> None:
         for tensor in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             other = owner.setdefault(id(tensor), optimizer)
             if other is not optimizer:
-                names = (name for name, known in made.model.named_parameters() if known is tensor)
+                model = made.model if made.models else nn.Module()
+                names = (name for name, known in model.named_parameters() if known is tensor)
                 kinds = f"{type(other).__name__} and in the {type(optimizer).__name__}"
                 accepted = f"is in the {kinds} that tt.prepare was given: a parameter belongs to one optimizer"
                 raise ConfigError("tt.prepare", next(names, tuple(tensor.shape)), accepted)
@@ -160,56 +165,3 @@ def _unique(things: Any) -> Any:
 def _has_contents(model: nn.Module) -> bool:
     held = chain(model.parameters(), model.buffers(), (m for m in model.modules() if isinstance(m, RowModule)))
     return next(held, None) is not None
-
-
-# ---- later calls -----------------------------------------------------------------------------------------------------
-
-
-def later_calls(frame: FrameType | None) -> int:
-    """Return how many calls of the same function surely follow that of this frame.
-
-    These are the statements after the present one in its block that are such calls, up to a loop or the end. The job
-    opens at the last of them. 0 where the source is not known.
-    """
-    if frame is None:
-        return 0
-    at = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    lines = tuple(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    return _followers(lines, at[0], at[2])
-
-
-@lru_cache(maxsize=8)
-def _followers(lines: tuple[str, ...], line: int | None, column: int | None) -> int:
-    try:
-        tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError):
-        return 0
-    for block in _blocks(tree):
-        for number, statement in enumerate(block):
-            call = _call_of(statement)
-            # Both the tree and the positions of code count columns in bytes.
-            if call is None or (call.lineno, call.col_offset) != (line, column):
-                continue
-            name, found = ast.dump(call.func), 0
-            for later in block[number + 1 :]:
-                # From a loop on the script trains; what is behind another statement may not be reached.
-                if not isinstance(later, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Import):
-                    break
-                other = _call_of(later)
-                found += other is not None and ast.dump(other.func) == name
-            return found
-    return 0
-
-
-def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(tree):
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list):
-                yield block
-
-
-def _call_of(statement: ast.stmt) -> ast.Call | None:
-    """Return the call that a statement makes, and assigns at most."""
-    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr) else None
-    return value if isinstance(value, ast.Call) else None

@@ -92,6 +92,7 @@ class Trainer:
         # Nothing may be read or written: the plan needs only the model.
         if process.planning():
             self._prepare_all()
+            process.use()
         here = process.current()
         job = self._job(here)
         _check(job, self._loaders, here)
@@ -114,6 +115,7 @@ class Trainer:
             watch = TrainerCallbacks(self.model, self._objective, job, here, held, stack, split) if looks else None
             self.results = [] if watch is None else watch.results
             optimizer, loader = self._prepare(job, here)
+            process.use()
             self._loop(job, here, optimizer, loader, watch)
         # Only reported here. The functions are called when the job has its final parameters.
         for data in held.values():

@@ -138,7 +138,6 @@ class SessionWorker:
         # After `start`, which has sent the model's description: a worker with another model fails here.
         self._channel: NetworkChannel = connections.meet_group()
         adopt(self._optimizer, self._worker)
-        self._worker.server_state.scatter()
         assert isinstance(self._worker.path, PushPath)
         self._sync = _SessionSync(self._channel, self._worker.path)
         self._worker.attach(self._sync)
