@@ -143,8 +143,18 @@ def parallelize(number: int) -> None:
         },
         cpu_device=True,
         workspace="parallelize",
+        param_update_builder_fun=None,
+        shared_model=True,
     )
+    # In the order of Caffe2's trainer: the nets are made, and then the checkpoint is read.
+    checkpoint = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0 + number)
     tt.data_parallel.RunInitNet(net)
+    if number == 0:
+        model.load_state_dict(checkpoint)
+    tt.data_parallel.FinalizeAfterCheckpoint(net)
     tt.data_parallel.RunNet(net, len(batches))
     net.finalize()
 

@@ -16,7 +16,8 @@ import topotrain as tt
 from topotrain.comm.store import StoreError, open_store
 from topotrain.comm.store.discovery import rank_claims
 from topotrain.comm.store.discovery.rank_claims import RankClaim, RankTaken
-from topotrain.compat.caffe2.shard_rendezvous import ShardStart, address_of
+from topotrain.comm.store.discovery.static_addresses import interface_address
+from topotrain.compat.caffe2.shard_rendezvous import ShardStart
 from topotrain.config.job import ConfigError
 from topotrain.training import context as process
 
@@ -117,10 +118,11 @@ def test_blobs_and_learning_rates_have_names():
 
 
 def test_a_checkpoint_is_loaded_before_the_net_runs():
-    made = net()
+    made = net(param_update_builder_fun=None, use_nccl=False, combine_spatial_bn=True)
+    dpm.RunInitNet(made)
     dpm.FinalizeAfterCheckpoint(made)
     made.run()
-    with pytest.raises(ConfigError, match="must come before RunInitNet"):
+    with pytest.raises(ConfigError, match="must come before the first RunNet"):
         dpm.FinalizeAfterCheckpoint(made)
 
 
@@ -170,7 +172,9 @@ MEET = {"kv_handler": STORE, "shard_id": 0, "num_shards": 2, "engine": "GLOO", "
         ({"model": "resnet"}, "must be a torch.nn.Module"),
         ({"barrier_net_timeout_sec": "long"}, "must be a number of seconds above 0"),
         ({"workspace": 5}, "workspace = 5: must be the path"),
-        ({"net_type": "dag"}, "is not an argument of Parallelize"),
+        ({"net_typ": "dag"}, "is not an argument of Parallelize"),
+        ({"net_type": "simple"}, "must be 'dag', or not given"),
+        ({"param_update_builder_fun": forward}, "param_update_builder_fun = 'forward': must be None, or not given"),
         ({"input_builder_fun": None}, "must be a function"),
         ({"input_builder_fun": lambda model: 7}, "must return batches"),
         ({"optimizer_builder_fun": lambda model: None}, "must return a torch.optim optimizer"),
@@ -324,4 +328,4 @@ def test_an_entry_that_was_left_without_notice_is_free_after_a_while(tmp_path: P
 
 
 def test_the_address_of_an_interface():
-    assert address_of("lo") == "127.0.0.1"
+    assert interface_address("lo") == "127.0.0.1"

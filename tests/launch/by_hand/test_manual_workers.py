@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 import topotrain as tt
 from topotrain.comm.store import StoreError, open_store
 from topotrain.comm.transport import Refused, TransportError
-from topotrain.compat.paddle.flags import Flags, from_values, parse
+from topotrain.compat.paddle.flags import Flags, from_environment, from_values, parse
 from topotrain.compat.paddle.init import terms_of
+from topotrain.compat.tensorflow import train_api
 from topotrain.config.job import Cluster, ConfigError, Job, Slicing
 from topotrain.config.sharding import Parameter, SchemaError, cut, describe
 from topotrain.config.sharding import parse as parse_schema
@@ -221,6 +223,7 @@ def test_flags_are_read_as_gflags_reads_them():
         (["--pservers=a,a"], "different hosts"),
         (["--pservers=a:1,b:1"], "hosts alone"),
         (["--rdma_tcp=rdma"], "must be tcp"),
+        (["--saving_period=1"], "there is no such flag"),
     ],
 )
 def test_wrong_flags_are_refused(words, said):
@@ -248,6 +251,39 @@ def test_flags_say_which_process_is_where():
         Flags(pservers="127.0.0.1,127.0.0.2").servers_here()
     with pytest.raises(ConfigError, match="must be one of the pservers"):
         Flags(host="127.0.0.3").servers_here()
+
+
+def test_a_network_interface_names_a_pserver():
+    several = "127.0.0.1,192.0.2.77"
+    assert [server.index for server in Flags(pservers=several, nics="lo", ports_num=2).servers_here()] == [0, 1]
+    assert Flags(nics="lo").servers_here()
+    with pytest.raises(ConfigError, match="nics = 'xgbe0': must be a network interface of this machine"):
+        Flags(nics="xgbe0").servers_here()
+    with pytest.raises(ConfigError, match="must be one of the pservers"):
+        Flags(pservers="192.0.2.77,192.0.2.78", nics="lo").servers_here()
+
+
+def test_flags_of_a_trainer_are_in_the_environment():
+    """As where a script says `paddle.init()` alone."""
+    started = {"PADDLE_INIT_NUM_GRADIENT_SERVERS": "2", "PADDLE_INIT_TRAINER_ID": "1", "PADDLE_INIT_PORT": "7000"}
+    found = from_environment({}, {**started, "PADDLE": "x"})
+    assert (found.num_of_gradient_servers, found.trainer_id, found.port, found.is_local) == (2, 1, 7000, False)
+    found = from_environment({"trainer_id": 0, "num_of_gradient_servers": 3, "is_local": False}, started)
+    assert (found.num_of_gradient_servers, found.trainer_id, found.port) == (3, 0, 7000)
+    assert from_environment({}, {"PADDLE_INIT_PORT": "7000"}).is_local
+    assert from_environment({"is_local": True}, started).is_local
+    with pytest.raises(ConfigError, match="there is no such flag"):
+        from_environment({}, {"PADDLE_INIT_TRAINER": "1"})
+
+
+@pytest.mark.parametrize(
+    "flags", [{"num_gradient_servers": 2}, {"pservers": "10.0.0.1,10.0.0.2"}, {"async_sgd": True}, {"pservers": "h"}]
+)
+def test_flags_of_a_cluster_that_have_no_effect_are_refused(flags):
+    with pytest.raises(ConfigError, match="has no effect without is_local=False; say is_local=True"):
+        tt.init(use_gpu=False, trainer_count=1, **flags)
+    tt.init(is_local=True, **flags)
+    assert process.current() is None
 
 
 def test_a_local_trainer_is_an_ordinary_process():
@@ -314,16 +350,49 @@ def test_tasks_that_do_not_exist_are_refused(cluster, job, task, said):
     assert process.current() is None
 
 
-@pytest.mark.parametrize("wrong", [{"sync": "False"}, {"wait_s": 0}, {"wait_s": "long"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sync": "False"},
+        {"wait_s": 0},
+        {"wait_s": "long"},
+        {"protocol": "grpc+verbs"},
+        {"config": object()},
+        {"start": 1},
+    ],
+)
 def test_a_servers_other_messages(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         tt.train.Server(GOOD, job_name="ps", task_index=0, **wrong)
 
 
 def test_a_ps_task_is_no_worker():
-    server = tt.train.Server(GOOD, job_name="ps", task_index=0)
+    server = tt.train.Server(GOOD, "ps", 0, "grpc", None, False)
     assert server.target == "tcp://127.0.0.1:1"
+    server.start()
     assert process.current() is None
+    with pytest.raises(ConfigError, match="create_local_server"):
+        tt.train.Server.create_local_server()
+
+
+def test_a_worker_task_may_join_later(monkeypatch):
+    joined = []
+    monkeypatch.setattr(train_api, "join", lambda job, me, *rest, **more: joined.append(me))
+    monkeypatch.setattr(train_api, "leave", lambda: joined.append("left"))
+    server = tt.train.Server(GOOD, job_name="worker", task_index=1, start=False)
+    assert not joined
+    server.start()
+    server.join()
+    assert joined == [Address(Role.WORKER, 1, 0), "left"]
+    tt.train.Server(GOOD, job_name="worker", task_index=0, start=False).join()
+    assert joined[2:] == [Address(Role.WORKER, 0, 0), "left"]
+
+
+def test_a_sync_replicas_optimizer_takes_tensorflows_arguments():
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    assert tt.train.SyncReplicasOptimizer(optimizer, 2, 2, use_locking=True, name="mnist_sync") is optimizer
+    with pytest.raises(ConfigError, match="variable_averages"):
+        tt.train.SyncReplicasOptimizer(optimizer, 2, variable_averages=object())
 
 
 # --- homes -------------------------------------------------------------------------------------------------------
@@ -369,6 +438,29 @@ def test_no_ps_task_and_wrong_ones():
         pass
     with pytest.raises(ConfigError, match="num_tasks = 0"):
         tt.train.RoundRobinStrategy(0)
+
+
+def test_a_setter_takes_tensorflows_arguments(monkeypatch):
+    cluster = {"moon": ["a:1", "b:1"], "sun": ["c:1"]}
+    setter = tt.train.replica_device_setter(0, "/job:moon/task:5/cpu:0", "/job:sun", True, cluster, ["Variable"])
+    assert [setter(nn.Parameter(torch.zeros(1))) for _ in range(3)] == [f"/job:moon/task:{k}/cpu:0" for k in (0, 1, 0)]
+    named = "/job:worker/replica:0/task:1/device:CPU:0"
+    assert tt.train.replica_device_setter(2, worker_device=named, merge_devices=False) is not None
+    for wrong, said in (
+        ({"worker_device": "/job:worker/task:0/gpu:0"}, "must be a CPU"),
+        ({"worker_device": 3}, "worker_device = 3"),
+        ({"merge_devices": "yes"}, "merge_devices = 'yes'"),
+        ({"ps_ops": ["MatMul"]}, "ps_ops"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            tt.train.replica_device_setter(2, **wrong)
+    # In a process that has joined a job it names the task of this process.
+    monkeypatch.setattr(process, "current", lambda: SimpleNamespace(number=1))
+    assert tt.train.replica_device_setter(2, worker_device="/job:worker/task:1") is not None
+    with pytest.raises(ConfigError, match="must be /job:worker/task:1, this process's task"):
+        tt.train.replica_device_setter(2, worker_device="/job:worker/task:0")
+    monkeypatch.setattr(process, "placed", lambda: True)
+    assert tt.train.replica_device_setter(2, worker_device="/job:worker/task:0") is not None
 
 
 def parameters(*wanted: tuple[int, int]) -> list[Parameter]:

@@ -74,6 +74,7 @@ class Net:
         model: the argument of the builder functions.
         optimizer: the one that `optimizer_builder_fun` returned. None: the net only computes losses.
         started: the shards have met.
+        has_run: it has made an iteration.
     """
 
     def __init__(self, model: Model, meets: ShardRendezvous | None, patience_s: float, workspace: str) -> None:
@@ -84,7 +85,7 @@ class Net:
         self._meets = None if self._placed else meets
         self._patience_s, self._workspace = patience_s, workspace
         self._meeting: ShardStart | None = None
-        self.started = self._over = False
+        self.started = self.has_run = self._over = False
         # Of the given rendezvous, also where it is not used to meet.
         self._exit_nets = [] if meets is None else meets.exit_nets
         self._batches: Iterator[Any] = iter(())
@@ -120,7 +121,7 @@ class Net:
     # --- running -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Meet the other shards. Then all have the parameters of shard 0.
+        """Meet the other shards. Before the first iteration all get the parameters of shard 0.
 
         The first `run` does the same.
 
@@ -142,7 +143,6 @@ class Net:
             if self._meets is not None:
                 self._join(self._meets)
             prepare(self.model.module, self.optimizer)
-            process.use()
         self.started = True
 
     def _join(self, meets: ShardRendezvous) -> None:
@@ -184,6 +184,9 @@ class Net:
         if type(iterations) is not int or iterations < 1:
             raise ConfigError("iterations", iterations, "must be a whole number >= 1")
         self.start()
+        if self.optimizer is not None:
+            process.use()
+        self.has_run = True
         total = torch.zeros(())
         for _ in range(iterations):
             self.model.set_batch(next(self._batches))

@@ -30,6 +30,25 @@ __all__ = [
     "RunNet",
 ]
 
+_UNUSED: Mapping[str, Any] = {
+    "param_update_builder_fun": None,
+    "post_sync_builder_fun": None,
+    "pre_grad_net_transformer_fun": None,
+    "net_transformer_fun": None,
+    "net_type": "dag",
+    "broadcast_computed_params": True,
+    "dynamic_memory_management": False,
+    "blobs_to_keep": None,
+    "use_nccl": False,
+    "max_concurrent_distributed_ops": 16,
+    "ideep": False,
+    "num_threads_per_device": 4,
+    "shared_model": False,
+    "combine_spatial_bn": False,
+}
+"""Caffe2's arguments that control how its nets run, with their default values."""
+_ANY = ("shared_model", "combine_spatial_bn")
+
 PATIENCE_S = 300.0
 """The same as Caffe2's barrier before training."""
 
@@ -69,15 +88,20 @@ def Parallelize(
         cpu_device: compute on the CPU.
         barrier_net_timeout_sec: how long shards wait for each other before training.
         workspace: where shard 0 writes the result.
-        others: none; an argument of Caffe2's that has no meaning here is refused.
+        others: Caffe2's other arguments, with their default values. `shared_model` and `combine_spatial_bn` are about
+            several devices of one process, and may have any.
 
     Raises:
         ConfigError: an argument is invalid.
     """
     # Named here instead of a TypeError: scripts of Caffe2 pass arguments that have no meaning any more.
     for name, value in others.items():
-        why = "is not an argument of Parallelize here; docs/data-parallel.md lists the accepted ones"
-        raise ConfigError(name, value, why)
+        if name not in _UNUSED:
+            why = "is not an argument of Parallelize here; docs/data-parallel.md lists the accepted ones"
+            raise ConfigError(name, value, why)
+        if name not in _ANY and value != _UNUSED[name]:
+            why = f"must be {_UNUSED[name]!r}, or not given: it has no meaning here"
+            raise ConfigError(name, getattr(value, "__name__", value), why)
     for name, builder in (
         ("input_builder_fun", input_builder_fun),
         ("forward_pass_builder_fun", forward_pass_builder_fun),
@@ -155,11 +179,13 @@ def RunNet(net: Net, num_iterations: int = 1) -> float:
 def FinalizeAfterCheckpoint(net: Net) -> None:
     """Give all shards the parameters of shard 0, after it loaded a checkpoint.
 
-    Raises ConfigError if the net runs already, and the errors of `Net.start`.
+    It may follow `RunInitNet`. Raises ConfigError if the net has run already, and the errors of `Net.start`.
     """
-    if _net("FinalizeAfterCheckpoint", net).started and net.optimizer is not None:
-        raise ConfigError("FinalizeAfterCheckpoint", None, "must come before RunInitNet and the first RunNet")
-    # Shards get the values of shard 0 when they meet. Values that it loads later would stay on shard 0.
+    if _net("FinalizeAfterCheckpoint", net).has_run and net.optimizer is not None:
+        raise ConfigError(
+            "FinalizeAfterCheckpoint", None, "must come before the first RunNet; later there is tt.assign"
+        )
+    # Shards get the values that shard 0 has when the net runs for the first time.
     net.start()
 
 

@@ -5,9 +5,6 @@ of all shards gets a prefix of its own in the store (`discovery.generations`). N
 again.
 """
 
-import fcntl
-import socket
-import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,13 +15,13 @@ from urllib.parse import quote
 from topotrain.comm.store import Store, StoreError, open_store
 from topotrain.comm.store.discovery import generations, rank_claims
 from topotrain.comm.store.discovery.rank_claims import PollingStore, RankClaim, RankTaken
+from topotrain.comm.store.discovery.static_addresses import interface_address
 from topotrain.comm.torch_store.c10d_store import encode
 from topotrain.config.job import ConfigError, Engine
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.collectives.torch_backend import check_engine
 from topotrain.launch.by_hand.manual_server import WaitNotice
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DEFAULT = "parallelize"
 # Beats of a claim.
 _LINGER = 4
@@ -185,20 +182,6 @@ class _ShardStore(PollingStore):
             self._waiting.show(", ".join(map(shard_name, self.missing)))
 
 
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises ConfigError without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            # Python has no call for the address of an interface. The name has at most 15 bytes (IFNAMSIZ).
-            answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            why = f"must be a network interface of this machine with an IPv4 address, here are {names}"
-            raise ConfigError("rendezvous['interface']", interface, why) from None
-    # `struct ifreq`: 16 bytes of name, two of family and two of port, then the address.
-    return socket.inet_ntoa(answer[20:24])
-
-
 # --- the dictionary --------------------------------------------------------------------------------------------
 
 
@@ -230,7 +213,11 @@ class ShardRendezvous:
             raise ConfigError("rendezvous['transport']", given["transport"], 'must be "tcp"')
         self.exit_nets = _callables(given.get("exit_nets"))
         # Only this machine by default. Shards on others need an interface that those can reach.
-        self.host = address_of(str(given.get("interface") or "lo"))
+        interface = str(given.get("interface") or "lo")
+        try:
+            self.host = interface_address(interface)
+        except StoreError as error:
+            raise ConfigError("rendezvous['interface']", interface, str(error)) from None
 
 
 def _whole(given: Mapping[str, Any], name: str, least: int, most: int | None) -> int:

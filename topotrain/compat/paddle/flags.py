@@ -8,18 +8,19 @@ import difflib
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
 
 from topotrain.comm.store import StoreError
-from topotrain.comm.store.discovery.static_addresses import StaticStore, numeric
+from topotrain.comm.store.discovery.static_addresses import StaticStore, interface_address, numeric
 from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 
 _TRUE, _FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 _ALIASES = {"num_gradient_servers": "num_of_gradient_servers"}
 _LAST_PORT = 65535
+_PREFIX = "PADDLE_INIT_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ class Flags:
     `port`. num_of_gradient_servers: how many trainers there are. pservers: hosts, separated by commas, the same list in
     the same order everywhere. trainer_id: 0 to num_of_gradient_servers - 1. is_local: train in this process alone.
     async_sgd: trainers do not wait for each other. save_dir: where trainer 0 writes the result. host: which one of
-    `pservers` this pserver is. wait_s: how many seconds all wait for all before training starts. ports_num_for_sparse
-    and comment have no effect. trainer_count must be 1 and rdma_tcp "tcp".
+    `pservers` this pserver is; nics: or the network interface that has its address. wait_s: how many seconds all wait
+    for all before training starts. ports_num_for_sparse and comment have no effect. trainer_count must be 1 and
+    rdma_tcp "tcp".
 
     Raises:
         ConfigError: an invalid value.
@@ -50,6 +52,7 @@ class Flags:
     save_dir: str = ""
     rdma_tcp: str = "tcp"
     comment: str = ""
+    nics: str = ""
     host: str = ""
     wait_s: float = 600.0
 
@@ -128,8 +131,11 @@ class Flags:
             if not alike:
                 raise ConfigError("host", self.host, f"must be one of the pservers {self.pservers}")
             return alike[0]
+        address = self._nic_address()
         if len(self.hosts) == 1:
             return self.hosts[0]
+        if address:
+            return replace(self, nics="", host=address)._own_host()
         # Without `host`: the listed address that belongs to this machine.
         mine = [host for host in self.hosts if _is_here(host)]
         if len(mine) != 1:
@@ -137,13 +143,41 @@ class Flags:
             raise ConfigError("pservers", self.pservers, f"{found} on this machine: choose one with --host")
         return mine[0]
 
+    def _nic_address(self) -> str:
+        try:
+            return interface_address(self.nics) if self.nics else ""
+        except StoreError as error:
+            raise ConfigError("nics", self.nics, str(error)) from None
+
+
+CLUSTER = ("num_of_gradient_servers", "pservers", "trainer_id", "async_sgd")
+"""Flags that mean something only in a job of several processes."""
 
 COMPARE = "num_of_gradient_servers, pservers (and their order), ports_num and async_sgd"
 """The settings to compare when a pserver refuses a trainer."""
 
 
+def from_environment(values: Mapping[str, Any], environ: Mapping[str, str]) -> Flags:
+    """Return the flags of a trainer: those that its script gives, and PADDLE_INIT_… for the others.
+
+    Raises ConfigError, also for the settings of a cluster where no flag says that there is one.
+    """
+    given = {_ALIASES.get(name, name) for name in values}
+    names = {name.removeprefix(_PREFIX).lower(): value for name, value in environ.items() if name.startswith(_PREFIX)}
+    started = {name: value for name, value in names.items() if _ALIASES.get(name, name) not in given}
+    found = from_values({**started, **values})
+    unused = [name for name in CLUSTER if getattr(found, name) != getattr(Flags(), name)]
+    if "is_local" not in {*given, *started} and unused:
+        # Variables are set where a cluster is started, and a script may be written for several machines or for one.
+        if not any(name in given for name in unused):
+            return replace(found, is_local=False)
+        accepted = "has no effect without is_local=False; say is_local=True to train in this process alone"
+        raise ConfigError(unused[0], getattr(found, unused[0]), accepted)
+    return found
+
+
 def from_values(values: Mapping[str, Any]) -> Flags:
-    """Return flags from values by name, as `tt.init` takes them. Raises ConfigError."""
+    """Return flags from values by name. Raises ConfigError."""
     kinds = {f.name: f.type for f in fields(Flags)}
     found: dict[str, Any] = {}
     for given, value in values.items():

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from topotrain.comm.security.secret import load_secret
-from topotrain.compat.paddle.flags import COMPARE, Flags, from_values
+from topotrain.compat.paddle.flags import COMPARE, Flags, from_environment, from_values
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.launch.by_hand.manual_server import SharedSettings, serve
@@ -21,17 +21,21 @@ def init(**flags: Any) -> None:
         tt.init(use_gpu=False, port=7164, ports_num=1, is_local=False, num_of_gradient_servers=2,
                 pservers="host1,host2", trainer_id=0)
 
-    This is `paddle.init`, for trainer `trainer_id`. Call it before `tt.prepare`. With `is_local=True`, the default, it
-    changes nothing. Under `topotrain run`, which has placed it already, nothing changes.
+    This is `paddle.init`, for trainer `trainer_id`. Call it before `tt.prepare`. Flags that are not given are read from
+    the environment: PADDLE_INIT_TRAINER_ID is `trainer_id`. With `is_local=True`, the default, it changes nothing.
+    Under `topotrain run`, which has placed it already, nothing changes.
 
     Args:
         flags: see `flags.Flags`; the same names and meanings as for `topotrain pserver`.
 
     Raises:
-        ConfigError: an unknown flag, or an invalid value.
+        ConfigError: an unknown flag, an invalid value, or flags of a cluster without `is_local`.
     """
-    found = from_values(flags)
-    if found.is_local or process.placed():
+    if process.placed():
+        from_values(flags)
+        return
+    found = from_environment(flags, os.environ)
+    if found.is_local:
         return
     if process.current() is not None:
         raise ConfigError("tt.init", None, "was called before")

@@ -68,7 +68,9 @@ class ReplicaDeviceSetter:
             raise ConfigError("ps_strategy", task, f"must give a whole number from 0 to {self._tasks - 1}")
         # `prepare` reads this attribute when it divides the parameters over the servers.
         setattr(parameter, HOME, task)
-        return f"{self._device}/task:{task}"
+        # After the job, where TensorFlow has it: "/job:ps/cpu:0" is "/job:ps/task:1/cpu:0".
+        job, *others = (word for word in self._device.split("/") if word and not word.startswith("task:"))
+        return "/".join(("", job, f"task:{task}", *others))
 
     def assign(self, model: nn.Module) -> nn.Module:
         """Choose a task for all parameters of an existing model, in their order."""

@@ -5,7 +5,7 @@ of its own unless all tasks have `sync=True`.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,9 @@ class Server:
             "worker".
         job_name: "ps" or "worker".
         task_index: number of the task in its job.
+        protocol: "grpc" as in TensorFlow, or None; topotrain has one protocol.
+        config: None.
+        start: False: a worker joins the job in `start()`.
         sync: workers take every step together. It must be the same on all tasks. See `SyncReplicasOptimizer`.
         session: the cluster is driven by clients (`tt.Session`): every task stays in `join`, for one session after the
             other. It must be the same on all tasks.
@@ -91,6 +94,9 @@ class Server:
         server_or_cluster_def: ClusterSpec | Mapping[str, Tasks],
         job_name: str | None = None,
         task_index: int | None = None,
+        protocol: str | None = None,
+        config: None = None,
+        start: bool = True,
         *,
         sync: bool = False,
         session: bool = False,
@@ -110,7 +116,11 @@ class Server:
         # With sessions the workers listen, too. Without them their addresses only name them.
         if session and len({*self._ps, *workers}) < len(self._ps) + len(workers):
             raise ConfigError("cluster", self.cluster.as_dict(), "must have an address of its own for every task")
-        for name, value in (("sync", sync), ("session", session)):
+        if protocol not in (None, "grpc"):
+            raise ConfigError("protocol", protocol, 'must be "grpc", or not given: there is one protocol here')
+        if config is not None:
+            raise ConfigError("config", config, "must be None: there is no ConfigProto here")
+        for name, value in (("sync", sync), ("session", session), ("start", start)):
             if not isinstance(value, bool):
                 raise ConfigError(name, value, "must be True or False")
         if not isinstance(wait_s, int | float) or not wait_s > 0:
@@ -127,8 +137,26 @@ class Server:
         )
         # Under `topotrain run` the process has its place already.
         self._placed = process.placed()
+        self._started = False
+        if start:
+            self.start()
+
+    @classmethod
+    def create_local_server(cls, config: None = None, start: bool = True) -> "Server":
+        """Refuse: a script without a cluster needs no server, and trains in its process."""
+        raise ConfigError(
+            "tt.train.Server.create_local_server", None, "is not there: a script without a Server is local"
+        )
+
+    def start(self) -> None:
+        """Make a worker part of the job, which `start=False` has put off. A second call does nothing.
+
+        Raises:
+            ConfigError, TransportError: as in `join`.
+        """
         # As in TensorFlow, a worker belongs to the cluster from here on, and a ps task only from `join` on.
-        if job_name == "worker" and not self._placed and not session:
+        if self.job_name == "worker" and not (self._started or self._placed or self.session):
+            self._started = True
             self._join()
 
     @property
@@ -158,6 +186,7 @@ class Server:
             with _stopped_by_user(self.job_name, self.task_index):
                 self._reside()
             return
+        self.start()
         if self.job_name == "worker":
             here = process.current()
             # A worker without a model has nothing to train. Most likely it was to wait for clients.
@@ -221,16 +250,33 @@ def _job_of(servers: int, workers: int, sync: bool, workspace: str) -> Job:
 
 
 def SyncReplicasOptimizer(
-    opt: Optimizer, replicas_to_aggregate: int, total_num_replicas: int | None = None
+    opt: Optimizer,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    variable_averages: None = None,
+    variables_to_average: None = None,
+    use_locking: bool = False,
+    name: str = "sync_replicas",
 ) -> Optimizer:
     """Check that every step sums the gradients of all workers.
 
     This is `tf.train.SyncReplicasOptimizer`. Every task must give `sync=True` to `Server`. The optimizer is returned
     unchanged.
 
+    Args:
+        opt: the optimizer.
+        replicas_to_aggregate, total_num_replicas: the number of workers.
+        variable_averages, variables_to_average: None. An average is a line of the script's loop.
+        use_locking: of no importance: a server applies one update at a time.
+        name: of no importance: there is no graph.
+
     Raises:
         ConfigError: the job is asynchronous, or not all of its workers would count: there are no backup workers here.
     """
+    for given, average in (("variable_averages", variable_averages), ("variables_to_average", variables_to_average)):
+        if average is not None:
+            raise ConfigError(given, type(average).__name__, "must be None: keep an average in the loop of the script")
+    del use_locking, name
     here = process.current()
     if here is None:
         return opt
@@ -239,9 +285,9 @@ def SyncReplicasOptimizer(
     # The ps tasks decide which steps belong together, so a worker alone cannot make its steps synchronous.
     if topology.worker_groups > 1:
         raise ConfigError("sync", False, "must be True in tt.train.Server, on every task, for SyncReplicasOptimizer")
-    for name, value in (("replicas_to_aggregate", replicas_to_aggregate), ("total_num_replicas", total_num_replicas)):
+    for given, value in (("replicas_to_aggregate", replicas_to_aggregate), ("total_num_replicas", total_num_replicas)):
         if value not in (None, workers):
-            raise ConfigError(name, value, f"must be {workers}, the number of workers: each one counts in every step")
+            raise ConfigError(given, value, f"must be {workers}, the number of workers: each one counts in every step")
     return opt
 
 
@@ -251,8 +297,10 @@ def SyncReplicasOptimizer(
 def replica_device_setter(
     ps_tasks: int = 0,
     ps_device: str = "/job:ps",
-    *,
+    worker_device: str = "/job:worker",
+    merge_devices: bool = True,
     cluster: ClusterSpec | Mapping[str, Tasks] | None = None,
+    ps_ops: Sequence[str] | None = None,
     ps_strategy: Any = None,
 ) -> ReplicaDeviceSetter | None:
     """Return a chooser of ps tasks for parameters: `tf.train.replica_device_setter`.
@@ -264,24 +312,52 @@ def replica_device_setter(
 
     Args:
         ps_tasks: their number. 0: those of `cluster`. With no ps tasks None is returned.
-        ps_device: prefix of the names of places.
+        ps_device: the names of places: "/job:ps" or "/job:ps/cpu:0". A number of a task in it is replaced.
+        worker_device: where the rest of the model is: on the CPU of this process, so its task is this one.
+        merge_devices: of no importance: a place that the script gives to a parameter counts.
         cluster: a ClusterSpec, or an argument for one.
+        ps_ops: None, or a list with the name of an operation of variables; parameters are what is placed.
         ps_strategy: parameter -> number of the task; None: `RoundRobinStrategy`.
     """
     if type(ps_tasks) is not int or ps_tasks < 0:
         raise ConfigError("ps_tasks", ps_tasks, "must be a whole number >= 0")
     if not isinstance(ps_device, str):
         raise ConfigError("ps_device", ps_device, 'must be a text such as "/job:ps"')
+    if not isinstance(merge_devices, bool):
+        raise ConfigError("merge_devices", merge_devices, "must be True or False")
+    if ps_ops is not None and not _VARIABLES & set(ps_ops):
+        raise ConfigError("ps_ops", ps_ops, f"must have one of {', '.join(sorted(_VARIABLES))}: parameters are placed")
+    _check_worker_device(worker_device)
     if ps_strategy is not None and not callable(ps_strategy):
         raise ConfigError("ps_strategy", ps_strategy, "must be a function from a parameter to the number of a ps task")
     if cluster is not None:
         spec = ClusterSpec(cluster)
-        # "/job:ps" or "/job:ps/task:3" names the job "ps".
-        name = ps_device.lstrip("/").partition("/")[0].removeprefix("job:")
+        name = _parts(ps_device).get("job", "")
         ps_tasks = spec.num_tasks(name) if name in spec.jobs else 0
     if not ps_tasks:
         return None
     return ReplicaDeviceSetter(ps_tasks, ps_device, ps_strategy or RoundRobinStrategy(ps_tasks))
+
+
+_VARIABLES = {"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"}
+
+
+def _parts(name: str) -> dict[str, str]:
+    """Return the parts of the name of a device: "/job:ps/task:3/cpu:0" has a job, a task and a CPU."""
+    words = (word.partition(":") for word in name.lower().removeprefix("/").replace("device:", "").split("/"))
+    return {kind: rest for kind, _, rest in words}
+
+
+def _check_worker_device(name: str | None) -> None:
+    if not isinstance(name, str | None):
+        raise ConfigError("worker_device", name, 'must be a text such as "/job:worker/task:0"')
+    parts, here = _parts(name or ""), process.current()
+    if "gpu" in parts:
+        raise ConfigError("worker_device", name, "must be a CPU: a script moves its model to a GPU itself")
+    # Under a launcher all processes have the same words.
+    if here is not None and not process.placed() and parts.get("task", str(here.number)) != str(here.number):
+        accepted = f"must be /job:worker/task:{here.number}, this process's task: it computes here"
+        raise ConfigError("worker_device", name, accepted)
 
 
 @contextmanager

@@ -4,13 +4,17 @@ Each process that is started by hand has its own list of the servers' addresses.
 Writing is an error, unless the value is the one in the list.
 """
 
+import fcntl
 import ipaddress
 import re
+import socket
+import struct
 from collections.abc import Mapping, Sequence
 
 from topotrain.comm.store.key_validation import StoreError, check_key
 from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, is_loopback, literal, resolve, url_of
 
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _KEY = re.compile(r"(?:server|listening)/(\d+)/(\d+)")
 _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
 
@@ -112,3 +116,17 @@ def numeric(host: str) -> str:
 def as_data(store: StaticStore) -> Mapping[str, object]:
     """Return the data from which another process makes the same store."""
     return {"addresses": list(store.addresses), "shards": store.shards}
+
+
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface. Raises StoreError without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            # Python has no call for the address of an interface. The name has at most 15 bytes (IFNAMSIZ).
+            answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            why = f"must be a network interface of this machine with an IPv4 address, here are {names}"
+            raise StoreError(why) from None
+    # `struct ifreq`: 16 bytes of name, two of family and two of port, then the address.
+    return socket.inet_ntoa(answer[20:24])
