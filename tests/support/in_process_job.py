@@ -525,7 +525,7 @@ def _train(
             if handle.worker.lazy:
                 wait_by_layer(handle.model, handle.worker)
             for number, optimizer in enumerate(_optimizers(handle.optimizer)):
-                adopt(optimizer, handle.worker, number)
+                handle.notes[f"adopted {number}"] = adopt(optimizer, handle.worker, number)
             script(handle)
             handle.worker.finish()
             if handle.me == Address(Role.WORKER, 0, 0):

@@ -1,6 +1,9 @@
 """The user's optimizer stays the user's: schedulers, scaler, closure, hooks, state."""
 
 import copy
+import pickle
+from collections import defaultdict
+from functools import wraps
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from in_process_job import (
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from topotrain.config.job import Grads, Updater
+from topotrain.config.job import Grads, Pull, Updater
+from topotrain.core.client.client import JobError
 from topotrain.core.server.parameter_shard import OptimizerState
 
 BATCHES = vectors(8)
@@ -438,3 +442,158 @@ def test_every_server_group_starts_with_the_state_that_the_optimizer_brings(grou
         assert state
         assert all(float(value) == 1.0 for (_, name), value in state.items() if name == "step")
         assert all(bool((value != 0).all()) for (_, name), value in state.items() if name == "exp_avg")
+
+
+# --- a state that the script changes -----------------------------------------------------------------------------
+
+
+def cleared(optimizer, model):
+    optimizer.state = defaultdict(dict)
+
+
+def emptied(optimizer, model):
+    optimizer.state.clear()
+
+
+def of_one_layer(optimizer, model):
+    for p in model[0].parameters():
+        del optimizer.state[p]
+
+
+def zeroed(optimizer, model):
+    for entry in optimizer.state.values():
+        entry["exp_avg"].zero_()
+        entry["exp_avg_sq"].data.zero_()
+
+
+def unloaded(optimizer, model):
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+def scaled_by_hand(optimizer, model):
+    """What `state_dict` returns is the state itself, as in torch."""
+    for entry in optimizer.state_dict()["state"].values():
+        entry["exp_avg"].mul_(0.5)
+    optimizer.state[model[2].bias]["step"] = torch.tensor(7.0)
+
+
+@pytest.mark.parametrize("change", [cleared, emptied, of_one_layer, zeroed, unloaded, scaled_by_hand])
+@pytest.mark.parametrize("pull", Pull)
+def test_a_state_that_the_script_changes_is_the_servers(change, pull):
+    def script(t):
+        usual_loop(BATCHES[:3])(t)
+        change(t.optimizer, t.model)
+        usual_loop(BATCHES[3:])(t)
+
+    build = building(mlp, adam)
+    expected, without = plain(build, script), plain(build, usual_loop(BATCHES))
+    assert expected.distance(without) > 1e-3
+    assert run_local(job_of("two by two", pull=pull), build, script).distance(expected) < 1e-5
+
+
+def test_what_was_read_is_as_in_torch_and_may_be_copied():
+    found = {}
+
+    def script(t):
+        usual_loop(BATCHES[:2])(t)
+        optimizer, first = t.optimizer, t.model[0].weight
+        copied = copy.deepcopy(optimizer)
+        found[getattr(t, "me", None)] = (
+            len(optimizer.state),
+            first in optimizer.state,
+            nn.Parameter(torch.ones(1)) in optimizer.state,
+            sorted(optimizer.state[first]),
+            float(optimizer.state[first]["step"]),
+            type(optimizer),
+            type(copied) is type(optimizer) and sorted(next(iter(copied.state.values()))),
+            len(pickle.loads(pickle.dumps(optimizer)).state_dict()["state"]),
+        )
+        usual_loop(BATCHES[2:4])(t)
+
+    build = building(mlp, adam)
+    run_local(job_of(), build, script)
+    plain(build, script)
+    assert len(found) == 4
+    assert len(set(map(repr, found.values()))) == 1
+
+
+def test_a_change_of_what_was_read_before_a_step_is_refused():
+    def script(t):
+        usual_loop(BATCHES[:2])(t)
+        entry = t.optimizer.state[t.model[0].weight]
+        usual_loop(BATCHES[2:3])(t)
+        entry["exp_avg"].zero_()
+        usual_loop(BATCHES[3:4])(t)
+
+    with pytest.raises(RuntimeError, match=r"optimizer.state that was read before the last step has been changed"):
+        run_local(job_of("one"), building(mlp, adam), script)
+
+
+def test_a_state_that_one_worker_changes_is_refused():
+    def script(t):
+        usual_loop(BATCHES[:2])(t)
+        if t.me.index == 1:
+            t.optimizer.state.clear()
+        usual_loop(BATCHES[2:3])(t)
+
+    with pytest.raises(JobError, match=r"disagree about the optimizer's hyper-parameters, or how often its state was"):
+        run_local(job_of(), building(mlp, adam), script)
+
+
+# --- wrappers, and the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_wrapper_around_step_runs_whenever_it_was_made(name):
+    calls = []
+
+    def wrap(optimizer, who):
+        inner = optimizer.step
+
+        @wraps(inner)
+        def step(*args, **kwargs):
+            calls.append(who)
+            return inner(*args, **kwargs)
+
+        optimizer.step = step
+
+    def build():
+        model = mlp()
+        optimizer = STATEFUL[name](model)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+        scheduler = StepLR(optimizer, 2, 0.5)
+        wrap(optimizer, "before")
+        return model, optimizer, scheduler
+
+    def script(t):
+        wrap(t.optimizer, "after")
+        for batch in BATCHES[:3]:
+            t.optimizer.zero_grad()
+            losses = t.losses(cross_entropy, *batch)
+            t.backward(losses)
+            assert t.optimizer.step(lambda losses=losses: losses[0]) is losses[0]
+            t.more[0].step()
+
+    expected = plain(build, script)
+    once = list(calls)
+    calls.clear()
+    assert run_local(job_of("one"), build, script).distance(expected) < 1e-5
+    assert calls == once == ["after", "before", "hook"] * 3
+
+
+def test_at_the_end_the_optimizer_is_the_script_s_again():
+    def script(t):
+        optimizer = t.optimizer
+        # As the job's end does; the harness has its own.
+        usual_loop(BATCHES[:2])(t)
+        t.notes["adopted 0"].keep_state()
+        t.notes["adopted 0"].release()
+        assert "step" not in vars(optimizer)
+        assert "add_param_group" not in vars(optimizer)
+        assert type(optimizer.state) is defaultdict
+        before = t.model[0].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, t.model[0].weight)
+        assert all(float(entry["step"]) == 3 for entry in optimizer.state.values())
+
+    run_local(job_of("one"), building(mlp, adam), script)

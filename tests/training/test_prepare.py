@@ -10,7 +10,7 @@ from in_process_job import Cnn, adam, cross_entropy, mlp, sgd
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from script_job import job as job  # a fixture
-from script_job import loader, plain, train, unfused
+from script_job import loader, plain, state, train, unfused
 from torch import nn
 
 import topotrain as tt
@@ -24,7 +24,7 @@ from topotrain.launch import choose_cause
 from topotrain.launch.log_lines import without_stamps
 from topotrain.launch.runtime import entry_points
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.training import finish_job, misuse_checks
+from topotrain.training import context, finish_job, misuse_checks
 from topotrain.training.final_parameters import save_final
 from topotrain.training.parameters.flat_parameters import describe_model
 
@@ -182,6 +182,34 @@ def test_metrics_are_evaluated_on_the_final_parameters(job):
     expected = float(model[2].bias.sum().detach())
     here.finish()
     assert here.heard(events.Metrics)[0].values["bias"] == pytest.approx(expected)
+
+
+def test_after_the_job_the_script_trains_on_by_itself(job):
+    """As after `tt.leave()`, which keeps the optimizer's state."""
+
+    def twice(between):
+        torch.manual_seed(3)
+        model = mlp()
+        optimizer = unfused(model)
+        model, optimizer, batches = tt.prepare(model, optimizer, loader(shuffle=False))
+        train(model, optimizer, batches, 1)
+        between(optimizer)
+        train(model, optimizer, loader(shuffle=False), 1)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        return state(model)
+
+    def leave(optimizer):
+        assert type(optimizer) is torch.optim.Adam
+        here.context.adopted[optimizer].keep_state()
+        finish_job.finish(here.context)
+        finish_job.close(here.context, finished=True)
+        context.enter(None)
+
+    context.forget()
+    expected = twice(lambda optimizer: None)
+    here = job()
+    found = twice(leave)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_what_prepare_refuses_in_a_job(job):

@@ -1,10 +1,11 @@
 """The user's optimizer: the same object, but `step()` commits a step of the job.
 
 The object keeps its class, its `param_groups` are read at every step, and hooks and wrappers of the script run. Only
-`step` is replaced, on the object, as torch's own schedulers do. `state_dict()` gathers from the servers,
-`load_state_dict()` scatters. All of it is undone when the job ends.
+`step` is replaced, on the object, as torch's own schedulers do. Where the servers run the optimizer, its `state` reads
+from them, and is written back. All of it is undone when the job ends.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.config.job import Apply, ConfigError, Grads, Pull
-from topotrain.training.parameters.server_state import NEW_GROUP
+from topotrain.training.parameters.server_state import NEW_GROUP, StateView
 from topotrain.training.worker import Worker
 
 Closure = Callable[[], float] | None
@@ -56,7 +57,6 @@ class AdoptedOptimizer:
         self._hooked = Optimizer.profile_hook_step(lambda optimizer, closure: self._commit(closure))
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._before_state),
-            optimizer.register_state_dict_post_hook(self._after_state),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
@@ -69,8 +69,16 @@ class AdoptedOptimizer:
             # worker's.
             self._mine["_step_supports_amp_scaling"] = True
             # A script may have loaded a state.
-            worker.server_state.scatter(number)
+            worker.server_state.scatter(number, self._optimizer.state, initial=True)
+            self._earlier["state"] = defaultdict(dict)
+            self._mine["state"] = StateView(lambda: worker.server_state.gather(number))
         vars(self._optimizer).update({name: it for name, it in self._mine.items() if name != "step"})
+
+    def keep_state(self) -> None:
+        """Read the state from the servers, with which the script goes on after `release`."""
+        view = self._mine.get("state")
+        if view is not None and not self._refusal:
+            self._earlier["state"] = defaultdict(dict, {tensor: dict(entry) for tensor, entry in view.items()})
 
     def release(self) -> None:
         """Give the optimizer back to the script."""
@@ -123,6 +131,7 @@ class AdoptedOptimizer:
             with torch.enable_grad():
                 # As in torch, the closure makes the backward, so it comes before anything is sent.
                 loss = closure()
+        self._carry_out()
         self._worker.step(_inverse(scale), check_finite=found_inf is not None, number=self._number)
         return loss
 
@@ -132,13 +141,6 @@ class AdoptedOptimizer:
         self._begin()
         if self._refusal:
             raise ConfigError("optimizer.state_dict()", None, self._refusal)
-        if self._worker is not None and not self._worker.runs_optimizers:
-            self._worker.server_state.gather(self._number)
-
-    def _after_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        # The servers hold the state; a second copy here would soon be old.
-        if self._worker is not None and not self._worker.runs_optimizers:
-            optimizer.state.clear()
 
     def _loaded(self, optimizer: Optimizer) -> None:
         # Before the job begins it is the state to begin with.
@@ -146,8 +148,26 @@ class AdoptedOptimizer:
             return
         if self._refusal:
             raise ConfigError("optimizer.load_state_dict()", None, self._refusal)
-        if not self._worker.runs_optimizers:
-            self._worker.server_state.scatter(self._number)
+        self._carry_out(loaded=True)
+
+    def _carry_out(self, loaded: bool = False) -> None:
+        """Give the servers what the script has changed in the state; loaded: by `load_state_dict`."""
+        assert self._worker is not None
+        view = self._mine.get("state")
+        if view is None:
+            return  # the optimizer runs in this process, and has its state here
+        held = self._optimizer.state
+        changed = view.changes()
+        if held is not view:
+            own = (tensor for group in self._optimizer.param_groups for tensor in group["params"])
+            changed = {tensor: {} for tensor in own} | dict(held)
+            self._optimizer.state = view
+        if not changed:
+            return
+        if self._worker.job.apply is Apply.kOnArrival and not loaded:
+            accepted = "cannot be changed with apply: kOnArrival, where updates come before step(): use load_state_dict"
+            raise ConfigError("optimizer.state", None, accepted)
+        self._worker.change_state(self._number, changed)
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

@@ -154,6 +154,8 @@ def close(here: Context, finished: bool) -> None:
     # Before the memory is unmapped that it has pinned for a GPU.
     if here.worker is not None:
         here.worker.mirror.close()
+        # A backward from here on is the script's own.
+        here.worker.path.private = True
     for extension in here.extensions:
         extension.close(here)
     if here.connections is not None:

@@ -6,8 +6,9 @@ every server and returns when the new values are in the model's parameters.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -296,6 +297,18 @@ class Worker(BatchAccounting):
         return outcome
 
     # --- a change of values between two steps ----------------------------------------------------------------------
+
+    def change_state(self, number: int, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Give parameters this state of an optimizer, before the next step.
+
+        All workers of the group do the same; those of the first worker are the values.
+        """
+        if any(extension.repeats_change() for extension in self._hooks.repeats_change):
+            return  # the servers have the change of an earlier process
+        # The step before may be under way.
+        self.client.values.settle()
+        self.server_state.scatter(number, state)
+        self.hyper.count_change()
 
     def refresh(self) -> None:
         """Bring the parameters to values of the servers, before a change of them.

@@ -27,6 +27,10 @@ class WorkerExtension:
     def before_change(self) -> None:
         """The script is about to change parameters between two steps. Raises PeerLost."""
 
+    def repeats_change(self) -> bool:
+        """Whether the script repeats a change that an earlier process has made here."""
+        return False
+
     def after_commit(self, outcome: StepOutcome | None) -> None:
         """A step was applied, skipped, or made without this worker. None: not known yet."""
 
@@ -72,6 +76,7 @@ class WorkerHooks:
     before_step: _Extensions = ()
     before_commit: _Extensions = ()
     before_change: _Extensions = ()
+    repeats_change: _Extensions = ()
     after_commit: _Extensions = ()
     after_step: _Extensions = ()
     step_reported: _Extensions = ()

@@ -24,7 +24,7 @@ def encoded(monkeypatch):
     """How often hyper-parameters were encoded."""
     calls = []
 
-    def counted(optimizer):
+    def counted(optimizer, changes):
         calls.append(optimizer)
         return hyper(optimizer)
 

@@ -69,15 +69,18 @@ class OptimizerStateClient(ClientExtension):
     def _all_here(self) -> bool:
         return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
-    def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry: a number or a 1-D tensor. A server that is ahead keeps its own."""
+    def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor, initial: bool = True) -> None:
+        """Load one entry: a number or a 1-D tensor. Without a key the server forgets the piece's entries.
+
+        initial: a server that is ahead keeps its own.
+        """
         server = self._model.server_of(bucket)
         # A restarted script loads the state with which it began.
-        if self._rejoin.is_ahead(server):
+        if initial and self._rejoin.is_ahead(server):
             return
         tensor = value if isinstance(value, torch.Tensor) else None
         number = 0.0 if isinstance(value, torch.Tensor) else value
-        self._channel.send(server, m.StatePart(0, bucket.id, piece, number, key, body=tensor))
+        self._channel.send(server, m.StatePart(0 if initial else 1, bucket.id, piece, number, key, body=tensor))
 
 
 def _piece(bucket: Bucket, number: int) -> Piece:

@@ -255,8 +255,10 @@ def is_elementwise(name: str) -> bool:
 # ---- hyper-parameters ------------------------------------------------------------------------------------------------
 
 
-def hyper(*optimizers: Optimizer) -> bytes:
+def hyper(*optimizers: Optimizer, changes: int = 0) -> bytes:
     """Return the hyper-parameters of all groups as canonical JSON.
+
+    changes: how often the script has changed the state; the workers of a group have to agree.
 
     Equal values give equal bytes. A tensor of one element (a learning rate) counts as a number.
 
@@ -278,6 +280,8 @@ def hyper(*optimizers: Optimizer) -> bytes:
                         f"optimizer.{name}", value, "must be a number, text, bool, None or a flat list of these"
                     ) from None
         groups.append(plain)
+    if changes:
+        groups[0]["changes of optimizer.state"] = changes
     return _ENCODER.encode(groups).encode()
 
 
@@ -293,6 +297,12 @@ class HyperEncoder:
         self._optimizers = optimizers
         self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # per group: getter, number of entries, values
         self._text = b""
+        self._changes = 0
+
+    def count_change(self) -> None:
+        """The script has changed the state of an optimizer."""
+        self._changes += 1
+        self._known = []
 
     def __call__(self) -> bytes:
         """Return the text of `hyper`. Raises UnsupportedOptimizer as `hyper`."""
@@ -304,7 +314,7 @@ class HyperEncoder:
             else (first.param_groups)
         )
         if not self._known or len(groups) != len(self._known) or not self._same(groups):
-            self._text = hyper(*self._optimizers)
+            self._text = hyper(*self._optimizers, changes=self._changes)
             self._known = _snapshot(groups)
         return self._text
 
@@ -494,6 +504,11 @@ class SliceUpdate:
                 value = value.view_as(place)
             value = value.detach().clone()
         part.load(key, name, value)
+        self._given = None
+
+    def forget(self, key: int) -> None:
+        """Drop the state of a key, as if it was never updated."""
+        self._part_of[key].forget(key)
         self._given = None
 
     def state_dict(self) -> dict[str, Any]:

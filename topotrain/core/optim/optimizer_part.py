@@ -307,16 +307,24 @@ class OptimizerPart:
         span, at = self._place[key]
         return {name: span.part(value, at) for name, value in self.optimizer.state.get(span.tensor, {}).items()}
 
+    def forget(self, key: int) -> None:
+        """Drop the state of a segment."""
+        self.optimizer.state.pop(self._alone(key).tensor, None)
+
     def load(self, key: int, name: str, value: Any) -> None:
         """Restore an entry of a segment's state."""
+        # Directly, because `Optimizer.load_state_dict` expects the state of all parameters at once.
+        self.optimizer.state[self._alone(key).tensor][name] = value
+
+    def _alone(self, key: int) -> Span:
+        """The span of a segment, which has no other one."""
         span, _ = self._place[key]
         if len(span.keys) > 1:
             at = next(at for at, spans in enumerate(self._spans) if span in spans)
             self._divide(at, [range(1, len(each.keys)) if each is span else () for each in self._spans[at]])
             span, _ = self._place[key]
         self._lists, self._loose = None, True
-        # Directly, because `Optimizer.load_state_dict` expects the state of all parameters at once.
-        self.optimizer.state[span.tensor][name] = value
+        return span
 
 
 def _ends(span: Span, gradients: Gradients) -> list[int]:

@@ -317,7 +317,11 @@ class StateRequest(Message):
 class StatePart(Message):
     """One entry of the optimizer state of a piece: a number, or a tensor as the body.
 
-    The last message has no key. Its number is the number of entries before it.
+    The last message of a server has no key. Its number is the number of entries before it. Where a worker sends no key,
+    the server forgets the entries of the piece's segment.
+
+    Attributes:
+        round: that of the request. From a worker 0: the state with which the script begins; 1: a later change.
     """
 
     round: int

@@ -139,6 +139,10 @@ class OptimizerState:
         """Load one part. An entry counts when all of its pieces are here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._by_piece[bucket.pieces[part.piece]]
+        if not part.key:
+            if unit.update.optimizes(key):
+                unit.update.forget(key)
+            return
         names = self._names.setdefault(key, set())
         names.add(part.key)
         # The names come from a worker, and each would allocate memory of the size of the parameter.

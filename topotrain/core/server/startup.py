@@ -298,7 +298,8 @@ class ModelStart:
                 self._queue.send(sender, part)
             return
         model.piece(message.bucket, message.piece)
-        if not self._state.start.resumed:  # else the state of the script is older than that of the snapshot
+        # What a resumed script begins with is older than the state of the snapshot.
+        if message.round or not self._state.start.resumed:
             model.state.load(message)
 
     def _values_here(self) -> None:

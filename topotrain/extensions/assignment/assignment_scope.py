@@ -33,6 +33,10 @@ class AssignmentScope(WorkerExtension):
         if self._open:
             raise RuntimeError("optimizer.step() inside tt.assign: the block may only change parameters")
 
+    def repeats_change(self) -> bool:
+        """As `WorkerExtension.repeats_change`."""
+        return self._place.next().repeated
+
     # --- the scope -------------------------------------------------------------------------------------------------
 
     @contextmanager

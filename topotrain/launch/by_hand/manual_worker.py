@@ -129,6 +129,8 @@ def leave() -> None:
     if here is None:
         process.forget()
     else:
+        for adopted in here.adopted.values() if here.owner.by_hand else ():
+            adopted.keep_state()
         here.owner.leave()
 
 

@@ -25,7 +25,7 @@ _MUST_AGREE = {
     "counts": "whether this is a step (True) or a change of parameters in tt.assign (False)",
     "optimizer": "the optimizer (its number, from 0) that makes the step",
     "backwards": "the number of backwards",
-    "hyper": "the optimizer's hyper-parameters",
+    "hyper": "the optimizer's hyper-parameters, or how often its state was changed",
     "inv_scale": "the loss scale",
     "edited": "which gradients the script changed",
     "dropped": "which gradients the script set to None",
