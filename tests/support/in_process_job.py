@@ -54,6 +54,7 @@ from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.final_parameters import fetch_final
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
+from topotrain.training.parameters.last_writes import end_script
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.worker import Worker, WorkerMemory
 
@@ -527,9 +528,13 @@ def _train(
             for number, optimizer in enumerate(_optimizers(handle.optimizer)):
                 handle.notes[f"adopted {number}"] = adopt(optimizer, handle.worker, number)
             script(handle)
-            handle.worker.finish()
-            if handle.me == Address(Role.WORKER, 0, 0):
+            writes = end_script(handle.worker)
+            if handle.me != Address(Role.WORKER, 0, 0):
+                return
+            if any(tensor.is_meta for tensor in (*handle.worker.parts.tensors, *handle.worker.parts.buffer_tensors)):
                 handle.notes["buffers"] = fetch_final(handle.worker, handle.notes.get("folder"))
+            else:
+                handle.notes["parts"], handle.notes["lost"] = writes.result(handle.worker)
         finally:
             handle.exchange.leave()
             close(handle.me)

@@ -69,10 +69,10 @@ def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
 
 
-def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor]:
+def fetch_final(worker: Worker, folder: Path | None = None, alone: bool = False) -> list[torch.Tensor]:
     """Worker (0,0): copy the job's result into the model.
 
-    Returns the model's buffers, averaged over the groups.
+    Returns the model's buffers, averaged over the groups; alone: those of this worker's group.
 
     If the model is split, parameters of other workers are fetched, too. Parameter i is then `buffers.view("params",
     i)`, and buffers of other workers are in the returned list only.
@@ -87,7 +87,7 @@ def fetch_final(worker: Worker, folder: Path | None = None) -> list[torch.Tensor
     worker.client.values.fetch_final()
     found = worker.client.buffers.final()
     # Without servers each group has a model of its own, and group 0's is the result. Averages fit to none of them.
-    if worker.job.cluster.nserver_groups == 0:
+    if worker.job.cluster.nserver_groups == 0 or alone:
         found = {0: found.get(0, {})}
     averaged = []
     for index, buffer in enumerate(worker.parts.buffer_tensors):

@@ -12,8 +12,9 @@ from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
 from topotrain.training import context as process
 from topotrain.training.context import Context
-from topotrain.training.final_parameters import FINAL, NotSaved, fetch_final, release, save_final
+from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
+from topotrain.training.parameters.last_writes import LastWrites, end_script
 from topotrain.training.worker import Worker
 
 
@@ -48,32 +49,37 @@ def finish(here: Context) -> None:
         here.loader.close()
     if here.continuing is not None:
         here.continuing.finish()
-    worker.finish()
+    if here.split is not None:
+        for index, _ in worker.changed():
+            accepted = "was changed after the last step, and the model is split: change it in `with tt.assign(model):`"
+            raise ConfigError("model parameter", worker.parts.parameters[index].name, accepted)
+    writes = end_script(worker)
     try:
-        _save(here, worker)
+        _save(here, worker, writes)
     except NotSaved as error:
         raise Unfinished(f"the job's result is lost: {error}; {_resume_hint(here)}") from None
     worker.end_job()
 
 
-def _save(here: Context, worker: Worker) -> None:
-    """Write the job's result. Raises NotSaved."""
+def _save(here: Context, worker: Worker, writes: LastWrites) -> None:
+    """Write the job's result. Raises NotSaved, SpoiledResult."""
     # On every worker, because tables end with a barrier of all of them.
     more = _exported(here)
     if here.is_main:
         if not worker.tally.steps:
             here.emit(Notice(str(here.me), _no_step(here)))
         started = time.monotonic()
-        parts = _whole(here, worker)
+        parts, lost = writes.result(worker) if here.split is None else (here.split.whole(worker), "")
         path = here.workspace / FINAL
         spoiled = _spoiled(here, parts)
-        if not spoiled:
+        complaint = _complaint(here, worker, spoiled, path) if spoiled else lost
+        if not complaint:
             _measure(here)
         save_final(parts, path, more)
         here.emit(Final(str(path), time.monotonic() - started))
         # Only now, so that the file can be examined.
-        if spoiled:
-            raise SpoiledResult(_complaint(here, worker, spoiled, path))
+        if complaint:
+            raise SpoiledResult(complaint)
 
 
 def _exported(here: Context) -> dict[str, torch.Tensor]:
@@ -87,16 +93,8 @@ def _no_step(here: Context) -> str:
     return "the program never called optimizer.step(): nothing was trained"
 
 
-def _whole(here: Context, worker: Worker) -> ModelParts:
-    """Copy the job's result into the model, and return all of its parts."""
-    if here.split is not None:
-        return here.split.whole(worker)
-    fetch_final(worker)
-    return worker.parts
-
-
 class SpoiledResult(Exception):
-    """The job has come to its end, and its parameters are not finite."""
+    """The job has come to its end, and its parameters are not finite, or not the script's."""
 
 
 def _spoiled(here: Context, parts: ModelParts) -> list[str]:

@@ -6,7 +6,7 @@ every server and returns when the new values are in the model's parameters.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -484,8 +484,18 @@ class Worker(BatchAccounting):
 
     # --- the end -------------------------------------------------------------------------------------------------
 
+    def changed(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """Yield the parameters, by number, that the script has changed since the last values came."""
+        edited = set(map(id, self.buffers.edited()))
+        for index, tensor in enumerate(self.parts.tensors):
+            if tensor.is_meta or not tensor.numel():
+                continue
+            if id(tensor) in edited or tensor.data_ptr() != self.mirror.address(index):
+                yield index, tensor
+
     def finish(self) -> None:
         """The script has ended: push what is left, and send the model's buffers."""
+        self.parts = self.parts.with_present_buffers()
         # A push that is under way belongs to steps before these.
         self.client.values.settle()
         while self._local.has_sum:

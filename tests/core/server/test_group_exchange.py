@@ -121,6 +121,20 @@ def test_buffers_are_told_when_every_group_has_left_its_own():
     assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (2, -1, None)]
 
 
+def test_what_scripts_have_changed_at_their_end_is_told_unless_their_processes_are_replaced():
+    home = Home(0, groups=2)
+    for index, group in ((0, 1), (1, 0)):
+        writes = m.LastWrites(group, index, body=torch.full((8,), group, dtype=torch.uint8))
+        who = Address(Role.WORKER, group, index)
+        assert home.take(who, writes)[0] == (who, m.LastWrites(group, index))  # the echo
+    home.ending.forget(0, ended=False)
+    for group in (0, 1):
+        put(home, group, 1.0)
+        home.take(Address(Role.WORKER, group, 0), m.ModelBufferValue(group, -1))
+    to, told = home.take(MAIN, m.BufferRequest())[0]
+    assert (to, told.group, told.index, told.body.tolist()) == (MAIN, 1, 0, [1] * 8)
+
+
 @pytest.mark.parametrize(("group", "index"), [(0, 1), (0, -1), (2, 0), (-1, 0)])
 def test_buffers_that_cannot_be_are_refused(group, index):
     with pytest.raises(m.ProtocolError, match=f"model buffer {index} of group {group}"):

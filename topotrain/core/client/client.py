@@ -138,7 +138,7 @@ class Client:
         # All parts know the model before the servers do, because replies may come at once.
         self.model.open(slice_map, flats, self._body_codec(slice_map, flats, adds))
         self.values.open(streams, lazy, partial)
-        self.buffers.open(schema.buffers)
+        self.buffers.open(schema.buffers, len(schema.parameters))
         for server in self.channel.servers:
             for part in schema.parts():
                 self.channel.send(server, part)

@@ -16,9 +16,13 @@ from topotrain.core.model.schema import ModelBuffer
 class ModelBufferClient(ClientExtension):
     """Sends a worker's buffers to server (0,0). Worker (0,0) reads those of all."""
 
-    messages = (m.ModelBufferValue,)
+    messages = (m.ModelBufferValue, m.LastWrites)
 
     def __init__(self) -> None:
+        self.last_writes: dict[tuple[int, int], torch.Tensor] = {}
+        """Worker (0,0), after `final`: group and index of a worker -> the body of its LastWrites."""
+        self._parameters = 0
+        self._echoed = False
         self._described: Sequence[ModelBuffer] = ()
         self._values: dict[tuple[int, int], torch.Tensor] = {}
         self._groups = 0  # how many groups have sent buffers; known once all have arrived
@@ -27,18 +31,23 @@ class ModelBufferClient(ClientExtension):
         """As `ClientExtension.bind`."""
         self._channel = channel
 
-    def open(self, described: Sequence[ModelBuffer]) -> None:
-        """The model is known, and has these buffers."""
-        self._described = described
+    def open(self, described: Sequence[ModelBuffer], parameters: int) -> None:
+        """The model is known, and has these buffers and so many parameters."""
+        self._described, self._parameters = described, parameters
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for one buffer, or None for one that the model does not have."""
         if isinstance(message, m.ModelBufferValue) and 0 <= message.index < len(self._described):
             return torch.empty(self._described[message.index].nbytes, dtype=torch.uint8)
-        return None
+        return torch.empty(8 * self._parameters, dtype=torch.uint8) if isinstance(message, m.LastWrites) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A buffer of a group, or, after the last one, the number of groups."""
+        """A buffer of a group, or, after the last one, the number of groups; what a script has changed at its end."""
+        if isinstance(message, m.LastWrites):
+            self._echoed = self._echoed or message.body is None
+            if message.body is not None:
+                self.last_writes[(message.group, message.index)] = present_body(message)
+            return
         assert isinstance(message, m.ModelBufferValue)
         if message.index < 0:
             self._groups = message.group
@@ -57,6 +66,13 @@ class ModelBufferClient(ClientExtension):
                 channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, index, body=body))
         if channel.me.index == 0:
             channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, -1))
+
+    def tell_writes(self, digests: torch.Tensor) -> None:
+        """Let worker (0,0) know what the script has changed after its last step; a body of LastWrites."""
+        me = self._channel.me
+        self._channel.send(self._channel.first_server, m.LastWrites(me.group, me.index, body=digests))
+        # Otherwise the end of the script, which goes to other servers, could overtake it.
+        self._channel.wait_until(lambda: self._echoed)
 
     def final(self) -> dict[int, dict[int, torch.Tensor]]:
         """Worker (0,0): wait for the buffers of all groups: group -> index -> bytes."""

@@ -239,8 +239,25 @@ class FinalRequest(Message):
 class BufferRequest(Message):
     """Worker (0,0) -> server (0,0): request for the model buffers of all groups.
 
-    The reply is ModelBufferValue messages, the last one with index -1.
+    The reply is LastWrites messages, and then ModelBufferValue messages, the last one with index -1.
     """
+
+
+@message(43, TO_DATA_SERVICE, FROM_DATA_SERVICE)
+@dataclass(frozen=True, slots=True)
+class LastWrites(Message):
+    """Worker -> server (0,0): the parameters that its script has changed after its last step.
+
+    The body has a digest of 8 bytes for each parameter, which is 0 for one that was not changed. The server echoes the
+    message without a body, and hands all of them to worker (0,0) in reply to BufferRequest. A worker that has changed
+    nothing sends none, and one that has waits for the echo before it says that its script has ended.
+    """
+
+    group: int
+    index: int
+
+    def is_valid(self) -> bool:
+        return 0 <= self.group < MOST and 0 <= self.index < MOST
 
 
 # --- processes that replace others, and what was applied so far ------------------------------------------------------

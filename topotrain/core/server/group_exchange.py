@@ -44,6 +44,7 @@ class Shutdown:
         self._buffers_here: set[tuple[int, int]] = set()
         self._buffers_from: set[int] = set()
         self._buffers_each = 0
+        self._writes: dict[tuple[int, int], torch.Tensor] = {}
         self._away: set[int] = set()
         self.done = False
         """Whether no message is left to be sent or received here."""
@@ -58,13 +59,17 @@ class Shutdown:
         return out + self._advance(shard)
 
     def take(self, sender: Address, message: m.Message, body: torch.Tensor | None, shard: ParameterShard) -> Out:
-        """Handle Drained, FinalValue, FinalRequest, ModelBufferValue or BufferRequest."""
+        """Handle Drained, FinalValue, FinalRequest, ModelBufferValue, LastWrites or BufferRequest."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
         elif isinstance(message, m.FinalValue) and body is not None:
             self._keep_final(sender.group, message.bucket, body, shard)
         elif isinstance(message, m.ModelBufferValue):
             self._keep_buffer(message, body)
+        elif isinstance(message, m.LastWrites):
+            if body is not None:
+                self._writes[(sender.group, sender.index)] = body
+            return [(sender, replace(message, body=None)), *self._advance(shard)]
         else:
             # Only a faulty worker asks so often; its requests must not fill the memory.
             if len(self._asks) >= _MOST_ASKS:
@@ -85,6 +90,7 @@ class Shutdown:
         if not ended:
             self._buffers_from.discard(group)
             self._buffers_here = {key for key in self._buffers_here if key[0] != group}
+            self._writes = {key: body for key, body in self._writes.items() if key[0] != group}
 
     def away(self, group: int) -> None:
         """The workers of a group have left the job. Their buffers are not waited for."""
@@ -182,7 +188,8 @@ class Shutdown:
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
         if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
             return None
-        found: Out = [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
+        found: Out = [(to, m.LastWrites(*key, body=self._writes[key])) for key in sorted(self._writes)]
+        found += [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
         return [*found, (to, m.ModelBufferValue(len(there), -1))]
 
     def _final_value(self, shard: ParameterShard, bucket: int) -> torch.Tensor:
@@ -202,6 +209,7 @@ class Shutdown:
             "buffers_here": self._buffers_here,
             "buffers_from": self._buffers_from,
             "buffers_each": self._buffers_each,
+            "writes": self._writes,
             "away": self._away,
         }
 
@@ -212,6 +220,7 @@ class Shutdown:
         self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
         self._buffers, self._buffers_here = dict(state["buffers"]), set(state["buffers_here"])
         self._buffers_from, self._buffers_each = set(state["buffers_from"]), state["buffers_each"]
+        self._writes = dict(state["writes"])
         self.done = self._is_done()
 
 
@@ -290,6 +299,8 @@ class GroupExchange:
             message.group != sender.group or message.index >= len(model.schema.buffers)
         ):
             raise m.ProtocolError(f"{sender} sends buffer {message.index} of group {message.group}")
+        if isinstance(message, m.LastWrites) and (message.group, message.index) != (sender.group, sender.index):
+            raise m.ProtocolError(f"{sender} sends what worker {message.group}/{message.index} has changed")
         body = model.body(message) if isinstance(message, m.FinalValue) else message.body
         self._queue.send_all(self._shutdown.take(sender, message, body, model))
         # A worker sends its last buffer when its script has ended.

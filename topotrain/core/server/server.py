@@ -194,7 +194,7 @@ class Server:
             m.Finish: self._finish,
         }
         handlers |= dict.fromkeys((m.Delta, m.MasterValue, m.PairOffer, m.PairReply), exchange.receive)
-        ends = (m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest)
+        ends = (m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.LastWrites, m.BufferRequest)
         return handlers | dict.fromkeys(ends, exchange.close)
 
     def _carry_out(self, sender: Address, message: m.StepDecision) -> None:
@@ -243,6 +243,8 @@ class Server:
             return None
         if isinstance(message, m.ModelBufferValue):
             return self.shutdown.buffer_place(message, model.schema)
+        if isinstance(message, m.LastWrites):
+            return torch.empty(8 * len(model.schema.parameters), dtype=torch.uint8)
         bucket = model.bucket(getattr(message, "bucket", -1))
         match message:
             case m.Init():

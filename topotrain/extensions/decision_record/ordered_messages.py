@@ -15,7 +15,7 @@ from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.decision_record.order_entries import CHECKS
 
 # By name, because the extensions of some messages may be deleted.
-_END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest ModelBufferValue BufferRequest"
+_END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest ModelBufferValue LastWrites BufferRequest"
 _START = frozenset({"SchemaPart", "SharedBuffer", "Init", "StateRequest", "StatePart"})
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"

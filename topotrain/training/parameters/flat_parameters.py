@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ class ModelParts:
     - `owners` are the positions of the parameters in the modules: a module's table, the name there, and the index of
       the parameter.
     - `aside` are parameters of the optimizers that an extension transfers by rows, and not the worker.
+    - `model` is the whole model, unless it is split.
     """
 
     tensors: tuple[nn.Parameter, ...]
@@ -48,6 +50,50 @@ class ModelParts:
     buffers: tuple[ModelBuffer, ...]
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
     aside: tuple[nn.Parameter, ...] = ()
+    model: nn.Module | None = None
+
+    def replaced(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """Yield the numbers of parameters in whose places the model has other ones now, and those."""
+        if self.model is None:
+            held = ((index, table.get(name)) for table, name, index in self.owners)
+        else:
+            now = parameters_by_name(self.model)
+            names = ((known.name, *known.aliases) for known in self.parameters)
+            held = ((index, now.get(name)) for index, each in enumerate(names) for name in each)
+        for index, there in held:
+            if there is not None and there is not self.tensors[index]:
+                yield index, there
+
+    def added(self) -> str:
+        """Return the name of a parameter that the model has got since, and that would be trained; "": none."""
+        now = {} if self.model is None else parameters_by_name(self.model)
+        known = {id(tensor) for tensor in (*self.tensors, *self.aside)}
+        return next((name for name, tensor in now.items() if tensor.requires_grad and id(tensor) not in known), "")
+
+    def at_end(self) -> "ModelParts":
+        """Describe the model as it is now, where its parameters or buffers are others. Raises ConfigError."""
+        if self.model is None:
+            return self
+        now = describe_model(self.model, self.aside)
+        return self if now._places() == self._places() else now
+
+    def _places(self) -> list[object]:
+        names = [*((p.name, p.aliases) for p in self.parameters), *(buffer.name for buffer in self.buffers)]
+        return [*names, *map(id, self.tensors), *map(id, self.buffer_tensors)]
+
+    def with_present_buffers(self) -> "ModelParts":
+        """Return the parts with the buffers that the model has now, of the same names, sizes and dtypes."""
+        now = {} if self.model is None else {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
+        present = []
+        for known, held in zip(self.buffers, self.buffer_tensors, strict=True):
+            there = now.get(known.name, held)
+            present.append(there if (there.shape, there.dtype) == (held.shape, held.dtype) else held)
+        return replace(self, buffer_tensors=tuple(present))
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters, a tied one under each of its names."""
+    return {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
 
 
 def describe_model(
@@ -94,6 +140,7 @@ def describe_model(
             for n, p in m._parameters.items()
             if p is not None and id(p) not in others
         ),
+        model=model,
     )
 
 
@@ -142,8 +189,12 @@ class ModelBuffers(ParameterViews):
         self._own: dict[tuple[str, int], torch.Tensor] = {}
         self.mirror = mirror_for(parts.tensors, self, apart)
         self._versions: list[int] = []
-        self._tables = [table for table, _, _ in parts.owners]
+        self._tables: list[dict[str, Any]] = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]
+        # A layer that takes the place of another one has parameters of its own.
+        for module in () if parts.model is None else parts.model.modules():
+            self._tables += [module._modules] * len(module._modules)
+            self._names += module._modules
         self._seen: tuple[list[int], list[int]] = ([], [])  # ids and addresses of the parameters at the last check
 
     def view(self, name: str, index: int) -> torch.Tensor:
@@ -222,13 +273,17 @@ class ModelBuffers(ParameterViews):
 
     def _look(self, names: Iterable[Parameter]) -> None:
         """Raise the error for the parameter that has changed."""
-        for table, name, index in self._parts.owners:
-            if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
-                raise RuntimeError(
-                    f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
-                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare; values alone are "
-                    f"changed in `with tt.assign(model):`"
-                )
+        for index, _ in self._parts.replaced():
+            raise RuntimeError(
+                f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
+                f"load_state_dict(assign=True), new layers and new parameters must come before tt.prepare; values "
+                f"alone are changed in `with tt.assign(model):`"
+            )
+        if name := self._parts.added():
+            raise RuntimeError(
+                f"parameter {name} is none of those that tt.prepare saw, so it would not be trained: new layers and "
+                f"new parameters must come before tt.prepare"
+            )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
             # An empty parameter has no memory, so its address means nothing.
