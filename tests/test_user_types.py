@@ -46,6 +46,12 @@ with tt.assign(prepared, list(prepared.parameters())):
     prepared.requires_grad_(True)
 tt.log(loss=torch.zeros(()), depth=prepared.depth)
 tt.report(depth=prepared.depth, loss=lambda: 0.5)
+reveal_type(tt.mean(0.5, weight=3))
+reveal_type(tt.mean(torch.zeros(2)))
+reveal_type(tt.sum(3, over="job"))
+reveal_type(tt.max(torch.zeros(2)))
+reveal_type(tt.gather(torch.zeros(2), grad=True))
+reveal_type(tt.broadcast({"lr": 0.1}))
 """
 REVEALED = [
     "Net",
@@ -60,6 +66,12 @@ REVEALED = [
     "tuple[Net, Linear, Adam, SGD, DataLoader[tuple[Tensor, ...]], GradScaler]",
     "int",
     "int",
+    "float",
+    "Tensor",
+    "int",
+    "Tensor",
+    "Tensor",
+    "dict[str, float]",
 ]
 WRONG = {
     "tt.prepair(model)": "prepair",

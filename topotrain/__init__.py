@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from topotrain.config.job import Cluster, ConfigError, Job, Updater
     from topotrain.extensions.assignment.parameter_assignment import assign
     from topotrain.extensions.tables.frontend.embedding import Embedding
+    from topotrain.extensions.worker_values.worker_values import broadcast, gather, max, mean, min, sum
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
     from topotrain.tools.exporters.tracker import Tracker
@@ -89,6 +90,9 @@ _need("topotrain.tools.advice", "cluster.auto")
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
     **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress"), "topotrain.training.api"),
+    **dict.fromkeys(
+        ("broadcast", "gather", "max", "mean", "min", "sum"), "topotrain.extensions.worker_values.worker_values"
+    ),
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
     "Embedding": "topotrain.extensions.tables.frontend.embedding",
@@ -117,10 +121,12 @@ __all__ = [
     "Trainer",
     "Updater",
     "assign",
+    "broadcast",
     "clip_grad_norm_",
     "data_parallel",
     "device",
     "epochs",
+    "gather",
     "init",
     "is_main",
     "keep",
@@ -128,6 +134,9 @@ __all__ = [
     "leave",
     "local",
     "log",
+    "max",
+    "mean",
+    "min",
     "notebook_launch",
     "place",
     "prepare",
@@ -135,6 +144,7 @@ __all__ = [
     "rank",
     "report",
     "state_dict",
+    "sum",
     "train",
     "weight",
 ]

@@ -73,6 +73,7 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
         ("extensions.slow_deliveries", "all"),
         ("extensions.decision_record", "all"),
         ("extensions.resume", ""),  # the client, which a simulation needs, imports its messages' layout
+        ("extensions.worker_values", "server"),  # the client, which a simulation needs, has its part of it
         ("training.data.lease_queue", ""),  # the client, which a simulation needs, imports a constant of it
     ],
 )

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.config.job import NonFinite
+from topotrain.config.job import Cluster, NonFinite
 from topotrain.config.sharding import Bucket
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.component_state import Component
 from topotrain.core.server.consistency import STATIC, AppliedBatches, ApplyOrder, Clocks, DecisionLog, LoopExits
@@ -29,6 +29,8 @@ from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStr
 from topotrain.extensions.replication.state_codec import StateReader, StateWriter
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
+from topotrain.extensions.worker_values.value_messages import PassedCall, WorkerValue
+from topotrain.extensions.worker_values.value_server import ValueServer
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 
@@ -229,6 +231,24 @@ def left_states(rng: Random) -> Event:
     )
 
 
+TWO_BY_TWO = layout(Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True))
+
+
+def called_values(rng: Random) -> Event:
+    who, number, job = worker(rng.randrange(2), rng.randrange(2)), rng.choice([-1, 0, 0, 1]), rng.random() < 0.5
+    body = torch.full((1,), rng.randrange(9), dtype=torch.uint8)
+    place = () if number < 0 else (1, 2, 3, 4)
+    value = WorkerValue(*who[1:], job, number, 0, 1, rng.choice("aaab"), place, body=rng.choice([body, None]))
+    return rng.choice(
+        [
+            *[lambda each: each.handle(who, value)] * 5,
+            lambda each: each.handle(who, PassedCall(job, max(0, number), 4, rng.random() < 0.2)),
+            lambda each: each.group_over(who.group),
+            lambda each: each.group_returns(who.group),
+        ]
+    )
+
+
 CASES = {
     "clocks": Case(lambda: Clocks(range(3), 1), clocks),
     "decision log": Case(lambda: DecisionLog(2), decisions),
@@ -245,6 +265,7 @@ CASES = {
     "text parts": Case(TextParts, texts),
     "lease queue": Case(lambda: LeaseQueue(2, 2, singly=True), leases),
     "worker states": Case(WorkerStateStore, left_states),
+    "worker values": Case(lambda: ValueServer(SimpleNamespace(), TWO_BY_TWO), called_values),
 }
 
 

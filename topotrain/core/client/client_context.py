@@ -115,6 +115,8 @@ class ServerChannel:
         """Seconds that the worker has waited for others, if `measure_waits` was called."""
         self.exits = 0
         """How often the script has left a loop over the loader before its end."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called when the script begins to wait."""
         self._sender = sender
         self._clock: Clock | None = None
         self._unsent_exits: list[m.LoopExited] = []
@@ -166,6 +168,7 @@ class ServerChannel:
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait for a reply. Raises JobError or PeerLost if the job cannot go on."""
+        self.before_wait()
         before = 0 if self._clock is None else self._clock.now()
         # Any failure ends every wait, because the reply may never come.
         self.waiter.wait(lambda: self._failure is not None or ready())

@@ -19,18 +19,15 @@ class BackupWorkersClient(ClientExtension):
         self._answers: dict[Address, StepCaughtUp] = {}
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._values = channel, values
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """As `ClientExtension.handle`."""
         if isinstance(message, StepMissed):
             self._missed = max(self._missed, message.step)
         elif isinstance(message, StepCaughtUp) and message.round == self._questions:
             self._answers[sender] = message
 
     def missed(self, step: int) -> bool:
-        """As `ClientExtension.missed`."""
         return self._missed >= step
 
     def catch_up(self, through: int = -1) -> StepOutcome:

@@ -46,7 +46,6 @@ class TorchCollectiveServer(GradientExtension):
     """The server's part of a job in which torch.distributed adds up the gradients."""
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `GradientExtension.gradient_source`."""
         return EditedTotals(settings, None)
 
     def state_dict(self) -> None:
@@ -111,7 +110,6 @@ class CollectiveServer(GradientExtension):
         self._sent: dict[int, _SentValues] = {}  # by bucket
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `GradientExtension.gradient_source`."""
         self._map = slice_map
         self._own = frozenset(bucket.id for bucket in settings.buckets)
         self._relay = _GatewayRelay(slice_map, self._algorithm, self._shards, self._me.index, self._memory)
@@ -129,7 +127,6 @@ class CollectiveServer(GradientExtension):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """As `ServerExtension.place`."""
         if self._server.state.model is None:
             return None
         if isinstance(message, CollectivePart):
@@ -144,7 +141,6 @@ class CollectiveServer(GradientExtension):
         return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
-        """As `ServerExtension.handle`."""
         if isinstance(message, m.Push):
             self._push(sender, message)
         elif isinstance(message, CollectivePart):
@@ -184,7 +180,6 @@ class CollectiveServer(GradientExtension):
         self._carry_out(self._relay.local(step, ordinal, number, part))
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `GradientExtension.backward_ended`."""
         pushed = bits_to_int(message.pushed)
         # The collective needs a part of every rank for every bucket, also where this worker has no gradient.
         for bucket in self._map.buckets:
@@ -193,7 +188,6 @@ class CollectiveServer(GradientExtension):
         return ()
 
     def committed(self, sender: Address, message: m.Commit) -> Outbox:
-        """As `GradientExtension.committed`."""
         if self._waits_for_commit and sender == self._worker:
             self._held.add_commit(message)
             self._give_committed()
@@ -215,7 +209,6 @@ class CollectiveServer(GradientExtension):
                 self._add(commit.step, 0, bucket.id, commit.weight, push.present, push.body)
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         self._held = _HeldPushes()
         return ()
 
@@ -309,7 +302,6 @@ class _GatewayRelay(Relay):
         self._leaf = [parents[rank] != rank and not children(parents, rank) for parents in trees]
 
     def buffer(self, slot: str, bucket: int) -> torch.Tensor:
-        """As `Relay.buffer`."""
         return self.flats.view(slot, self._map.buckets[bucket])
 
     def bucket(self, number: int) -> Bucket:

@@ -76,7 +76,6 @@ class PrecomputedGradients(GradientSource):
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
-        """As `GradientSource.check`."""
         if self._gateway is None:
             if isinstance(message, Commit):  # the end of a backward names buckets that no server reads
                 super().check(sender, message)
@@ -111,7 +110,6 @@ class PrecomputedGradients(GradientSource):
         self._backwards.close(self._backwards.begin(self.step, ordinal))
 
     def commit(self, worker: int, message: Commit) -> None:
-        """As `GradientSource.commit`."""
         # The first commit counts: a repeated one must not be compared with backwards that have been closed since.
         if worker not in self.commits:
             super().commit(worker, message)
@@ -120,13 +118,11 @@ class PrecomputedGradients(GradientSource):
 
     @property
     def waits(self) -> bool:
-        """As `GradientSource.waits`."""
         return self._backwards.any_open or super().waits
 
     # --- the staged step -----------------------------------------------------------------------------------------
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`."""
         # No worker is named: its part is not known here.
         for bucket in self._buckets:
             if self.present(bucket):
@@ -134,7 +130,6 @@ class PrecomputedGradients(GradientSource):
         return self._nonfinite
 
     def sum_all(self) -> None:
-        """As `GradientSource.sum_all`."""
         # A shard calls this for its vote and again for each whole parameter: the copy is made once.
         for bucket in self._buckets if not self._gathered else ():
             if self.present(bucket):
@@ -142,7 +137,6 @@ class PrecomputedGradients(GradientSource):
         self._gathered = True
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """As `GradientSource.gradient`."""
         gradient = self._sums[bucket.id]
         assert gradient is not None
         return gradient
@@ -207,6 +201,5 @@ class RelayedTotals(PrecomputedGradients):
         return len(self._sums) == len(self._buckets)
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`."""
         # On arrival the sums are applied already, and were checked one by one.
         return self._nonfinite if self._on_arrival else super().nonfinite_workers()

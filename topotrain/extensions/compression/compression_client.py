@@ -19,16 +19,13 @@ class CompressionClient(ClientExtension):
         self._cluster = cluster
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._me = channel.me
 
     def body_codec(self, slice_map: SliceMap, flats: FlatBuffers, adds: bool, held: Sequence[Bucket]) -> BodyCodec:
-        """As `ClientExtension.body_codec`."""
         self._codec = WorkerEncoding(self._cluster, slice_map, flats, adds, held)
         return self._codec
 
     def after_commit(self, end: StepEnd, outcome: StepOutcome) -> None:
-        """As `ClientExtension.after_commit`."""
         # If the servers refused this worker's gradients, their encoding must not leave a residual behind.
         refused = any(worker == self._me.index for worker, _ in outcome.refused)
         self._codec.step_done(outcome.found_inf or refused, end.weight, end.revisions, end.inv_scale)

@@ -15,5 +15,4 @@ class CompressionServer(GradientExtension):
         self._cluster = cluster
 
     def server_codec(self, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> ServerBodyCodec:
-        """As `GradientExtension.server_codec`."""
         return ServerEncoding(self._cluster, slice_map, shard, flats)

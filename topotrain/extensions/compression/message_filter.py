@@ -269,7 +269,6 @@ class ServerEncoding(ServerBodyCodec):
                 sender.drop()
 
     def forget(self, group: int) -> None:
-        """As `ServerBodyCodec.forget`."""
         # The residual of the means is kept for the new processes.
         self._taken = {key: taken for key, taken in self._taken.items() if key[0].group != group}
         for sender in self._means.get(group, {}).values():
@@ -280,7 +279,6 @@ class ServerEncoding(ServerBodyCodec):
     # --- values --------------------------------------------------------------------------------------------------
 
     def show(self, group: int, bucket: Bucket, values: torch.Tensor, anew: bool) -> None:
-        """As `ServerBodyCodec.show`."""
         codec, key = self._codecs.of(bucket), (group, bucket.id)
         if codec is None or not self._differences:
             return
@@ -294,7 +292,6 @@ class ServerEncoding(ServerBodyCodec):
             self._coded.add(key)
 
     def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
-        """As `ServerBodyCodec.difference`."""
         return self._coded_values(group, bucket) if (group, bucket.id) in self._coded else None
 
     def _new_stream(self, group: int, bucket: Bucket) -> DeltaStream:
@@ -308,7 +305,6 @@ class ServerEncoding(ServerBodyCodec):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `ServerBodyCodec.state_dict`."""
         means = {
             (group, number): sender.state_dict()
             for group, senders in self._means.items()
@@ -320,7 +316,6 @@ class ServerEncoding(ServerBodyCodec):
         return {"taken": self._taken, "means": means, "shown": shown, "coded": coded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `ServerBodyCodec.load_state_dict`."""
         self._taken = dict(state["taken"])
         for (group, number), sender in state["means"].items():
             bucket = self._buckets[number]

@@ -30,7 +30,6 @@ class RecordedExchanges(ExchangeChoices):
         self._asked = (0, False)  # step, and whether the worker pushes behind it
 
     def pushes(self, step: int, now: bool) -> bool:
-        """As `ExchangeChoices.pushes`."""
         # A message may come between two questions about one step, and both must get one answer.
         if self._asked[0] != step:
             self._asked = step, now
@@ -39,18 +38,15 @@ class RecordedExchanges(ExchangeChoices):
         return self._asked[1]
 
     def takes(self, step: int, now: bool) -> bool:
-        """As `ExchangeChoices.takes`."""
         if now:
             self._write(step, ExchangeKind.TAKE)
         return now
 
     def fragment(self, step: int, now: int) -> int:
-        """As `ExchangeChoices.fragment`."""
         self._write(step, ExchangeKind.FRAGMENT, now)
         return now
 
     def copies(self, now: int) -> int:
-        """As `ExchangeChoices.copies`."""
         self._write(now, ExchangeKind.COPY)
         return now
 
@@ -74,13 +70,11 @@ class ReplayedExchanges(ExchangeChoices):
         self._asked = (0, False)
 
     def pushes(self, step: int, now: bool) -> bool:
-        """As `ExchangeChoices.pushes`."""
         if self._asked[0] != step:
             self._asked = step, self._is_next(step, ExchangeKind.PUSH)
         return self._asked[1]
 
     def takes(self, step: int, now: bool) -> bool:
-        """As `ExchangeChoices.takes`."""
         return self._is_next(step, ExchangeKind.TAKE)
 
     def fragment(self, step: int, now: int) -> int:
@@ -98,11 +92,9 @@ class ReplayedExchanges(ExchangeChoices):
         return found[2]
 
     def copies(self, now: int) -> int:
-        """As `ExchangeChoices.copies`."""
         return self._copies.popleft() if self._copies else now
 
     def is_copied(self, step: int) -> bool:
-        """As `ExchangeChoices.is_copied`."""
         return step in self._copied
 
     def _is_next(self, step: int, kind: ExchangeKind) -> bool:

@@ -56,7 +56,6 @@ class FileSink(RecordingSink):
         self._failed = False
 
     def write(self, data: bytes) -> None:
-        """As `RecordingSink.write`."""
         if self._failed:
             return
         try:
@@ -89,12 +88,10 @@ class FolderRecording(ProcessOrder):
         sender: MessageSender | None,
         start: StartPoint | None,
     ) -> Server:
-        """As `ServerOrder.make`."""
         sink = FileSink(self._folder / part_of(me))
         return RecordingServer(me, job, topology, memory, shared, sender, start, sink)
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
-        """As `ProcessOrder.choices`."""
         return RecordedExchanges(FileSink(self._folder / part_of(worker, incarnation)))
 
 
@@ -122,14 +119,12 @@ class FolderReplay(ProcessOrder):
         sender: MessageSender | None,
         start: StartPoint | None,
     ) -> Server:
-        """As `ServerOrder.make`."""
         order = ReplayOrder(decode_entries(self._read(part_of(me))), self._whole)
         until = None if self._until is None or self._until[0] != me.group else self._until[1]
         task = ReplayTask(order, ReplayReporter(self._folder, self._sink), until)
         return ReplayedServer(me, job, topology, memory, shared, sender, start, task)
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
-        """As `ProcessOrder.choices`."""
         later = (self._folder / part_of(worker, incarnation + 1)).exists()
         data = self._read(part_of(worker, incarnation))
         return ReplayedExchanges(data, self._whole and not later, str(worker))
@@ -151,20 +146,16 @@ class ReplayReporter(ReplayObserver):
         self._folder, self._sink = folder, sink
 
     def on_whole_life(self, server: Server, worker: Address, life: int) -> None:
-        """As `ReplayObserver.on_whole_life`."""
         self._sink.emit(ReplayReport(str(server.me), WHOLE_LIFE, str(worker), life, ""))
 
     def on_version(self, server: Server, version: int) -> None:
-        """As `ReplayObserver.on_version`."""
         write_values(server, self._folder / values_of(server.me))
         self._sink.emit(ReplayReport(str(server.me), REACHED, "", version, ""))
 
     def on_end(self, server: Server) -> None:
-        """As `ReplayObserver.on_end`."""
         self._sink.emit(ReplayReport(str(server.me), ENDED, "", server.state.version, ""))
 
     def on_difference(self, server: Server, text: str) -> None:
-        """As `ReplayObserver.on_difference`."""
         self._sink.emit(ReplayReport(str(server.me), DIFFERS, "", server.state.version, text))
 
 

@@ -66,11 +66,9 @@ class RecordingServer(Server):
         self._has_model = False
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
-        """As `Server.attach`."""
         super().attach((*extensions, self._notes))
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """As `Server.handle`."""
         # A message that no peer may send changes nothing, and is in no recording.
         self.validator.check(sender, message)
         entry = self._entry(sender, message)
@@ -80,7 +78,6 @@ class RecordingServer(Server):
             self._record(entry)
 
     def lost(self, worker: Address) -> Out:
-        """As `Server.lost`."""
         self._checks.forget(worker)
         try:
             return super().lost(worker)

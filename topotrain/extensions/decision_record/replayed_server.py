@@ -67,7 +67,6 @@ class _LastVersion(VersionObserver):
         self._server, self._until = server, until
 
     def on_version(self, version: int) -> None:
-        """As `VersionObserver.on_version`."""
         if version == self._until:
             self._server.stop_at(version)
 
@@ -118,7 +117,6 @@ class ReplayedServer(Server):
         self._has_model = self._stopped = self._begun = False
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
-        """As `Server.attach`."""
         super().attach((*extensions, self._notes))
 
     # --- what arrives --------------------------------------------------------------------------------------------

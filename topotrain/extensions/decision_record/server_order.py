@@ -61,7 +61,6 @@ class DecisionNotes(ServerExtension):
         return made
 
     def on_sent(self, to: Address, message: m.Message) -> None:
-        """As `ServerExtension.on_sent`."""
         assert isinstance(message, m.Values)
         # The values of a step have its version. The final values have none.
         if message.version < 0 or not m.extra_round(0) < message.round < 0:
@@ -72,7 +71,6 @@ class DecisionNotes(ServerExtension):
             self._made.append(VersionShown(to.group, message.version))
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         applied = result.applied
         self._made.append(StepMade(result.group, applied.version, applied.found_inf))
         self._observer.on_version(applied.version)

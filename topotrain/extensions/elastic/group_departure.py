@@ -53,7 +53,6 @@ class GroupDeparture(ServerExtension):
         return "" if others else "no other group trains that could read what it leaves"
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """As `ServerExtension.handle`."""
         if isinstance(message, GroupLeaveRequest):
             self._start_leaving(message)
         elif isinstance(message, GroupLeft):
@@ -69,7 +68,6 @@ class GroupDeparture(ServerExtension):
             self._server.queue.send_all(extension.group_leaves(message.group))
 
     def amend_reply(self, group: int, applied: Applied, first: Commit) -> Applied:
-        """As `ServerExtension.amend_reply`."""
         return replace(applied, leaves=True) if group in self._leaving else applied
 
     def leave(self, group: int, incarnation: int) -> None:
@@ -95,14 +93,11 @@ class GroupDeparture(ServerExtension):
         return ()
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         # A restarted group consists of new processes, which nothing has asked to leave.
         self._leaving.discard(group)
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         return {"leaving": self._leaving}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self._leaving = set(state["leaving"])

@@ -41,7 +41,6 @@ class _Group:
     here: set[Address] = field(default_factory=set)  # workers of incarnation `newest` that have sent it
 
     def expect(self, incarnation: int) -> bool:
-        """As `Members.expect`."""
         new = incarnation > self.newest
         if new:
             self.newest, self.here = incarnation, set()
@@ -225,16 +224,13 @@ class GroupRestarts(RegroupExtension):
         return self.members.is_current(sender)
 
     def may_send(self, to: Address, message: Message) -> bool:
-        """As `ServerExtension.may_send`."""
         return not self.members.changed or to.role is not Role.WORKER or self.members.is_current(to)
 
     def amend_vote(self, vote: StepVote, commits: Mapping[int, Commit]) -> StepVote:
-        """As `ServerExtension.amend_vote`."""
         incarnation = self.members.incarnation(vote.group)
         return replace(vote, incarnation=incarnation) if incarnation else vote
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """As `ServerExtension.handle`."""
         if isinstance(message, WorkerRejoined):
             self._receive_rejoin(sender, message.incarnation)
         elif isinstance(message, RestartRequest):
@@ -421,12 +417,10 @@ class GroupRestarts(RegroupExtension):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         members, answers = self.members.state_dict(), self._answers.state_dict()
         return {"members": members, "answers": answers, "requests": self._requests}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self.members.load_state_dict(state["members"])
         self._answers.load_state_dict(state["answers"])
         self._requests = list(state["requests"])

@@ -28,9 +28,7 @@ class LocalServer(Protocol):
         """Handle a message of the launcher, with the server itself as its sender."""
         ...
 
-    def may_change(self, group: int, request: str) -> str:
-        """As `GroupDeparture.may_change`."""
-        ...
+    def may_change(self, group: int, request: str) -> str: ...
 
 
 class ServerProcess(Protocol):

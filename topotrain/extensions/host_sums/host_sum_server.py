@@ -87,7 +87,6 @@ class HostSumServer(GradientExtension):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """As `ServerExtension.place`."""
         model = self._server.state.model
         if not isinstance(message, HostPush):
             return super().place(sender, message, viewable)
@@ -99,7 +98,6 @@ class HostSumServer(GradientExtension):
         return model.flats.view(f"push {sender.group}/{first}", model.bucket(message.bucket))
 
     def handle(self, sender: Address, message: m.Message) -> Outbox:
-        """As `ServerExtension.handle`."""
         state = self._of.get(sender)
         if state is None:
             raise m.ProtocolError(f"{sender} sends {type(message).__name__}, and is in no unit that is added up")
@@ -152,7 +150,6 @@ class HostSumServer(GradientExtension):
             yield state.lead, SeparateGradients(push.step, 0 if self._replaces else push.ordinal, push.bucket)
 
     def backward_ended(self, sender: Address, message: m.BackwardEnd) -> Outbox:
-        """As `GradientExtension.backward_ended`."""
         return tuple(self._requests(sender.group))
 
     # --- a step --------------------------------------------------------------------------------------------------
@@ -186,7 +183,6 @@ class HostSumServer(GradientExtension):
         return self._server.state.known.staging[group].first.counts
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         return tuple(self._begin(result))
 
     def _begin(self, result: StepResult) -> Iterator[tuple[Address, m.Message]]:
@@ -242,7 +238,6 @@ class HostSumServer(GradientExtension):
                     self._server.queue.send(other, values)
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         for state in self._states(group):
             state.forget()
 

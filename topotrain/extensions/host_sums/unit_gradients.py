@@ -96,7 +96,6 @@ class BackwardGradients(UnitGradients):
         return known
 
     def add(self, worker: int, gradient: HostGradient) -> list[UnitSum]:
-        """As `UnitGradients.add`."""
         backward = self._backward(gradient.step, gradient.ordinal)
         if backward is None:
             return []
@@ -104,7 +103,6 @@ class BackwardGradients(UnitGradients):
         return self._complete(backward, gradient.step, gradient.ordinal, (gradient.bucket,))
 
     def end(self, worker: int, message: HostBackwardEnd) -> list[UnitSum]:
-        """As `UnitGradients.end`."""
         backward = self._backward(message.step, message.ordinal)
         if backward is None:
             return []
@@ -181,7 +179,6 @@ class CommittedGradients(UnitGradients):
         return step == self._step
 
     def add(self, worker: int, gradient: HostGradient) -> list[UnitSum]:
-        """As `UnitGradients.add`."""
         shard = self._shard.get(gradient.bucket)
         if shard is None or not self._is_current(gradient.step):
             return []
@@ -210,7 +207,6 @@ class CommittedGradients(UnitGradients):
         return UnitSum(self._step, 0, bucket, ordered, weights, number, apart)
 
     def commit(self, worker: int, message: HostCommit) -> list[UnitSum]:
-        """As `UnitGradients.commit`."""
         if message.shard not in self._buckets or not self._is_current(message.step):
             return []
         commits = self._commits.setdefault(message.shard, {})
@@ -252,7 +248,6 @@ class CommittedGradients(UnitGradients):
         return self._sum(bucket, gradients, weights, apart)
 
     def separate(self, step: int, ordinal: int, bucket: int) -> list[UnitSum]:
-        """As `UnitGradients.separate`."""
         sent = self._sent.get(bucket)
         if step != self._step or sent is None or sent.apart:
             return []
@@ -260,6 +255,5 @@ class CommittedGradients(UnitGradients):
         return [self._sum(bucket, gradients, sent.weights, apart=True)]
 
     def take_ends(self) -> list[tuple[int, HostStepEnd]]:
-        """As `UnitGradients.take_ends`."""
         ends, self._ends = self._ends, []
         return ends

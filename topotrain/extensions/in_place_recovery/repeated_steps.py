@@ -129,6 +129,8 @@ class RepeatedSteps(WorkerExtension):
         Raises:
             PeerLost: other parameters train, and a worker that is away, or was, may not know of it.
         """
+        if self._here.unrepeatable:
+            self.refuse(self._here.unrepeatable)
         batches, backwards = len(self._worker.batches), self._worker.path.backwards
         if batches != 1 or backwards != 1:
             self.refuse(f"a step of the script has {batches} batches of the loader and {backwards} backwards")

@@ -59,7 +59,6 @@ class InnerState(StateSource, CopyMoment):
             asked.answer()
 
     def when_due(self, question: StateQuestion) -> None:
-        """As `CopyMoment.when_due`."""
         with self._changes:
             self._due = self._choices.copies(self._made)
             waits = self._made < self._due
@@ -68,7 +67,6 @@ class InnerState(StateSource, CopyMoment):
             question.answer()
 
     def copy(self) -> torch.Tensor | None:
-        """As `StateSource.copy`."""
         if self._due is not None and self._due in self._kept:
             return self._kept[self._due]
         return self._copy()
@@ -130,7 +128,6 @@ class StateOfOthers(WorkerExtension):
         client.ask()
 
     def before_step(self) -> None:
-        """As `WorkerExtension.before_step`."""
         # Here, and not in `tt.prepare`: the state travels while the script computes its first gradient.
         if not self._waits:
             return

@@ -94,7 +94,6 @@ class InnerStateClient(ClientExtension):
         self._state: torch.Tensor | None = None
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel = channel
 
     def offer(self, source: StateSource, moment: CopyMoment | None = None) -> None:
@@ -122,11 +121,9 @@ class InnerStateClient(ClientExtension):
         self._channel.try_send(self._channel.servers[0], InnerStateRequest(self._channel.me.group))
 
     def place(self, sender: Address, message: Message) -> torch.Tensor | None:
-        """As `ClientExtension.place`."""
         return part_memory(sender, message) if isinstance(message, InnerStatePart) else None
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `ClientExtension.handle`."""
         if isinstance(message, InnerStateRequest):
             self._give(message)
         elif isinstance(message, InnerStatePart) and self._asks:

@@ -71,13 +71,11 @@ class InnerStateTransfers(TimedExtension):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `ServerExtension.place`."""
         if isinstance(message, InnerStatePart):
             return part_memory(sender, message)
         return super().place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """As `ServerExtension.handle`."""
         if isinstance(message, InnerStateRequest):
             return self._requested(sender)
         if isinstance(message, InnerStatePart):
@@ -156,11 +154,9 @@ class InnerStateTransfers(TimedExtension):
     # --- hooks of the server -------------------------------------------------------------------------------------
 
     def on_lost(self, worker: Address) -> None:
-        """As `ServerExtension.on_lost`."""
         self._without(worker.group)
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         found = self._transfers.pop(group, None)
         if found is not None and found.donor != _NONE:
             self._server.queue.send(_worker_of(found.donor), InnerStateRequest(group, found.number, -1))
@@ -173,18 +169,15 @@ class InnerStateTransfers(TimedExtension):
                 self._server.timer.wake(0.0, DonorSilent(group, found.number, found.part))
 
     def on_timer(self) -> None:
-        """As `TimedExtension.on_timer`."""
         for group, found in list(self._transfers.items()):  # the timer may end one on another thread
             if found.donor != _NONE:
                 self._watch(group, found)
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         transfers: Iterable[tuple[int, _Transfer]] = self._transfers.items()
         return {"transfers": {group: field_values(found) for group, found in transfers}, "numbers": self._numbers}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self._numbers = state["numbers"]
         self._transfers = {
             group: _Transfer(number, donor, part, set(waiting), set(refused))

@@ -20,11 +20,9 @@ class ExchangedSteps(ValueObserver):
         self._values, self._untold, self._batches, self._rule = values, untold, batches, rule
 
     def before_values(self) -> None:
-        """As `ValueObserver.before_values`."""
         self._values.before_values()
 
     def after_values(self) -> None:
-        """As `ValueObserver.after_values`."""
         fragment = self._values.awaited
         self._values.after_values()
         if fragment is not None:

@@ -63,21 +63,17 @@ class RoundGradient(StagedGradient):
         }
 
     def sum_all(self) -> None:
-        """As `StagedGradient.sum_all`."""
         for bucket in self._buckets:
             if self.present(bucket):
                 self._mean.write(self._parts(bucket), self._buffers.view("mean", bucket))
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """As `StagedGradient.gradient`."""
         return self._mean.passing(self._parts(bucket))
 
     def segment(self, segment: Segment) -> torch.Tensor:
-        """As `StagedGradient.segment`."""
         return self._buffers.segment("mean", segment)
 
     def present(self, bucket: Bucket) -> int:
-        """As `StagedGradient.present`."""
         found = 0
         for source in self._sources.values():
             found |= source.present(bucket)
@@ -150,22 +146,18 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         return self._schedule.settings(hyper, spec, made.fragment, made.number, share)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
-        """As `StepPolicy.joint_gradient`."""
         model = self._server.state.known
         return RoundGradient(sources, self._mean, GroupBuffers(model.flats, SEVERAL_GROUPS), model.buckets)
 
     # --- what is known of the rounds -----------------------------------------------------------------------------
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         self.history.forget(group)
 
     def facts(self) -> Mapping[str, Any]:
-        """As `SnapshotParticipant.facts`."""
         return {"rounds": list(self.history.made)}
 
     def events(self) -> Sequence[Event]:
-        """As `ReportingExtension.events`."""
         listed = self.history.last
         last = tuple(f"{each.fragment} {each.number} {' '.join(map(str, each.groups))}" for each in listed)
         return (replace(self._counted(), last=last),)

@@ -75,10 +75,8 @@ class RoundTurns(ServerExtension):
         return [(worker, NextRound(self._pushes, fragment, seconds, back)) for worker in groups.workers[group]]
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         return {"last": self._last, "pushes": self._pushes, "seconds": self._seconds, "back": self._back}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self._last, self._pushes = state["last"], state["pushes"]
         self._seconds, self._back = dict(state["seconds"]), set(state["back"])

@@ -26,7 +26,6 @@ class SlowDeliveries(DeliveryObserver):
         self._turn = threading.Lock()
 
     def on_delivery(self, sender: Address, to: Address, message: Message) -> None:
-        """As `DeliveryObserver.on_delivery`."""
         event = traveled(sender, to, message)
         if event is None:
             return

@@ -8,6 +8,7 @@ from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoice
 from topotrain.extensions.outer_optimizer.outer_training import OuterOptimizerExtension
 from topotrain.extensions.resume.resume_extension import ResumeExtension
 from topotrain.extensions.tables.frontend.table_extension import TableExtension
+from topotrain.extensions.worker_values.worker_values import ValueExtension
 from topotrain.parallel.api.prepare_split import SplitExtension
 from topotrain.training.context import PrepareExtension
 
@@ -24,5 +25,6 @@ def prepare_extensions(choices: ExchangeChoices | None = None) -> tuple[PrepareE
         BackupExtension(),
         InPlaceExtension(),
         AssignmentExtension(),
+        ValueExtension(),
         ResumeExtension(),
     )

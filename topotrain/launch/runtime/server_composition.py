@@ -15,7 +15,7 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ServerExtension, makes_partial_steps
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
-from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
+from topotrain.extensions.elastic.eligibility import absent_groups, in_place_refusal, singly
 
 if TYPE_CHECKING:
     from topotrain.extensions.decision_record.server_order import ServerOrder
@@ -139,6 +139,10 @@ def _extensions(
         from topotrain.extensions.resume.worker_state_store import WorkerStateStore
 
         yield WorkerStateStore()
+    if me == (Role.SERVER, 0, 0) and installed("extensions.worker_values"):
+        from topotrain.extensions.worker_values.value_server import ValueServer
+
+        yield ValueServer(server, topology, absent_groups(job, topology))
 
 
 def installed(package: str) -> bool:

@@ -8,6 +8,7 @@ from topotrain.config.job import Compression
 from topotrain.config.topology import Topology
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.extensions.worker_values.value_client import ValueClient
 from topotrain.training.data.data_client import DataClient
 
 
@@ -16,7 +17,7 @@ def client_extensions(topology: Topology) -> tuple[ClientExtension, ...]:
     cluster = topology.cluster
     # Other groups wait for the steps of this one.
     waited_for = cluster.max_staleness is not None or cluster.outer is not None
-    found: list[ClientExtension] = [DataClient(waited_for), WorkerStateClient()]
+    found: list[ClientExtension] = [DataClient(waited_for), WorkerStateClient(), ValueClient(cluster)]
     if cluster.backup:
         from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 

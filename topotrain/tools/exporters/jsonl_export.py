@@ -28,7 +28,6 @@ class JsonLinesExport:
         self._path, self._private, self._reader = path, private, CurveReader()
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """As `Export.start`."""
         # The curves of a job that goes on follow those of its earlier start.
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)
         if self._private:
@@ -40,13 +39,11 @@ class JsonLinesExport:
         self._file = os.fdopen(fd, "w", encoding="utf-8")
 
     def update(self, history: JobHistory) -> None:
-        """As `Export.update`."""
         self._file.writelines(map(_line, self._reader.read(history)))
         # A reader follows the file while the job runs.
         self._file.flush()
 
     def end(self, code: int) -> None:
-        """As `Export.end`."""
         self._file.close()
 
 

@@ -92,11 +92,9 @@ class MetricsExport:
         return self._server.url
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """As `Export.start`."""
         self.update(history)
 
     def update(self, history: JobHistory) -> None:
-        """As `Export.update`."""
         self._server.show(history.summary())
 
     def end(self, code: int) -> None:

@@ -31,7 +31,6 @@ class TensorBoardExport:
         self._folder, self._private, self._reader = folder, private, CurveReader()
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """As `Export.start`."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._private:
@@ -44,7 +43,6 @@ class TensorBoardExport:
                 file.chmod(FILE_MODE)
 
     def update(self, history: JobHistory) -> None:
-        """As `Export.update`."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -55,5 +53,4 @@ class TensorBoardExport:
         self._writer.flush()
 
     def end(self, code: int) -> None:
-        """As `Export.end`."""
         self._writer.close()

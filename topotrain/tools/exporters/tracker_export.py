@@ -43,12 +43,10 @@ class TrackerExport:
     _step: int = 0
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """As `Export.start`."""
         job = history.view()["job"]
         self.tracker.start({name: job.get(name) for name in _JOB})
 
     def update(self, history: JobHistory) -> None:
-        """As `Export.update`."""
         values: dict[str, float] = {}
         for point in self._reader.read(history):
             # Groups do not step together, and trackers refuse a step that is smaller than the last one.
@@ -61,5 +59,4 @@ class TrackerExport:
             self.tracker.log(self._step, values)
 
     def end(self, code: int) -> None:
-        """As `Export.end`."""
         self.tracker.end(code)

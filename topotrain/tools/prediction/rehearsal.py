@@ -220,7 +220,6 @@ class Rehearsal(SimCluster, StepObserver):
         return range(first, first + -(-few // period) * period)
 
     def step_over(self, worker: RehearsedWorker) -> None:
-        """As `StepObserver.step_over`."""
         self._made += 1
         self._listener.stepped(self._made, self._most(self.measured.stop))
         if self.warm is None and self._is_over(self.measured.start):

@@ -86,11 +86,9 @@ class SimTimer(TimerHost):
         self._cluster, self._me = cluster, me
 
     def now(self) -> float:
-        """As `TimerHost.now`."""
         return self._cluster.sim.now
 
     def wake(self, seconds: float, message: Message) -> None:
-        """As `TimerHost.wake`."""
         cluster, me = self._cluster, self._me
 
         def handle() -> None:

@@ -102,7 +102,6 @@ class SimDisk:
     server: Address
 
     def execute(self, order: SnapshotOrder) -> None:
-        """As `SnapshotHost.execute`."""
         self.disks.execute(self.server, order)
 
 

@@ -202,11 +202,9 @@ class SimClock(Clock):
         self._sim = sim
 
     def now(self) -> int:
-        """As `Clock.now`."""
         return int(self._sim.now * 1e9)
 
     def thread(self) -> str:
-        """As `Clock.thread`."""
         return "simulated"
 
 
@@ -411,5 +409,4 @@ class SimSender:
         self._transport, self._me = transport, me
 
     def send(self, to: Address, message: Message) -> None:
-        """As `MessageSender.send`."""
         self._transport.send(self._me, to, message)

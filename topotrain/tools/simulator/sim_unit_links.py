@@ -56,11 +56,9 @@ class SimUnitLinks(UnitLinks):
         self._unit, self._sender = unit, sender
 
     def begin(self, workers: Sequence[Address], reduction: HostReduction) -> None:
-        """As `UnitLinks.begin`."""
         self._present.add(self._me, self._incarnation, reduction, self._unit)
 
     def send(self, to: Address, message: Message) -> None:
-        """As `UnitLinks.send`."""
         # A process may die while it handles a message, where no script could end. Its next wait ends it.
         with suppress(Killed):
             self._sender.send(to, message)

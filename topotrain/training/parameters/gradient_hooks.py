@@ -72,6 +72,8 @@ class GradientPath(ABC):
         self._task: int | None = None  # autograd's number of the backward that has begun
         self.private = False
         self.backwards = 0
+        self.ended = 0
+        """How many backwards, of all steps, have come to their end here."""
         # The optimizer of each parameter, and of each bucket, which has parameters of one only.
         self._optimizers = [parameter.optimizer for parameter in parts.parameters]
         self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
@@ -180,6 +182,7 @@ class GradientPath(ABC):
 
     def _finish_backward(self, task: int) -> None:
         self._task = None
+        self.ended += 1
         self._end()
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:

@@ -18,7 +18,6 @@ class ExchangeTimes(ClientExtension):
         self._measured: ExchangeTime | None = None
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel = channel
 
     def begin(self) -> None:
@@ -26,7 +25,6 @@ class ExchangeTimes(ClientExtension):
         self._began = self._channel.now()
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `ClientExtension.before_commit`."""
         with self._channel.waiter.update():
             measured, self._measured = self._measured, None
             self._step, self._missing = step, set(self._channel.servers)
@@ -34,7 +32,6 @@ class ExchangeTimes(ClientExtension):
             self._channel.send(self._channel.servers[0], measured)
 
     def on_applied(self, sender: Address, message: m.Applied) -> None:
-        """As `ClientExtension.on_applied`."""
         # Here, and not when the worker takes the values: that may be a whole step later.
         if message.step != self._step or sender not in self._missing:
             return

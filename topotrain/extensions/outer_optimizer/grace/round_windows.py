@@ -83,18 +83,15 @@ class RoundWindows(TimedExtension):
         return ()
 
     def on_timer(self) -> None:
-        """As `TimedExtension.on_timer`."""
         # The process of another copy has ended the windows, or is dead.
         for fragment, number in list(self._open.items()):  # the timer may end one on another thread
             self._server.timer.wake(0.0, WindowOver(fragment, number))
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         self._grace.answered(result.group, result.step, self._server.timer.now())
         return ()
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         self._grace.forget(group)
 
     # --- a second copy -----------------------------------------------------------------------------------------------

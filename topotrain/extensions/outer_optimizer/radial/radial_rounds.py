@@ -131,13 +131,11 @@ class RadialGradient(RoundGradient):
                 yield factors[group], part
 
     def sum_all(self) -> None:
-        """As `StagedGradient.sum_all`."""
         for bucket in self._buckets:
             if self.present(bucket):
                 self._buffers.view("mean", bucket).copy_(self.gradient(bucket))
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """As `StagedGradient.gradient`."""
         found = [(at, self._factors[t]) for t, at in self._tensors.inside(bucket) if t in self._factors]
         if len(found) < len(bucket.pieces):
             # Of several groups the mean is in memory of its own, so it may be changed.
@@ -203,7 +201,6 @@ class RadialRounds(OuterRounds):
         self._forget(group)
 
     def reset_worker(self, worker: Address) -> None:
-        """As `ServerExtension.reset_worker`."""
         super().reset_worker(worker)
         self._forget(worker.group)
 
@@ -220,7 +217,6 @@ class RadialRounds(OuterRounds):
         self._rows[decision.group] = unpack_rows(decision.measured, len(self._groups), divided)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
-        """As `StepPolicy.joint_gradient`."""
         model, tensors = self._server.state.known, self._of_model()
         divided = tensors.divided(next(iter(sources.values())).first.optimizer)
         products = joined_products({group: self._rows[group] for group in sources}, self._groups, divided)
@@ -230,10 +226,8 @@ class RadialRounds(OuterRounds):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         return {**super().state_dict(), "resets": self._resets}
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         super().load_state_dict(state)
         self._resets = dict(state["resets"])

@@ -223,9 +223,7 @@ class VirtualClock(Clock):
         self._work = work
 
     def now(self) -> int:
-        """As `Clock.now`."""
         return round(self._work.now() * 1e9)
 
     def thread(self) -> str:
-        """As `Clock.thread`."""
         return "messages" if self._work.handling else "MainThread"

@@ -153,16 +153,13 @@ class CountedEndpoint(Endpoint):
         self._endpoint, self._work = endpoint, work
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `Endpoint.place`."""
         return self._endpoint.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `Endpoint.handle`."""
         with self._work.meter.counting():
             self._endpoint.handle(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """As `Endpoint.lost`."""
         self._endpoint.lost(peer, reason)
 
 
@@ -184,7 +181,6 @@ class Delivery(SentMessage):
     nbytes: int
 
     def leave(self) -> None:
-        """As `SentMessage.leave`."""
         self.transport.carry(self)
 
     def arrive(self) -> None:
@@ -192,7 +188,6 @@ class Delivery(SentMessage):
         self.transport.receive(self)
 
     def handle(self) -> None:
-        """As `HandledMessage.handle`."""
         self.transport.hand_over(self)
 
 
@@ -216,7 +211,6 @@ class RehearsedTransport(SimulatedTransport):
         self._work[me] = work
 
     def attach(self, me: Address, resident: Endpoint) -> str:
-        """As `SimulatedTransport.attach`."""
         return super().attach(me, CountedEndpoint(resident, self._work[me]))
 
     def _viewable(self, me: Address, to: Address) -> bool:

@@ -74,12 +74,10 @@ class ReceivedValues(ValueObserver):
         self.under_way = False
 
     def before_values(self) -> None:
-        """As `ValueObserver.before_values`."""
         self._observer.before_values()
         self.under_way = True
 
     def after_values(self) -> None:
-        """As `ValueObserver.after_values`."""
         self._observer.after_values()
         self.under_way = False
         self._pace.taken()
@@ -130,13 +128,11 @@ class WatchedOptimizer(InnerOptimizer):
         self._pace, self.received = pace, ReceivedValues(ValueObserver(), pace)
 
     def observer(self, holder: ParameterHolder) -> ValueObserver:
-        """As `LocalSteps.observer`."""
         self.received = ReceivedValues(super().observer(holder), self._pace)
         return self.received
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
-        """As `LocalSteps.sum_as_gradient`."""
         self._pace.push()
         with super().sum_as_gradient():
             yield
@@ -311,7 +307,6 @@ class IslandTrial(ElasticTrial):
         return self._left_before | made
 
     def may_be_lost(self, cell: int) -> bool:
-        """As `SimCluster.may_be_lost`."""
         left = self._left_groups
         makers = self._makers.get(cell, set())
         return cell in self.left_cells and all(process.dead or process.me.group in left for process in makers)

@@ -26,7 +26,6 @@ class PeerSender(MessageSender):
         self._sender = sender
 
     def send(self, to: Address, message: Message) -> None:
-        """As `MessageSender.send`."""
         # A process may die while it handles a message, where no script could end. Its next wait ends it.
         with suppress(Killed):
             self._sender.send(to, message)

@@ -1,0 +1,101 @@
+"""Jobs of real processes whose scripts exchange values over their workers (`tt.mean` and the like)."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, JobRunner
+
+pytestmark = pytest.mark.journey
+
+PROGRAM = "together.py"
+ISLANDS = (
+    "nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true sync_freq: 3 "
+    "outer { type: kNesterov momentum: 0.5 learning_rate { type: kFixed base_lr: 0.7 } }"
+)
+
+
+def values(workspace: Path, out: str, over: str) -> dict[int, str]:
+    """What each worker printed."""
+    text = out + "".join(log.read_text() for log in (workspace / "logs").glob("worker-*.log"))
+    return {int(rank): found for rank, found in re.findall(rf"values {over} (\d): (.*)", text)}
+
+
+def expected(ranks: range) -> str:
+    odd, n = [rank for rank in ranks if rank % 2], len(ranks)
+    weighted = sum(rank * rank for rank in ranks) / sum(ranks) if ranks == range(4) else 0.0
+    gathered = [rank for rank in ranks for _ in range(1 + rank % 2)]
+    found = [sum(ranks) / n + 0.5, weighted, 1.0, sum(10**rank for rank in ranks), [n, len(odd)], ranks[-1]]
+    halves = torch.tensor([sum(ranks) / n, 1.0], dtype=torch.bfloat16).tolist()
+    return str([*found, ranks[0] + 0.1, True, halves, gathered, len(odd), ranks[0], float(sum(ranks) + n)])
+
+
+@pytest.mark.parametrize("cluster", [DOWNPOUR, ISLANDS], ids=["downpour", "islands"])
+def test_all_workers_of_a_group_and_of_a_job_get_the_same_values(runner: JobRunner, cluster: str) -> None:
+    ended = runner.run(cluster, PROGRAM, "agree")
+    group, job = (values(ended.workspace, ended.out, over) for over in ("group", "job"))
+    first, second = expected(range(2)), expected(range(2, 4))
+    assert group == {0: first, 1: first, 2: second, 3: second}
+    assert job == dict.fromkeys(range(4), expected(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "cluster", "said"),
+    [
+        ("left out", ALLREDUCE, "worker 0/1 called tt.mean after 3 steps, worker 0/[02] went on without this call"),
+        ("left out", ISLANDS, "worker ./1 called tt.mean after 3 steps, worker ./0 went on without this call"),
+        ("other", ALLREDUCE, "called tt.(sum|max) after 3 steps, worker 0/. called tt.(sum|max) after 3 steps"),
+        ("scopes", DOWNPOUR, r'called tt.sum(\(over="job"\))? after 3 steps, worker ./. called tt.sum'),
+        ("ended", ALLREDUCE, "worker 0/1 called tt.gather after 4 steps, worker 0/[02] ended its script after 4 steps"),
+        ("shapes", ALLREDUCE, r"tt.sum = .*of shape \(1,\).*: must be of one kind on all workers: worker 1"),
+        ("pickled", ALLREDUCE, "tt.broadcast = .*: must be of numbers, texts"),
+        ("report", ALLREDUCE, "tt.mean in an evaluation that the main worker makes alone"),
+    ],
+)
+def test_a_call_that_some_workers_leave_out_is_an_error_by_name(
+    runner: JobRunner, mode: str, cluster: str, said: str
+) -> None:
+    ended = runner.run(cluster, PROGRAM, mode, code=1 if mode == "report" else 2)
+    assert re.search(said, ended.err), ended.err
+
+
+@pytest.mark.parametrize(
+    ("over", "cluster"),
+    [
+        ("group", "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"),
+        ("group", DOWNPOUR),
+        ("job", "nworker_groups: 2 server_worker_separate: true"),
+    ],
+    ids=["group", "one of two groups", "job"],
+)
+def test_calls_are_made_again_with_the_steps_after_a_death(runner: JobRunner, over: str, cluster: str) -> None:
+    once = runner.folder / "once"
+    ended = runner.run(cluster, PROGRAM, "dies", str(once), over, extra="on_failure: kContinue checkpoint_freq: 3")
+    (incident,) = ended.report["incidents"]
+    whole = "the whole job starts again" if over == "job" else "starts again (incarnation 1)"
+    assert once.exists() and whole in incident["action"], incident
+    assert ended.report["metrics"]["ranks"] == 2
+
+
+@pytest.mark.parametrize("cluster", [ALLREDUCE, DOWNPOUR, ISLANDS], ids=["allreduce", "downpour", "islands"])
+def test_buffers_begin_with_the_values_of_the_main_worker(runner: JobRunner, cluster: str) -> None:
+    """As its parameters do, also whole numbers and those outside the state."""
+    ended = runner.run(cluster, PROGRAM, "buffers")
+    right = str([[1.0] * 3, 7, [True, False, True], [float(i) for i in range(9)]])
+    assert set(values(ended.workspace, ended.out, "buffers").values()) == {right}
+    assert ended.final["shift"].tolist() == [1.0] * 3 and ended.final["count"] == 7
+
+
+def test_a_loss_over_all_samples_and_their_statistics_are_those_of_plain_python(runner: JobRunner) -> None:
+    """`tt.gather` with a gradient, and SyncBatchNorm; shares are unequal, and some are empty."""
+    out = runner.folder / "plain.pt"
+    subprocess.run([sys.executable, PROGRAMS / "whole_batch.py", out], check=True, timeout=120)
+    plain = torch.load(out, weights_only=True)
+    hidden = "nworker_groups: 1 nworkers_per_group: 2 server_worker_separate: true"
+    for number, (cluster, extra) in enumerate([(ALLREDUCE, ""), (SANDBLASTER, ""), (hidden, "grads: kHidden")]):
+        final = runner.run(cluster, "whole_batch.py", extra=extra, name=f"job{number}").final
+        far = {name: float((final[name].double() - value.double()).abs().max()) for name, value in plain.items()}
+        assert final.keys() == plain.keys() and max(far.values()) < 1e-5, (cluster, far)
