@@ -294,7 +294,7 @@ def test_workers_that_step_with_different_optimizers_are_named(grads):
         t.optimizer[t.me.index % 2].step()
 
     with pytest.raises(
-        JobError, match=r"workers \d and \d of a group disagree about the optimizer .* in step 0: [01] and"
+        JobError, match=r"workers \d and \d of a group disagree about the optimizer .* in step 1: [01] and"
     ):
         run_local(job_of("sandblaster", grads=grads), parts_of_one_model, script)
 

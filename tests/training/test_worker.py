@@ -333,17 +333,6 @@ def test_two_dtypes_and_tiny_models_on_many_servers():
 # --- disagreements -----------------------------------------------------------------------------------------------
 
 
-def test_unequal_numbers_of_backwards_name_both_workers():
-    def script(t):
-        t.backward(t.losses(cross_entropy, *vectors(1)[0]))
-        if t.me.index == 2:
-            t.backward(t.losses(cross_entropy, *vectors(1)[0]))
-        t.optimizer.step()
-
-    with pytest.raises(JobError, match=r"unequal numbers of backwards.*worker [01] .*worker 2 "):
-        run_local(job_of(), building(), script)
-
-
 def test_hyperparameters_that_differ_within_a_group_are_an_error():
     def script(t):
         t.optimizer.param_groups[0]["lr"] = 0.1 + t.me.index

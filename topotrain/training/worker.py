@@ -376,7 +376,7 @@ class Worker(BatchAccounting):
             steps.begin(step, end)
             if not self._local.is_used:
                 self._check()  # the servers work meanwhile
-            outcome = steps.finish(step, end)
+            outcome = steps.finish(step, end, self._join)
             if not outcome.late:
                 self._count(outcome, self._own_steps)
         # Servers keep the last hyper-parameters, so unchanged ones are not sent again.
@@ -393,6 +393,12 @@ class Worker(BatchAccounting):
         for extension in self._hooks.after_commit:
             extension.after_commit(outcome)
         return outcome
+
+    def _join(self, end: StepEnd) -> StepEnd:
+        """Take part in a backward of others after this worker's commit; return the new commit."""
+        self.path.join()
+        path = self.path
+        return replace(end, backwards=path.backwards, edited=0, dropped=0, ages=path.ages, resets=path.resets)
 
     def _end_of(self, number: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
         """Send the remaining gradients; return the commit and the hyper-parameters."""
@@ -425,6 +431,8 @@ class Worker(BatchAccounting):
             clip_norm=clip_norm,
             clip_type=clip_type,
             optimizer=number,
+            ages=() if self._local.is_used else self.path.ages,
+            resets=self.path.resets,
         )
         return end, hyper
 

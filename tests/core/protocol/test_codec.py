@@ -99,7 +99,7 @@ NUMBERS = {
     26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue PairOffer PairReply",
     34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp PairTaken",
     40: "ModelBufferValue FinalRequest BufferRequest LastWrites",
-    44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined",
+    44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined JoinBackward",
     50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",
     60: "StateRequest StatePart WorkerStatePart WorkerStateRequest SnapshotRequest SnapshotPart Remainder",
     70: "CollectivePart",

@@ -143,8 +143,9 @@ class Group:
         body = torch.full((self.buckets[bucket].hi - self.buckets[bucket].lo,), float(value))
         return self.staging.push(worker, Push(self.staging.step, ordinal, bucket, weight, bytes([present])), body)
 
-    def end(self, worker, pushed, ordinal=0, weight=1.0):
-        return self.staging.end(worker, BackwardEnd(self.staging.step, ordinal, weight, bytes([pushed])))
+    def end(self, worker, pushed, ordinal=0, weight=1.0, absent=False):
+        message = BackwardEnd(self.staging.step, ordinal, weight, bytes([pushed]), absent=absent)
+        return self.staging.end(worker, message)
 
     def backward(self, values, ordinal=0):
         for worker, value in enumerate(values):
@@ -395,29 +396,51 @@ def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
 # --- disagreement ------------------------------------------------------------------------------------------------
 
 
-def test_unequal_backwards_name_both_workers_whichever_comes_first():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_committed_worker_joins_a_backward_of_another_whichever_comes_first(late):
     group = Group(2)
     group.backward((1, 1))
+    for say in reversed((lambda: group.commit(0), lambda: group.push(1, 0, 1, ordinal=1))[:: 1 if late else -1]):
+        say()
+    assert list(group.staging.take_joins()) == [(0, 1)] and not list(group.staging.take_joins())
+    group.end(1, 0b01, ordinal=1)
+    group.commit(1, backwards=2)
+    assert not group.staging.try_stage()
+    group.end(0, 0, ordinal=1, absent=True)
+    assert group.staging.closed(1) is not None
+    # What the script of the absent worker has made of a gradient that it has not seen does not count.
+    group.commit(0, backwards=2, edited=b"\x01")
+    assert group.staging.try_stage() and group.staging.first.edited == b""
+
+
+def test_a_commit_that_comes_twice_does_not_replace_that_of_a_joined_backward():
+    group = Group(2)
+    group.commit(0, backwards=0)
+    group.push(1, 0, 1)
+    group.end(1, 0b01)
+    group.end(0, 0, absent=True)
+    group.commit(0, backwards=0)
+    assert not group.staging.commits
     group.commit(0)
-    with pytest.raises(StepError, match=r"worker 0 .*after 1, worker 1 is in backward number 2; .*tt.local"):
-        group.push(1, 0, 1, ordinal=1)
-    other = Group(2)
-    other.backward((1, 1))
-    other.push(1, 0, 1, ordinal=1)
-    with pytest.raises(StepError, match=r"worker 0 .*after 1, worker 1 is in backward number 2"):
-        other.commit(0)
+    group.commit(0, backwards=0)
+    assert group.staging.commits[0].backwards == 1
+
+
+def test_backwards_of_different_batches_are_refused():
+    group = Group(2, visible=False)
+    group.commit(0, ages=(1,))
+    with pytest.raises(StepError, match="workers 0 and 1 of a group take different batches into step 1"):
+        group.commit(1)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"backwards": 2}, "the number of backwards"),
-        ({"hyper": b'[{"lr":0.1}]'}, r'hyper-parameters in step 0: .*\[{"lr":0.1}\]'),
+        ({"hyper": b'[{"lr":0.1}]'}, r'hyper-parameters in step 1: .*\[{"lr":0.1}\]'),
         ({"inv_scale": 0.5}, "the loss scale"),
         ({"edited": b"\x01"}, "which gradients the script changed"),
         ({"dropped": b"\x01"}, "set to None"),
         ({"clip_norm": 1.0}, "clipping"),
-        ({"marks": (1, 0, 0)}, "batches"),
     ],
 )
 def test_commits_must_agree_and_the_error_names_both_workers(change, words):

@@ -88,6 +88,7 @@ class Client:
             m.ReducedGradient: self.gradients.on_mean,
             m.BackwardReduced: self.gradients.on_reduced,
             m.Applied: self.steps.on_applied,
+            m.JoinBackward: self.steps.on_join,
             m.Fail: self.channel.on_failure,
         }
         # Only a restarted worker gets WorkerRejoined, and has to check whether a message is for it.

@@ -87,6 +87,8 @@ class StepEnd:
     samples: int = 0
     optimizer: int = 0
     counts: bool = True
+    ages: tuple[int, ...] = ()
+    resets: int = 0
 
 
 VALUE_CHANGE = StepEnd(backwards=0, weight=0.0, fetch=False, hyper=b"", marks=(), counts=False)

@@ -22,6 +22,9 @@ Means = dict[int, tuple[int, torch.Tensor]]
 """Bucket number -> bitmap of its pieces, and their mean as a 1-D view that stays until the next push."""
 
 
+Join = Callable[[StepEnd], StepEnd]
+
+
 class GradientExchange:
     """How the workers of a group add up the gradients of a backward, or of a step.
 
@@ -53,8 +56,14 @@ class GradientExchange:
         """
         raise NotImplementedError
 
-    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
-        """This worker's backward is over; `pushed` is a bitmap over all buckets."""
+    absent: tuple[int, ...] = ()
+    """The workers that the last means have named as absent (`BackwardReduced`)."""
+
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
+        """This worker's backward is over; `pushed` is a bitmap over all buckets.
+
+        absent: as in `BackwardEnd`.
+        """
         raise NotImplementedError
 
     def wait_means(self) -> tuple[Means, int]:
@@ -121,7 +130,7 @@ class ServerReduction(GradientExchange):
             message = m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body)
             self.channel.send(self.model.reducer_of(bucket), message)
 
-    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
         """As `GradientExchange.end_backward`."""
         # Again, for a backward without any push.
         self._backward = (step, ordinal)
@@ -129,7 +138,7 @@ class ServerReduction(GradientExchange):
             lo, count = self.model.reduced_by(server)
             # Each server gets only the part of the bitmap with the buckets that it adds up.
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
-            self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits))
+            self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits, absent))
 
     def wait_means(self) -> tuple[Means, int]:
         """As `GradientExchange.wait_means`."""
@@ -145,6 +154,7 @@ class ServerReduction(GradientExchange):
             # From here on a mean that is delivered twice is dropped.
             self._backward = None
             written = self._written()
+            self.absent = next((done.absent for done in self._reduced.values()), ())
             self._reduced.clear()
             means, self._means = self._means, {}
         return means, written
@@ -214,6 +224,7 @@ class StepCommit:
         self._gradients, self._hooks = gradients, hooks
         self._applied: dict[Address, m.Applied] = {}
         self._begun: tuple[int, bool] | None = None  # step, and whether its values are awaited
+        self._join: tuple[int, int] | None = None  # (step, ordinal) of the last backward that others make without it
 
     def commit(self, step: int, end: StepEnd) -> StepOutcome:
         """Commit a step and wait until it is applied, and with `fetch` for its values."""
@@ -245,6 +256,9 @@ class StepCommit:
         self._begun = step, end.fetch
         # Before the commit is sent, because values may come back at once.
         self._values.begin_step(step, end.fetch, end.optimizer)
+        self._send(step, end)
+
+    def _send(self, step: int, end: StepEnd) -> None:
         for server in self._channel.servers:
             self._channel.send(server, self._commit_for(server, step, end))
 
@@ -252,13 +266,26 @@ class StepCommit:
         """Go on at once. `settled` gets the outcome in the next `ValuePull.settle`."""
         self._values.defer(lambda: settled(self.finish(step, end)))
 
-    def finish(self, step: int, end: StepEnd) -> StepOutcome:
+    def finish(self, step: int, end: StepEnd, join: Join | None = None) -> StepOutcome:
         """Wait until the step is applied. Raises JobError, PeerLost.
 
         With `fetch` it also waits for the new values.
+
+        join: takes part in a backward that others of the group make, and returns the commit that counts instead.
         """
+
+        def joins() -> bool:
+            return join is not None and self._join == (step, end.backwards)
+
         with self._channel.spans.span("wait for apply"):
-            self._channel.wait_until(lambda: self._hooks.overtaken(step) is not None or self._is_applied(step))
+            while True:
+                self._channel.wait_until(
+                    lambda: self._hooks.overtaken(step) is not None or self._is_applied(step) or joins()
+                )
+                if join is None or not joins() or self._hooks.overtaken(step) is not None:
+                    break
+                end = join(end)
+                self._send(step, end)
         # The servers drop a commit that comes too late, so no reply to it will come.
         late = self._hooks.overtaken(step)
         if late is not None:
@@ -288,6 +315,15 @@ class StepCommit:
             self._applied[sender] = message
             for extension in self._hooks.on_applied:
                 extension.on_applied(sender, message)
+
+    def on_join(self, sender: Address, message: m.JoinBackward) -> None:
+        """Others of the group are in a backward that this worker's commit leaves out."""
+        # Each server says so by itself, and some when the worker has joined already.
+        if self._values.lazy:
+            words = "a worker cannot make fewer backwards in a step than others of its group with pull: kLazy"
+            self._channel.on_failure(sender, m.Fail(f"{words}: use pull: kStep, or let it make a backward of zero"))
+        elif self._begun is not None and message.step == self._begun[0]:
+            self._join = max(self._join or (0, 0), (message.step, message.ordinal))
 
     def _is_applied(self, step: int) -> bool:
         # All shards, since a step is applied on all of them or on none.
@@ -333,4 +369,6 @@ class StepCommit:
             samples=end.samples,
             optimizer=end.optimizer,
             counts=end.counts,
+            ages=end.ages,
+            resets=end.resets,
         )

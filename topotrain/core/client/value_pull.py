@@ -37,7 +37,7 @@ class ValuePull:
         self._in_part: int | None = None  # the awaited values are those of this optimizer's parameters; None: of all
         self._partial = False
         self._fetches = 0  # equal on all workers of the group, so that they are shown the same moment
-        self._lazy = False
+        self.lazy = False
         self._early = False
         self._deferred: Callable[[], None] | None = None
 
@@ -50,7 +50,7 @@ class ValuePull:
         """
         # In a split model the servers send a worker only the buckets that it holds.
         self._awaited = len(self._model.held)
-        self._lazy, self._partial = lazy, partial
+        self.lazy, self._partial = lazy, partial
         # In shared memory the reply to the commit announces the values, unless the pull is lazy.
         self._early = streams and (lazy or not self._model.windowed)
 
@@ -124,7 +124,7 @@ class ValuePull:
     def _arrives(self, fetch: bool) -> bool:
         """Whether values of a step are awaited."""
         # In shared memory the values are new when the step is applied. Lazily they are announced by bucket.
-        return fetch and (self._lazy or not self._model.windowed)
+        return fetch and (self.lazy or not self._model.windowed)
 
     def _expect(self, number: int) -> None:
         # Values pushed early may be here already, and clearing them would lose them.

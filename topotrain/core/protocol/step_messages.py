@@ -119,6 +119,7 @@ class BackwardEnd(Message):
     Attributes:
         pushed: a bit for each of the server's buckets that was pushed.
         exits: the number of loops over the loader that this worker's script has left early so far.
+        absent: the worker has called `step()` before this backward of others (`JoinBackward`). It has no gradient.
     """
 
     step: int
@@ -126,6 +127,7 @@ class BackwardEnd(Message):
     weight: float
     pushed: bytes
     exits: int = 0
+    absent: bool = False
 
     def is_valid(self) -> bool:
         return 0 <= self.weight <= MOST_SAMPLES and self.ordinal >= 0 and 0 <= self.exits < MOST
@@ -139,12 +141,26 @@ class BackwardReduced(Message):
     Attributes:
         contributed: a bit for each bucket with a ReducedGradient.
         written: a bit for each of the server's pieces with a mean in the worker's window "grad". Empty: no piece.
+        absent: the workers whose scripts cannot change the step's gradients: absent ones, and those without a process.
     """
 
     step: int
     ordinal: int
     contributed: bytes
     written: bytes = b""
+    absent: tuple[int, ...] = ()
+
+
+@message(49, FROM_SERVER)
+@dataclass(frozen=True, slots=True)
+class JoinBackward(Message):
+    """Server -> worker: others of the group make this backward after the worker's commit, which is void.
+
+    The worker ends the backward without a gradient and commits again.
+    """
+
+    step: int
+    ordinal: int
 
 
 @message(12, FROM_SERVER, sent="reduce (send)")
@@ -181,7 +197,9 @@ class Commit(Message):
 
     Attributes:
         backwards: the number of reductions in the step.
+        ages: for each of them, how many batches the script was given after it. Empty: none after any.
         revisions: for replacing pushes, a byte per bucket of the server: the revision that counts, or 255 for none.
+        resets: how often gradients of the step were dropped before a later backward, by the script or an exception.
         edited, dropped: a bit per piece of the server: the script has changed the gradient, or set it to None.
         hyper: JSON of the parameter groups' hyper-parameters. Empty: unchanged.
         marks: flat triples (stream, first, last) of the data batches that this step consumed.
@@ -211,6 +229,8 @@ class Commit(Message):
     samples: int = 0
     optimizer: int = 0
     counts: bool = True
+    ages: tuple[int, ...] = ()
+    resets: int = 0
 
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0

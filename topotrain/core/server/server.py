@@ -227,6 +227,8 @@ class Server:
         for other in self.hooks.on_handled:
             other.on_handled(extension)
         model = self.state.model
+        if extension in self.hooks.draw_awaited and model is not None and sender.group in model.staging:
+            self.contributions.check_draws(sender.group)
         # The message may be the last thing that the step of this group has waited for.
         if extension in self.hooks.may_stage and model is not None and sender.group in model.staging:
             self.contributions.try_stage(sender.group)

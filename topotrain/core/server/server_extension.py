@@ -174,6 +174,10 @@ class ServerExtension:
 
     # --- a worker, a group, and the job ------------------------------------------------------------------------------
 
+    def draw_awaited(self, worker: Address) -> m.Message | None:
+        """What worker (0,0) has to know if this worker waits for its draw."""
+        return None
+
     def on_lost(self, worker: Address) -> None:
         """The process of a worker is gone."""
 
@@ -365,6 +369,7 @@ class ExtensionHooks:
         self.step_over = overriding(extensions, ServerExtension.step_over)
         changes = {change for extension in extensions for change in extension.decrees}
         self.on_decree = {change: tuple(each for each in extensions if change in each.decrees) for change in changes}
+        self.draw_awaited = overriding(extensions, ServerExtension.draw_awaited)
         self.on_lost = overriding(extensions, ServerExtension.on_lost)
         self.on_finish = overriding(extensions, ServerExtension.on_finish)
         self.on_reconnect = overriding(extensions, ServerExtension.on_reconnect)

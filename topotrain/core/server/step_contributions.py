@@ -130,6 +130,7 @@ class StepContributions:
         # A backward that is still open waits for all workers, also for one with an ended script.
         if staging.waits:
             self.check_all_continue(sender.group)
+            self.check_draws(sender.group)
         for extension in self._hooks.backward_ended:
             self._queue.send_all(extension.backward_ended(sender, message))
 
@@ -155,7 +156,9 @@ class StepContributions:
         if closed is not None and not model.on_arrival:
             bits = int_to_bits(closed[0], len(model.buckets))
             written = int_to_bits(closed[1], model.pieces) if closed[1] else b""
-            self._queue.send_each(workers, m.BackwardReduced(staging.step, ordinal, bits, written))
+            there = {*staging.participants} - staging.absent
+            absent = tuple(index for index in range(self._workers) if index not in there)
+            self._queue.send_each(workers, m.BackwardReduced(staging.step, ordinal, bits, written, absent))
         self.try_stage(group)
 
     def rates(self, sender: Address, message: m.StepRates) -> None:
@@ -184,6 +187,14 @@ class StepContributions:
         for index, steps in () if self._partial else self._groups.finished(group).items():
             raise StepError(ended_first(index, steps))
 
+    def check_draws(self, group: int) -> None:
+        """Tell worker (0,0), if it waits in a step for workers that wait for its draw."""
+        # It knows whether it has drawn. On a transport that reorders, the draw may be on its way.
+        workers = self._groups.workers[group]
+        for index in self._state.known.staging[group].awaited_by(0) if group == 0 and self._hooks.draw_awaited else ():
+            said = (each.draw_awaited(workers[index]) for each in self._hooks.draw_awaited)
+            self._queue.send_all((workers[0], each) for each in said if each is not None)
+
     def override(self, sender: Address, message: m.GradientOverride) -> None:
         """A bucket's gradient as a script has left it."""
         staging = self.current_source(sender, message.step)
@@ -211,6 +222,7 @@ class StepContributions:
         hyper = message.hyper or self._hyper.last_of(sender)
         self._hyper.receive(sender, hyper)
         staging.commit(sender.index, replace(message, hyper=hyper))
+        self.check_draws(sender.group)
         self.try_stage(sender.group)
         for extension in self._hooks.committed:
             self._queue.send_all(extension.committed(sender, message))
@@ -243,6 +255,8 @@ class StepContributions:
     def try_stage(self, group: int) -> None:
         """Vote for the group's step, if all that it needs has just become complete."""
         staging = self._state.known.staging[group]
+        for worker, ordinal in staging.take_joins() if staging.commits else ():
+            self._queue.send(self._groups.workers[group][worker], m.JoinBackward(staging.step, ordinal))
         # Extensions are asked last: most messages come before the last commit.
         if not self._partial and len(staging.commits) < len(staging.participants):
             return

@@ -12,7 +12,7 @@ from topotrain.core.server.gradients.committed_pushes import CommittedPushes
 class QuorumPushes(CommittedPushes):
     """Collects complete contributions, and adds up those that the decision names."""
 
-    may_differ = ("hyper", "marks")  # the workers are not always at the same batch
+    may_differ = ("backwards", "hyper", "marks")  # the workers are not always at the same batch
 
     def forget(self, worker: int) -> None:
         """As `GradientSource.forget`."""

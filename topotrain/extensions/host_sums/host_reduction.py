@@ -197,9 +197,9 @@ class HostReduction(ServerReduction):
         with self.channel.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
             self._give(bucket.shard, HostGradient(step, ordinal, bucket.id, weight, bits, body=body))
 
-    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
         """As `GradientExchange.end_backward`."""
-        super().end_backward(step, ordinal, weight, pushed)
+        super().end_backward(step, ordinal, weight, pushed, absent)
         message = HostBackwardEnd(step, ordinal, int_to_bits(pushed, len(self.model.map.buckets)))
         # By lead: it may add up for several servers.
         leads = {self._unit.lead(shard): shard for shard in sorted(self._unit.shards) if self._adds(shard, step)}

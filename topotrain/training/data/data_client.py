@@ -11,6 +11,7 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client_context import ClientModel, ServerChannel
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.value_pull import ValuePull
+from topotrain.core.server.gradients.gradient_source import SAME_BATCHES
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LEAVES
 from topotrain.training.data.sampling import Chunk
@@ -32,7 +33,7 @@ class DataClient(ClientExtension):
         bounded: other groups may wait for the steps of this one.
     """
 
-    messages = (Lease, m.GroupIdle, m.AppliedBatchesReply, DrawnBatches)
+    messages = (Lease, m.GroupIdle, m.AppliedBatchesReply, DrawnBatches, DrawRequest)
 
     def __init__(self, bounded: bool) -> None:
         self._bounded = bounded
@@ -43,6 +44,7 @@ class DataClient(ClientExtension):
         self.done_by_others = 0
         """As the last lease has it."""
         self._observer = DrawObserver()
+        self._put = (-1, -1)  # epoch and chunk of this worker's last draw
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         self._channel, self._values = channel, values
@@ -50,6 +52,14 @@ class DataClient(ClientExtension):
 
     def handle(self, sender: Address, message: m.Message) -> None:
         """Keep a reply to the last request."""
+        if isinstance(message, DrawRequest):
+            # This worker waits for the other one in a step.
+            if (message.epoch, message.chunk) > self._put:
+                words = (
+                    f"worker {message.worker} of the group is at the end of its batches, and has left out the step of"
+                )
+                self._channel.on_failure(sender, m.Fail(f"{words} this worker; {SAME_BATCHES}"))
+            return
         # A reply to an earlier request, delivered once more, is dropped.
         if self._answers(message):
             self._replies.append(message)
@@ -107,6 +117,7 @@ class DataClient(ClientExtension):
         keep: as in DrawnBatches.
         """
         self._observer.draw(epoch, chunk)
+        self._put = epoch, chunk
         sizes, indices, end = drawn
         self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices), keep))
 

@@ -114,16 +114,18 @@ class DrawnBatches(Message):
         return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.chunk < MOST
 
 
-@message(54, TO_DATA_SERVICE)
+@message(54, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class DrawRequest(Message):
     """Worker -> server (0,0): request for a chunk of the epoch's draw.
 
-    The reply is DrawnBatches number `chunk`, as soon as they have arrived.
+    The reply is DrawnBatches number `chunk`, as soon as they have arrived. While worker (0,0) waits in a step for this
+    `worker`, it is told of the request.
     """
 
     epoch: int
     chunk: int
+    worker: int = 0
 
     def is_valid(self) -> bool:
         return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.chunk < MOST

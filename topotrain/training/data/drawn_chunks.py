@@ -116,6 +116,11 @@ class DrawnChunks:
         self._check_continues()
         return self._serve(key)
 
+    def awaited(self, worker: Address) -> DrawRequest | None:
+        """The request of a worker for a chunk that is not here."""
+        keys = [key for key, chunk in self._chunks.items() if worker in chunk.held]
+        return DrawRequest(*max(keys), worker.index) if keys else None
+
     def end(self, steps: int) -> None:
         """The script of worker (0,0) has ended, and draws no more.
 

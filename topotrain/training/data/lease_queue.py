@@ -245,6 +245,10 @@ class LeaseQueue(RegroupExtension):
                 return self._draws.ask(sender, message)
         raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
+    def draw_awaited(self, worker: Address) -> Message | None:
+        """As `ServerExtension.draw_awaited`."""
+        return self._draws.awaited(worker)
+
     def on_finish(self, worker: Address, steps: int) -> None:
         """Draws come from worker (0,0). Raises StepError if another worker waits for one."""
         if worker == (Role.WORKER, 0, 0):

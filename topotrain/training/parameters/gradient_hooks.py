@@ -74,6 +74,9 @@ class GradientPath(ABC):
         self.backwards = 0
         self.ended = 0
         """How many backwards, of all steps, have come to their end here."""
+        self.resets = 0
+        """As `Commit.resets`."""
+        self._places: list[int] = []  # by backward: the batches that the script was given in the step before it
         # The optimizer of each parameter, and of each bucket, which has parameters of one only.
         self._optimizers = [parameter.optimizer for parameter in parts.parameters]
         self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
@@ -138,6 +141,31 @@ class GradientPath(ABC):
             yield
         finally:
             self.private = False
+
+    @property
+    def ages(self) -> tuple[int, ...]:
+        """As `Commit.ages`."""
+        now = len(self._batches)
+        found = tuple(now - place for place in self._places)
+        return found if any(found) else ()
+
+    def join(self) -> None:
+        """In `step()`: take part in a backward of others, without a gradient."""
+        self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), 0, absent=True)
+        self._count_absent()
+
+    def _count(self) -> None:
+        """A backward of this worker is over."""
+        self.backwards += 1
+        self._places.append(len(self._batches))
+
+    def _count_absent(self) -> None:
+        """A backward of others is over."""
+        now = len(self._batches)
+        # The batch of others may count for more than zero, and only the script knows how much (see `ages_of`).
+        unsure = now not in self._places and self._batches.weight() > 0
+        self._count()
+        self._places[-1] += unsure
 
     @abstractmethod
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
@@ -233,7 +261,8 @@ class GradientPath(ABC):
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
         self._step += 1
-        self.backwards = 0
+        self.backwards = self.resets = 0
+        self._places.clear()
 
     def go_to(self, step: int) -> None:
         """Continue at this step. The group made the steps before it without this worker."""
@@ -301,15 +330,23 @@ class MeanPath(GradientPath):
 
     def _begin(self) -> None:
         self._give_up()
+        self.resets += self._is_reset()
         self._open = True
         # After one backward the sums are the means themselves, in memory that the next means overwrite.
         if self.backwards == 1:
             self._keep_sums()
 
+    def _is_reset(self) -> bool:
+        """Whether the script has dropped the step's gradient so far, by the look of one parameter."""
+        index = next((owners[0] for owners, here in zip(self._owners, self._union, strict=True) if here & 1), None)
+        gradient = None if index is None else self._tensors[index].grad
+        return index is not None and (gradient is None or not gradient.any())
+
     def _give_up(self) -> None:
         """End a backward that raised."""
         if not self._open:
             return
+        self.resets += 1
         # Part of it was sent and cannot be taken back, so it counts as a backward for the servers.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
@@ -318,7 +355,7 @@ class MeanPath(GradientPath):
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
         self._note_written(written)
-        self.backwards += 1
+        self._count()
         self._close()
 
     def _close(self) -> None:
@@ -382,12 +419,21 @@ class MeanPath(GradientPath):
         # The end of a backward lists its buckets, so all of them are sent before it.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
+        self._take_means()
+        self._count()
+        self._close()
+
+    def join(self) -> None:
+        self._begin()
+        super().join()
+        self._take_means()
+        self._close()
+
+    def _take_means(self) -> None:
         means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
         self._mirror.show(shown)
-        self.backwards += 1
-        self._close()
 
     def _note_written(self, written: int) -> set[int]:
         """Record pieces that the servers wrote into "grad" and return their parameters."""
@@ -513,16 +559,18 @@ class MeanPath(GradientPath):
 
     def _send_edits(self, step: int, edited: int) -> None:
         """Send changed buckets, each from one worker of the group."""
-        workers, mine = self._gradients.channel.group_size, self._gradients.channel.me.index
+        mine, absent = self._gradients.channel.me.index, self._gradients.absent
+        workers = [index for index in range(self._gradients.channel.group_size) if index not in absent]
         for bucket in self._map.buckets if edited else ():
             changed = any(edited & self._gradients.model.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
             # All workers edit alike, so one of them sends the bucket. The commits of all say which pieces were edited.
-            sender = bucket.shard if self._gradients.model.sends_own_shard else bucket.id % workers
+            sender = bucket.shard if self._gradients.model.sends_own_shard else workers[bucket.id % len(workers)]
             if changed and sender == mine:
                 self._gradients.edit(step, bucket, self._flats.view("grad", bucket))
 
     def after_step(self) -> None:
         super().after_step()
+        self._gradients.absent = ()
         self._union = [0] * len(self._union)
         self._sums.clear()
         self._own_sums = False
@@ -624,7 +672,7 @@ class PushPath(GradientPath):
 
     def _end(self) -> None:
         self._mirror.drain()
-        self.backwards += 1
+        self._count()
 
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         self._mirror.drain()
@@ -755,7 +803,7 @@ class ArrivalPath(GradientPath):
             self._push(bucket)
         self._mirror.drain()
         self._gradients.end_backward(self._step, 0, self._batches.weight(), self._pushed)
-        self.backwards = 1
+        self._count()
         self._open = False
 
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:

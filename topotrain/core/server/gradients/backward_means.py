@@ -8,7 +8,7 @@ gives each mean to the update as soon as it is there (`apply: kOnArrival`).
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,10 +95,18 @@ class BackwardsOfStep:
         """Whether anything of a backward is here."""
         return bool(self._known)
 
+    def open(self, worker: int) -> Iterator[Collection[int]]:
+        """The workers of each backward that this one has ended and that is not over."""
+        return (each.ends for each in self._known.values() if worker in each.ends and not each.closed)
+
     @property
     def any_open(self) -> bool:
         """Whether a worker has ended a backward that is not over."""
         return any(backward.ends and not backward.closed for backward in self._known.values())
+
+    def made_by(self, worker: int) -> int:
+        """The number of backwards up to the last one that a worker has ended."""
+        return 1 + max((ordinal for ordinal, backward in self._known.items() if worker in backward.ends), default=-1)
 
     def check_commit(self, worker: int, commit: Commit) -> None:
         """Raise StepError if a worker is in a later backward than this commit names."""
@@ -142,10 +150,16 @@ def _refuse_backward(done: int, commit: Commit, later: int, ordinal: int) -> Non
 
 
 class BackwardMeans(GradientSource):
-    """Reduces every backward by itself."""
+    """Reduces every backward by itself.
+
+    A worker that has committed joins backwards which others make after it, without a gradient.
+    """
+
+    joined = True
 
     def _reset(self) -> None:
         super()._reset()
+        self._asked: dict[int, int] = {}  # by worker: the last backward that it was to join
         self._backwards = BackwardsOfStep()
         self._nonfinite: dict[int, int] = {}  # workers with parts that were not finite, and the segment
 
@@ -160,8 +174,6 @@ class BackwardMeans(GradientSource):
 
     def push(self, worker: int, message: Push, body: torch.Tensor | None) -> Iterable[ReducedBucket]:
         """As `GradientSource.push`. A second push of a bucket in a backward is ignored."""
-        # Before anything waits for it: a committed worker never joins a later backward.
-        check_ordinal(self.commits, worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         if backward.done >> (message.bucket - self._first) & 1:
             return ()
@@ -172,19 +184,43 @@ class BackwardMeans(GradientSource):
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
         """As `GradientSource.end`."""
-        check_ordinal(self.commits, worker, message.ordinal)
         backward = self._backwards.begin(self.step, message.ordinal)
         if worker in backward.ends:
             return ()
+        if message.absent:
+            self.absent.add(worker)
+            if worker in self.commits and self.commits[worker].backwards <= message.ordinal:
+                del self.commits[worker]
         backward.ends[worker] = message
         # All buckets, since the worker's part may be missing in those that it has not pushed.
         return self._ready(backward, [bucket.id for bucket in self._buckets])
 
     def commit(self, worker: int, message: Commit) -> None:
         """As `GradientSource.commit`."""
-        if worker not in self.commits:
+        # A commit that comes twice may come when the worker has joined a later backward.
+        if self._backwards.made_by(worker) <= message.backwards:
+            self._asked.pop(worker, None)
+            if worker in self.commits and self.commits[worker].backwards < message.backwards:
+                del self.commits[worker]
             super().commit(worker, message)
-            self._backwards.check_commit(worker, message)
+
+    def awaited_by(self, worker: int) -> set[int]:
+        """As `GradientSource.awaited_by`."""
+        return (
+            super()
+            .awaited_by(worker)
+            .union(*(set(self.participants).difference(ends) for ends in self._backwards.open(worker)))
+        )
+
+    def take_joins(self) -> Iterator[tuple[int, int]]:
+        """As `GradientSource.take_joins`."""
+        for worker, commit in self.commits.items():
+            ordinal = commit.backwards
+            if self._backwards.get(ordinal) is not None and self._asked.get(worker) != ordinal:
+                if not commit.counts:
+                    self._backwards.check_commit(worker, commit)
+                self._asked[worker] = ordinal
+                yield worker, ordinal
 
     # --- the means -----------------------------------------------------------------------------------------------
 
@@ -261,8 +297,10 @@ class BackwardMeans(GradientSource):
         return self._backwards.any_begun or super().begun
 
     def _complete(self) -> bool:
-        # Any commit will do: workers that disagree in these fields have failed by now.
+        # Of those that have seen the gradient any will do: workers that disagree in these fields have failed by now.
         commit = self.first
+        if any(each.backwards != commit.backwards for each in self.commits.values()):
+            return False
         # `done` has a bit also for buckets without a gradient, so a backward is complete when all are set.
         full = (1 << len(self._buckets)) - 1
         for ordinal in range(commit.backwards):
@@ -377,7 +415,8 @@ class ReturnedMeans(BackwardMeans):
 class SharedMemoryMeans(BackwardMeans):
     """Writes the means into the memory of the workers.
 
-    The update reads the memory of one worker, with the changes that its script has made.
+    The update reads the memory of one worker, with the changes that its script has made. All workers of the step have
+    the same means there.
 
     Args:
         settings: the settings; `reader` is that worker.
@@ -389,9 +428,6 @@ class SharedMemoryMeans(BackwardMeans):
 
     def _reset(self) -> None:
         super()._reset()
-        # All participants have the same mean in their memory. That of a worker without a process does not change.
-        reader = self._reader if self._reader in self.participants else next(iter(self.participants), self._reader)
-        self._buffer = f"grad {reader}"
         self._last: dict[int, Mapping[int, Part]] = {}  # by place of a bucket: the parts of its last mean
 
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
@@ -418,6 +454,14 @@ class SharedMemoryMeans(BackwardMeans):
             for other in others:
                 other[here].copy_(first[here])
 
+    def _complete(self) -> bool:
+        self._choose_reader()
+        return super()._complete()
+
+    def _choose_reader(self) -> None:
+        readers = [worker for worker in self.participants if worker not in self.absent]
+        self._buffer = f"grad {next((each for each in readers if each == self._reader), readers[0])}"
+
     def nonfinite_workers(self) -> dict[int, int]:
         """As `GradientSource.nonfinite_workers`."""
         # A script may have changed any gradient in its memory, so all are looked at.
@@ -431,6 +475,7 @@ class SharedMemoryMeans(BackwardMeans):
         """Restore the result of `state_dict`."""
         super().load_state_dict(state)
         self._last = dict(state["last"])
+        self._choose_reader()
 
 
 class ArrivalMeans(BackwardMeans):

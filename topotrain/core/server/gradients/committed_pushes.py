@@ -8,7 +8,14 @@ import torch
 from topotrain.config.sharding import Bucket
 from topotrain.core.protocol import NO_REVISION, Push, bits_to_int, per_bucket
 from topotrain.core.server.component_state import State
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings
+from topotrain.core.server.gradients.gradient_source import (
+    GradientSource,
+    ReducedBucket,
+    SourceSettings,
+    StepError,
+    ages_of,
+    other_batches,
+)
 from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, look, nonfinite_segment
 from topotrain.core.server.ordered_sum import Part
@@ -19,6 +26,9 @@ class CommittedPushes(GradientSource):
 
     A push replaces the worker's earlier push of the bucket.
     """
+
+    # The sum of a worker's backwards is what counts. One without a backward has a part of zero.
+    may_differ: Collection[str] = ("backwards",)
 
     def __init__(self, settings: SourceSettings) -> None:
         # The script of a group of one may still change a gradient that is read in its memory. With several workers a
@@ -70,6 +80,14 @@ class CommittedPushes(GradientSource):
         for worker in workers:
             pushes.pop(worker, None)
             self._looked.pop((at, worker), None)
+
+    def _check_ages(self, first: int, worker: int) -> None:
+        """As `GradientSource._check_ages`. Several backwards of a batch count as one."""
+        commits = self.commits[first], self.commits[worker]
+        # A worker without any backward has none to learn from, if its share has the weight 0.
+        ages = {frozenset(ages_of(each)) for each in commits if each.backwards or each.weight > 0}
+        if len(ages) > 1:
+            raise StepError(other_batches(first, commits[0], worker, commits[1]))
 
     @property
     def begun(self) -> bool:

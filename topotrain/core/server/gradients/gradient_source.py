@@ -27,6 +27,7 @@ _MUST_AGREE = {
     "backwards": "the number of backwards",
     "hyper": "the optimizer's hyper-parameters, or how often its state was changed",
     "inv_scale": "the loss scale",
+    "resets": "how often gradients were dropped before another backward (by zero_grad, or as backward() has raised)",
     "edited": "which gradients the script changed",
     "dropped": "which gradients the script set to None",
     "clip_norm": "the gradient clipping",
@@ -38,11 +39,40 @@ class StepError(Exception):
     """Workers of one group disagree about a step; the text names both."""
 
 
+SAME_BATCHES = (
+    "a batch that one worker leaves out (a `continue`, an exception that is caught, a loss that is not finite) has to "
+    "be left out by all of them: let all workers decide alike, or let a worker with nothing to learn from its share "
+    "call `tt.weight(0)` and then optimizer.step() as the others do, without a backward"
+)
+
+
 def ended_first(worker: int, steps: int) -> str:
     """The error of a worker whose script has ended too early."""
     return (
         f"worker {worker} ended its script after {steps} steps while others of its group go on; "
         f"all workers of a synchronous group must take the same steps"
+    )
+
+
+def ages_of(commit: Commit) -> tuple[int, ...]:
+    """The ages of a commit's backwards; -1: of a batch that counts, and of which the worker made none."""
+    return commit.ages or (0,) * commit.backwards
+
+
+def other_batches(one: int, first: Commit, other: int, second: Commit) -> str:
+    """Say that the backwards of two workers in one step are of different batches."""
+
+    def batches(commit: Commit) -> str:
+        spans = zip(commit.marks[1::3], commit.marks[2::3], strict=True)
+        given = " and ".join(f"batch {lo + 1}" if lo == hi else f"batches {lo + 1} to {hi + 1}" for lo, hi in spans)
+        # With the same batches the difference is which of them a backward is of.
+        made = sum(age >= 0 for age in ages_of(commit))
+        count = f" and {made} backward(s)" if first.marks == second.marks else ""
+        return f"after {given or 'no batch'} of the data{count}"
+
+    return (
+        f"workers {one} and {other} of a group take different batches into step {first.step + 1}: worker {one} makes "
+        f"it {batches(first)}, worker {other} {batches(second)}; {SAME_BATCHES}"
     )
 
 
@@ -147,6 +177,8 @@ class GradientSource(StagedGradient):
     """Names of fields of a commit in the error of workers that disagree, where they differ from the usual ones."""
     may_differ: Collection[str] = ()
     """Fields in which the commits of a step may differ."""
+    joined = False
+    """Whether a worker that has committed takes part in later backwards of others, and commits again."""
 
     def __init__(self, settings: SourceSettings) -> None:
         self.workers = settings.workers
@@ -169,6 +201,8 @@ class GradientSource(StagedGradient):
         self.sums.clear()
         self._present = [0] * len(self._buckets)  # by bucket: its pieces that have a gradient
         self.commits: dict[int, Commit] = {}
+        self.absent: set[int] = set()
+        """Workers that were in `step()` before the last backward. Their scripts have not seen the step's gradient."""
         self.staged = False
         self.members: tuple[int, ...] = ()
         """The workers with complete contributions, if a step may be made of some. Empty: a step needs all workers."""
@@ -193,6 +227,7 @@ class GradientSource(StagedGradient):
     def forget(self, worker: int) -> None:
         """Forget what a worker has sent for the step. Another process has its place."""
         self.commits.pop(worker, None)
+        self.absent.discard(worker)
 
     # --- arrivals ------------------------------------------------------------------------------------------------
 
@@ -221,16 +256,29 @@ class GradientSource(StagedGradient):
         """Keep a worker's commit. Raises StepError if the group's workers disagree."""
         if worker in self.commits:
             return  # delivered twice: the first one counts
+        # All others agree with it. A commit with fewer backwards does not count if its worker can join those.
+        alike = [w for w, c in self.commits.items() if not self.joined or c.backwards == message.backwards]
+        first = min(alike, key=self.absent.__contains__, default=worker)
         self.commits[worker] = message
-        first, theirs = next(iter(self.commits.items()))  # all others agree with it
+        theirs = self.commits[first]
+        differs = [*self.may_differ, *(["hyper"] if self.hyper_differs else [])]
+        differs += ["edited", "dropped"] if self.absent & {first, worker} else []
         for name, words in (_MUST_AGREE | dict(self.words)).items():
-            if name == "hyper" and self.hyper_differs:
-                continue
-            if name not in self.may_differ and getattr(theirs, name) != getattr(message, name):
+            if name not in differs and getattr(theirs, name) != getattr(message, name):
+                if name == "marks":
+                    raise StepError(other_batches(first, theirs, worker, message))
                 raise StepError(
-                    f"workers {first} and {worker} of a group disagree about {words} in step {message.step}: "
+                    f"workers {first} and {worker} of a group disagree about {words} in step {message.step + 1}: "
                     f"{_short(getattr(theirs, name))} and {_short(getattr(message, name))}"
                 )
+        if "marks" not in differs:
+            self._check_ages(first, worker)
+
+    def _check_ages(self, first: int, worker: int) -> None:
+        """Raise StepError if backwards of two commits are of different batches."""
+        commits = self.commits[first], self.commits[worker]
+        if ages_of(commits[0]) != ages_of(commits[1]):
+            raise StepError(other_batches(first, commits[0], worker, commits[1]))
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
         """The end of a backward: bitmaps of buckets with a mean, and of pieces in "grad".
@@ -238,6 +286,14 @@ class GradientSource(StagedGradient):
         They are returned once per backward that all workers are in, when each bucket is reduced.
         """
         return None
+
+    def awaited_by(self, worker: int) -> set[int]:
+        """The workers without which a worker cannot go on in the step."""
+        return set(self.participants) - self.commits.keys() if worker in self.commits else set()
+
+    def take_joins(self) -> Iterable[tuple[int, int]]:
+        """The workers that have committed before a backward of others, each with its number. They come once."""
+        return ()
 
     # --- the staged step -----------------------------------------------------------------------------------------
 
@@ -265,7 +321,8 @@ class GradientSource(StagedGradient):
     @property
     def first(self) -> Commit:
         """The commit of the first worker that counts. In most of its fields all agree."""
-        return next(self.commits[worker] for worker in self.participants if worker in self.commits)
+        known = [worker for worker in self.participants if worker in self.commits]
+        return self.commits[min(known, key=self.absent.__contains__)]
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -307,6 +364,7 @@ class GradientSource(StagedGradient):
         return {
             "present": self._present,
             "commits": self.commits,
+            "absent": self.absent,
             "staged": self.staged,
             "members": self.members,
             "step": self.step,
@@ -317,6 +375,7 @@ class GradientSource(StagedGradient):
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         self._present, self.commits = list(state["present"]), dict(state["commits"])
+        self.absent = set(state["absent"])
         self.staged, self.members, self.step = state["staged"], state["members"], state["step"]
         self.participants, self.hyper_differs = state["participants"], state["hyper_differs"]
 

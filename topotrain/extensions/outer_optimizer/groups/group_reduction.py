@@ -194,7 +194,7 @@ class GroupReduction(GradientExchange):
             with self.channel.waiter.update():
                 self.take_gradient(self._me, message)
 
-    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
         """As `GradientExchange.end_backward`. step: the number of local steps."""
         bits = int_to_bits(pushed, len(self._buckets))
         settled, samples = self._steps.is_over(), self._batches.unused
