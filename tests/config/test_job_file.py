@@ -538,3 +538,10 @@ def test_an_outer_optimizer_survives_a_round_trip() -> None:
     job = loads(text)
     assert loads(dumps(job)) == job and job.cluster.outer is not None
     assert job.digest() != loads("").digest() == loads("cluster { weigh: kSamples }").digest()
+
+
+def test_an_error_behind_a_number_with_an_exponent_names_its_own_field(tmp_path: Path) -> None:
+    path = tmp_path / "job.conf"
+    path.write_text('name: "a"\nupdater { type: kSGD delta: 1e-8 : }\ncluster { }\n')
+    with pytest.raises(ConfigError, match=r"2:34: updater.delta: "):
+        load_with_warnings(str(path))

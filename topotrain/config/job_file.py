@@ -9,6 +9,7 @@ import difflib
 import importlib
 import keyword
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
@@ -291,8 +292,9 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
             continue
         if match.lastgroup == "quote":
             raise wrong(match, f"a text that is opened by {token} and not closed on its line")
-        # A name after a colon is a value, not a field.
-        if match.lastgroup == "name" and last != ":":
+        # A name after a colon is a value, not a field, and one right behind a digit an exponent, as in 1e-8.
+        exponent = match.lastgroup == "name" and text[match.start() - 1 : match.start()] in (*string.digits, ".")
+        if match.lastgroup == "name" and last != ":" and not exponent:
             name = token
             # The first mention of a repeated field. The parser refuses a second one of any other.
             places.setdefault(".".join([*(outer for outer, _ in stack), name]), at(match))

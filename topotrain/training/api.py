@@ -32,7 +32,7 @@ from topotrain.training.data.job_progress import NEEDS_EPOCHS, EpochProgress, Pl
 from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
-from topotrain.training.misuse_checks import MisuseChecks
+from topotrain.training.misuse_checks import MisuseChecks, refuse_wrapped
 from topotrain.training.parameters.divided_model import STATE_IN_PARTS, DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
@@ -122,6 +122,7 @@ def prepare(*objects: object) -> Any:
         return _prepare_plainly(call)
     if here.worker is not None:
         raise process.again(call)
+    refuse_wrapped(call.models)
     if call.needs_updater:
         call = call.with_built(_build(here, call.model))
     made = joined((*process.so_far(), call), complete=False)

@@ -6,8 +6,10 @@ Each sign that it does not is reported once and by name. A script that only eval
 import difflib
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,6 +28,26 @@ def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_in
         near = difflib.get_close_matches(str(error.name), dir(error.obj), 1)
         if near:
             error.args = (f"{error}. Did you mean: {near[0]!r}?",)
+
+
+def refuse_wrapped(models: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for a model that torch's own parallelism has wrapped or divided."""
+    # Looked up where the script has imported them: torch imports most of these modules only when they are asked for.
+    classes = ("torch.nn.parallel", "DistributedDataParallel"), ("torch.distributed.fsdp", "FullyShardedDataParallel")
+    wrappers = tuple(filter(None, (getattr(sys.modules.get(module), name, None) for module, name in classes)))
+    divided = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for module in (module for model in models for module in model.modules()):
+        several = isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+        if several or isinstance(module, wrappers):
+            accepted = "must be the model itself, without this wrapper: topotrain takes its place"
+            raise ConfigError("tt.prepare", type(module).__name__, accepted)
+    for name, tensor in (named for model in models for named in model.named_parameters()):
+        if isinstance(tensor, divided) or isinstance(tensor.data, divided):
+            accepted = (
+                "must be an ordinary tensor: topotrain cannot train one that fully_shard, parallelize_module or "
+                "distribute_tensor has divided, and takes their place; to split a model, see docs/splitting.md"
+            )
+            raise ConfigError(f"model parameter {name}", "a DTensor", accepted)
 
 
 class MisuseChecks(WorkerExtension, TrainingChecks):

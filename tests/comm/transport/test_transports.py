@@ -518,3 +518,37 @@ def test_a_view_outlives_the_connection_and_its_sender(transports):
     del body, pair
     gc.collect()
     assert seen.body.view(torch.float32).mean() == 7
+
+
+@sockets
+def test_a_peer_that_is_gone_when_its_connection_is_accepted_can_come_again(transports, monkeypatch):
+    worker, server, resident = transports.wire(), transports.wire(), Recorder()
+    url = server.attach(SERVER, resident)
+    worker.attach(WORKER, Recorder())
+    gone = iter([OSError("not connected")])
+
+    def watch(connection, channels):
+        for error in gone:
+            raise error
+
+    monkeypatch.setattr(server, "_watch_over", watch)
+    with suppress(TransportError):
+        worker.connect(WORKER, SERVER, url)
+    worker.connect(WORKER, SERVER, url)
+    worker.send(WORKER, SERVER, Fetch(round=1))
+    assert resident.next() == Fetch(round=1)
+    assert next(gone, None) is None
+
+
+@sockets
+def test_a_peer_that_is_gone_when_it_was_dialed_is_an_error_of_the_transport(transports, monkeypatch):
+    pair = Pair(transports)
+    other = transports.wire()
+    other.attach(WORKER, Recorder())
+
+    def watch(connection, channels):
+        raise OSError("not connected")
+
+    monkeypatch.setattr(other, "_watch_over", watch)
+    with pytest.raises(TransportError):
+        other.connect(WORKER, SERVER, pair.url)

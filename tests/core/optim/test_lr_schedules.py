@@ -28,7 +28,7 @@ SCHEDULES: dict[ChangeMethod, tuple[LRGen, dict[int, float]]] = {
         ),
         (
             LRGen(ChangeMethod.kExponential, base_lr=1.0, exponential_conf=Exponential(change_freq=10)),
-            {0: 1.0, 5: 2**-0.5, 10: 0.5, 30: 0.125},
+            {0: 1.0, 5: 2**-0.5, 10: 0.5, 30: 0.125, 10**5: 0.0},
         ),
         (
             LRGen(ChangeMethod.kInverseT, base_lr=1.0, inverset_conf=InverseT(final_lr=2.0)),

@@ -2,6 +2,7 @@
 
 import re
 import struct
+import zlib
 from dataclasses import dataclass, fields
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.core import protocol as m
+from topotrain.core.optim.adapter import hyper
 from topotrain.training.data.data_messages import DrawnBatches
 
 KINDS = [cls.KIND for cls in every_message()]
@@ -146,3 +148,28 @@ def test_only_modules_of_messages_register_some():
     """So that the walk over these modules finds all messages."""
     found = {path.name for path in PACKAGE.rglob("*.py") if re.search(r"^@message\(", path.read_text(), re.MULTILINE)}
     assert found and all(name.endswith("_messages.py") for name in found)
+
+
+def commit_of(groups):
+    """The commit of a script with so many parameter groups, each with a rate of its own."""
+    parameters = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1 / (1 + n)} for n in range(groups)]
+    empty = {int: 0, float: 0.0, bool: False, bytes: b""}
+    settings = {f.name: empty.get(f.type, ()) for f in fields(m.Commit) if f.name != "body"}
+    return m.Commit(**settings | {"hyper": hyper(torch.optim.AdamW(parameters))})
+
+
+@pytest.mark.parametrize("groups", [1, 340, 2000])
+def test_the_settings_of_many_parameter_groups_fit_into_a_commit(groups):
+    commit = commit_of(groups)
+    assert m.decode(*m.encode(commit)) == commit
+
+
+def test_deflated_bytes_are_bounded_and_whole():
+    deflate = 1 << 31
+    for raw in (zlib.compress(bytes(1 << 23)), zlib.compress(bytes(10)), zlib.compress(bytes(1 << 17))[:-1], b"x" * 9):
+        whole = m.encode(commit_of(1))[1]
+        hyper_text = commit_of(1).hyper
+        at = whole.index(hyper_text)
+        meta = whole[: at - 4] + struct.pack("<I", len(raw) | deflate) + raw + whole[at + len(hyper_text) :]
+        with pytest.raises(m.ProtocolError, match="deflated"):
+            m.decode(m.Commit.KIND, meta)

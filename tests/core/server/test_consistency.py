@@ -255,3 +255,24 @@ def test_every_batch_counts_once_if_pushes_are_sent_again(lengths, seed):
                 streams.record(marks)
                 counted += range(marks[1], marks[2] + 1)
     assert counted == list(range(first))
+
+
+@given(st.integers(0, 2**32))
+def test_the_lead_is_that_over_the_least_clock_whatever_happened(seed):
+    rng, clocks, away = random.Random(seed), Clocks(range(4), 2), set()
+    for _ in range(60):
+        group = rng.randrange(4)
+        match rng.randrange(5):
+            case 0:
+                clocks.leave(group)
+                away.add(group)
+            case 1:
+                clocks.join(group)
+                away.discard(group)
+            case 2:
+                clocks.load_state_dict(clocks.state_dict())
+            case _:
+                clocks.tick(group)
+        least = min((clocks.clock(g) for g in range(4) if g not in away), default=None)
+        for g in range(4):
+            assert clocks.lead(g) == (0 if least is None else max(0, clocks.clock(g) - least))

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.program.split_program import Program, SizeArgument, StepKind, SymbolicShape
 from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
-from topotrain.parallel.runtime.program_runner import Runner
+from topotrain.parallel.runtime.program_runner import Runner, hash_of
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -611,3 +611,8 @@ def test_arguments_that_do_not_fit_are_told():
     disagree(lambda runner, channel: runner(torch.ones(2, 5)), r"x = \(2, 5\): the split model takes .* \(samples, 4\)")
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         call_all(three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), lambda runner, channel: runner())
+
+
+def test_the_number_of_a_dtype_is_its_own() -> None:
+    dtypes = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    assert len({hash_of(each) for each in dtypes}) == len(set(dtypes))

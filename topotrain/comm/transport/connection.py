@@ -218,7 +218,8 @@ class Connection:
             self._refuse(f"internal error: {type(error).__name__}: {error}")
         # KeyboardInterrupt, where the script's own thread reads.
         except BaseException:
-            self.end()
+            if not turn:
+                self.end()
             raise
         return False
 

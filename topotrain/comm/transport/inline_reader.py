@@ -33,10 +33,15 @@ class InlineReader:
         # shared-memory transport. A peer that sends more waits in its own writer thread.
         for key, _ in self._selector.select(seconds):
             connection: Connection = key.data
-            if not connection.turn():
-                with self._lock:
-                    self._selector.unregister(key.fd)  # before its number is free for another socket
-                connection.end()
+            goes_on = False
+            try:
+                goes_on = connection.turn()
+            finally:
+                # Also at a KeyboardInterrupt of the script's own thread.
+                if not goes_on:
+                    with self._lock:
+                        self._selector.unregister(key.fd)  # before its number is free for another socket
+                    connection.end()
 
     def release(self) -> None:
         """Read each connection on a thread of its own from now on."""

@@ -122,7 +122,7 @@ class SocketTransport:
         return line
 
     def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
-        """Watch a new connection over these channels, until `unregister` gets its end."""
+        """Watch a new connection over these channels, until `unregister` gets its end. Raises OSError."""
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -381,15 +381,19 @@ class SocketTransport:
         route = (peer.me, peer.address)
         if parked:
             lines = [*lines, *self._pending.claim(route, peer.lane.bundle, self._lanes)]
-        self._incarnations[peer.address] = peer.incarnation
         generation = self._identity.generation
         resident = self._residents[peer.me]
         channels = [self._shape(line, peer) for line in lines]
         channel = MultiSocketChannel(channels, len(greeting)) if len(channels) > 1 else channels[0]
         connection = Connection(channel, *route, resident, generation, self._regions, greeting, self.unregister)
+        # First: where the peer is gone already, it must not stay in the table, which no thread would take it out of.
+        try:
+            self._watch_over(connection, channels)
+        except OSError as error:
+            raise HandshakeAborted(f"the connection ended before it was in use: {error}") from None
+        self._incarnations[peer.address] = peer.incarnation
         self._routes[route] = connection
         self._connections.add(connection)
-        self._watch_over(connection, channels)
         return connection
 
     def unregister(self, connection: Connection) -> None:

@@ -42,7 +42,8 @@ def _linear(schedule: LRGen, step: int) -> float:
 
 def _exponential(schedule: LRGen, step: int) -> float:
     """Halved every change_freq steps, continuously."""
-    return float(schedule.base_lr / 2 ** (step / _needed(schedule.exponential_conf, "exponential_conf").change_freq))
+    # Not 2 ** x, which overflows after 1,024 halvings.
+    return float(schedule.base_lr * 0.5 ** (step / _needed(schedule.exponential_conf, "exponential_conf").change_freq))
 
 
 def _inverse_t(schedule: LRGen, step: int) -> float:

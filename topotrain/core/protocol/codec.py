@@ -10,6 +10,7 @@ stays valid.
 """
 
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -23,6 +24,11 @@ from topotrain.core.protocol.message import KINDS, Message, kind_of
 if TYPE_CHECKING:
     import torch
 
+_LARGE, _LARGEST = 32 * 1024, 1 << 22
+"""Larger bytes of a field are deflated, such as the settings of hundreds of parameter groups, which repeat their names.
+More than the second number is refused."""
+_DEFLATED = 1 << 31
+"""Bit of the length of bytes that are deflated."""
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
 
 
@@ -87,8 +93,8 @@ def encode(message: Message) -> tuple[int, bytes]:
         elif how == "ints":
             raw = struct.pack(f"<{len(value)}q", *value)
         else:
-            raw = value
-        parts.append(_U32.pack(len(raw)))
+            raw = value if len(value) <= _LARGE else zlib.compress(value, 1)
+        parts.append(_U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0)))
         parts.append(raw)
     meta = b"".join(parts)
     if len(meta) > MAX_META:
@@ -122,13 +128,15 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
     if at + 4 > len(meta):
         raise ProtocolError(f"{cls.__name__}: cut short")
     (length,) = _U32.unpack_from(meta, at)
+    deflated = how == "bytes" and bool(length & _DEFLATED)
+    length &= ~_DEFLATED if deflated else ~0
     start, end = at + 4, at + 4 + length
     # Before the slice: a length that a peer claims must not be used.
     if end > len(meta):
         raise ProtocolError(f"{cls.__name__}: cut short")
     raw = bytes(meta[start:end])
     if how == "bytes":
-        return raw, end
+        return _inflated(cls, raw) if deflated else raw, end
     if how == "ints":
         if length % 8:
             raise ProtocolError(f"{cls.__name__}: a list of integers of {length} bytes")
@@ -137,3 +145,14 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
         return raw.decode(), end
     except UnicodeDecodeError as error:
         raise ProtocolError(f"{cls.__name__}: text is not UTF-8") from error
+
+
+def _inflated(cls: type[Message], raw: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        value = stream.decompress(raw, _LARGEST)
+    except zlib.error as error:
+        raise ProtocolError(f"{cls.__name__}: bytes that are not deflated: {error}") from None
+    if not stream.eof or stream.unused_data or len(value) <= _LARGE:
+        raise ProtocolError(f"{cls.__name__}: deflated bytes that are cut short, too many or too few")
+    return value

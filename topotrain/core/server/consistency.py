@@ -32,33 +32,37 @@ class Clocks:
         self._bound = max_staleness
         self._away: set[int] = set()
         self._live: list[int] | None = None  # the result of `live`, until a group leaves or joins
+        self._least: int | None = None  # the clock of the slowest of them, until it may be another one
 
     def tick(self, group: int) -> None:
         """The group committed a step."""
+        # A group that is ahead of the slowest one changes nothing.
+        if self._clock[group] == self._least:
+            self._least = None
         self._clock[group] += 1
 
     def set_all(self, clock: int) -> None:
         """All groups stand at the same point (after warm-up)."""
-        self._clock = dict.fromkeys(self._clock, clock)
+        self._clock, self._least = dict.fromkeys(self._clock, clock), None
 
     def go_on(self, clocks: Mapping[int, int]) -> None:
         """Continue the clocks of an earlier start of the job."""
         # With other groups than then, all start at the slowest clock.
         least = min(clocks.values(), default=0)
         same = clocks.keys() == self._clock.keys()
-        self._clock = dict(clocks) if same else dict.fromkeys(self._clock, least)
+        self._clock, self._least = dict(clocks) if same else dict.fromkeys(self._clock, least), None
 
     def leave(self, group: int) -> None:
         """The group ended, or does not run yet. No group waits for it."""
         self._away.add(group)
-        self._live = None
+        self._live = self._least = None
 
     def join(self, group: int, clock: int | None = None) -> None:
         """The group runs (again): it is live, at its entry or at the given clock."""
         if group in self._away:
             self._clock[group] = self.entry(group) if clock is None else clock
             self._away.discard(group)
-            self._live = None
+            self._live = self._least = None
 
     def entry(self, group: int) -> int:
         """The clock at which a group that was away comes back: at least the slowest one."""
@@ -79,8 +83,10 @@ class Clocks:
 
     def lead(self, group: int) -> int:
         """How far the group is ahead of the slowest live one (0 when it is the slowest)."""
-        clocks = [self._clock[g] for g in self.live()]
-        return max(0, self._clock[group] - min(clocks)) if clocks else 0
+        # Asked for each group that waits, at every step of a job that may have thousands of groups.
+        if self._least is None:
+            self._least = min((self._clock[g] for g in self.live()), default=self._clock[group])
+        return max(0, self._clock[group] - self._least) if self.live() else 0
 
     def may_start(self, group: int) -> bool:
         """Whether the group may start its next step now."""
@@ -99,7 +105,8 @@ class Clocks:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
-        self._clock, self._away, self._live = dict(state["clock"]), set(state["away"]), None
+        self._clock, self._away = dict(state["clock"]), set(state["away"])
+        self._live = self._least = None
 
 
 RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED, JOINS = 1, 2, 3, 4, 5, 6, 7, 8  # StepDecision.change
@@ -273,7 +280,8 @@ class DecisionLog:
 
     def _trim(self) -> None:
         """Forget decisions that every shard has applied."""
-        for index in [i for i in self._log if i < min(self._applied)]:
+        least = min(self._applied)
+        for index in [i for i in self._log if i < least]:
             del self._log[index]
 
     def state_dict(self) -> State:

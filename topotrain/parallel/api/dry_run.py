@@ -101,11 +101,12 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
 
 def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
     """Return the elements of optimizer state per element of a parameter."""
-    # Found by one step of the same class on a small tensor, so that any optimizer can be planned for.
+    # Found by one step of the same class on a small matrix, so that any optimizer can be planned for: Muon takes
+    # nothing but matrices.
     if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0
-    probe = torch.nn.Parameter(torch.zeros(64))
-    torch.autograd.backward(probe, torch.zeros(64))  # plain zeros as its gradient
+    probe = torch.nn.Parameter(torch.zeros(8, 8))
+    torch.autograd.backward(probe, torch.zeros(8, 8))  # plain zeros as its gradient
     taken = inspect.signature(type(optimizer)).parameters  # a class may set group entries that it does not take
     copy = type(optimizer)(
         [probe], **{k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != "params"}

@@ -22,6 +22,9 @@ from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 
+_MOST_PROGRAMS = 16
+"""Programs that are kept: each length of a sequence has one of its own."""
+
 
 class SplitForward(WorkerExtension):
     """Replaces `model.forward` in a job.
@@ -65,7 +68,12 @@ class SplitForward(WorkerExtension):
         training = self._model.training
         # Values that are not tensors are part of the program, so each of them has a program of its own.
         key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
-        if key not in self._runners:
+        # The one of the last call is the last one.
+        if key in self._runners:
+            self._runners[key] = self._runners.pop(key)
+        else:
+            while len(self._runners) >= _MOST_PROGRAMS:
+                del self._runners[next(iter(self._runners))]
             cut = program(
                 self._captured, self._found, self._model, args, kwargs, samples, self._workers, training=training
             )

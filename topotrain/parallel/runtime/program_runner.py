@@ -7,6 +7,7 @@ needed (`transfers`). Autograd sends gradients back along the same edges. The de
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
@@ -172,7 +173,7 @@ class Runner:
 def hash_of(dtype: torch.dtype) -> int:
     """Return a number for a dtype that is the same in every process."""
     # The `hash` of a text differs from process to process.
-    return int.from_bytes(str(dtype).encode()[-6:], "little")
+    return zlib.crc32(str(dtype).encode())
 
 
 def _of(value: Any) -> object:

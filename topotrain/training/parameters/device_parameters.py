@@ -357,6 +357,9 @@ class DeviceParameters(ParameterHolder):
         # The job has ended: pushes that were not sent have no receiver any more.
         self._arrivals.clear()
         self._bounced.clear()
+        # All of them before the first is closed: the copiers of a process unpin their memory together.
+        for copier in self._copiers.values():
+            copier.mark().synchronize()
         for copier in self._copiers.values():
             copier.close()
 
