@@ -390,7 +390,7 @@ def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(
             "cluster.agreement = kGossip: must not be given with cluster.outer",
         ),
         (Job, OUTER | {"apply": "kOnArrival"}, "apply = kOnArrival: must be kAtStep with cluster.outer"),
-        (Job, OUTER | {"correction": "kRate"}, "correction = kRate: must be kNone with cluster.outer"),
+        (Job, OUTER | {"correction": "kRate"}, "correction = kRate: must be kAuto or kNone with cluster.outer"),
         (Job, OUTER | {"microbatches": 4}, "microbatches = 4: must be 1, since no model is split, with cluster.outer"),
         (Job, OUTER | AT_1, "must not be given with cluster.outer"),
         (Cluster, outer(momentum=1.5), "cluster.outer.momentum = 1.5: must be a number >= 0 and < 1: with 1 or more"),

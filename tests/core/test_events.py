@@ -26,6 +26,7 @@ EXAMPLES: list[Event] = [
     Failed("worker 1/0", "program", 'ValueError: "x"', "Traceback\n  line\n"),
     events.Finished("worker 0/1", 7, 320, 0.5, 3, 1000, 2000),
     events.Notice("unit 3", "line one\nline two ü"),
+    events.LastingNotice("worker 0/0", "the loss has not fallen"),
     events.Output("worker 0/1", "stderr", "a\r\nb\n"),
     events.Waits("worker 0/1", 10.0),
     events.Connects("worker 0/1"),

@@ -81,9 +81,17 @@ def _adding_warning(topology: Topology, optimizers: Iterable[str]) -> str:
 
 def _momentum_warning(job: Job, topology: Topology, momentum: float) -> str:
     groups = groups_apart(topology)
-    if job.correction is not Correction.kNone or groups == 1 or momentum <= most_momentum(groups):
+    if groups == 1 or not momentum:
         return ""
     implicit = implicit_momentum(groups)
+    if job.correction is Correction.kAuto:
+        return (
+            f"momentum {momentum:g} counts as {corrector(job, groups).momentum(momentum):.3g}: {groups} worker groups "
+            f"that do not wait for each other act like a momentum of {implicit:.2f} (Mitliagkas et al., 2016), and "
+            f"that is taken from it. correction: kNone leaves it as it is; see {PAGE}"
+        )
+    if job.correction is not Correction.kNone or momentum <= most_momentum(groups):
+        return ""
     return (
         f"momentum {momentum:g} may be too much for {groups} worker groups that do not wait for each other: these "
         f"alone act like a momentum of {implicit:.2f} (Mitliagkas et al., 2016), together {implicit + momentum:.2f}. "
@@ -91,11 +99,16 @@ def _momentum_warning(job: Job, topology: Topology, momentum: float) -> str:
     )
 
 
-def explanation(topology: Topology, momentum: float) -> str:
+def explanation(job: Job, topology: Topology, momentum: float) -> str:
     """Return a hint for a job that has diverged, or "" if its groups wait."""
     groups = groups_apart(topology)
     if groups == 1:
         return ""
+    if momentum and job.correction is not Correction.kNone:
+        return (
+            f"{groups} worker groups train without waiting for each other: use a smaller learning rate, or fewer "
+            f"groups; see {PAGE}"
+        )
     having = f" with momentum {momentum:g}" if momentum else ""
     return (
         f"{groups} worker groups train without waiting for each other{having}: use a smaller learning rate, "
@@ -110,7 +123,7 @@ def _remedies(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Corrector:
-    """The effect of the job's `correction` on an update; the default has none.
+    """The effect of the job's `correction` on an update; here: none.
 
     less_momentum: subtracted from the optimizer's momentum. by_staleness: the learning rate is divided by the number of
     updates that the values had since the group read them (Zhang et al., Staleness-aware Async-SGD, 2016).
@@ -132,6 +145,7 @@ class Corrector:
 
 def corrector(job: Job, groups: int) -> Corrector:
     """Return the job's corrector, for so many groups."""
-    if job.correction is Correction.kMomentum:
+    # Of one group nothing is taken. An optimizer without momentum has nothing to take it from.
+    if job.correction in (Correction.kMomentum, Correction.kAuto):
         return Corrector(less_momentum=implicit_momentum(groups))
     return Corrector(by_staleness=job.correction is Correction.kRate)

@@ -76,6 +76,7 @@ class NonFinite(str, Enum):
 
 
 class Correction(str, Enum):
+    kAuto = "kAuto"
     kNone = "kNone"
     kRate = "kRate"
     kMomentum = "kMomentum"
@@ -272,8 +273,9 @@ COMBINATIONS = (
     Combination(f"{_FIXED_STEP}.step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
     Combination(
         "correction",
-        lambda j: j.correction is not Correction.kNone and _apart(j.cluster) == 1,
-        "must be kNone where no two worker groups change the same values: needs nworker_groups above 1, and a server",
+        lambda j: j.correction in (Correction.kRate, Correction.kMomentum) and _apart(j.cluster) == 1,
+        "must be kAuto or kNone where no two worker groups change the same values: needs nworker_groups above 1, and "
+        "a server",
     ),
     Combination(
         "correction",
@@ -563,7 +565,7 @@ class Job(Checked):
     nonfinite: NonFinite = NonFinite.kSkip
     start_groups: Steps = 0
     grace_s: NotNegative = 10.0
-    correction: Correction = Correction.kNone
+    correction: Correction = Correction.kAuto
     threads: Steps = 0
 
     @property

@@ -221,6 +221,11 @@ class Notice(Event):
     text: str
 
 
+@event
+class LastingNotice(Notice):
+    """A text about the result, which is shown again at the end of the job."""
+
+
 class Notifier:
     """Shows texts to the user. The base class drops them."""
 

@@ -19,7 +19,7 @@ from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, Grads, Shard, Updater
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client_context import StepOutcome
-from topotrain.core.events import Notice
+from topotrain.core.events import LastingNotice, Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.updater_block import build, set_lr
@@ -301,7 +301,7 @@ def _warn(here: Context, worker: Worker) -> None:
     """
     text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum, worker.optimizer_names)
     if text and here.is_main:
-        here.emit(Notice(str(here.me), text))
+        here.emit(LastingNotice(str(here.me), text))
 
 
 class _UnitMemory(WorkerMemory):

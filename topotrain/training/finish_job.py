@@ -108,9 +108,8 @@ def _spoiled(here: Context, parts: ModelParts) -> list[str]:
 
 def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) -> str:
     more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
-    why = (
-        async_momentum.explanation(here.place.topology, worker.momentum) or "use a smaller learning rate, or clip_norm"
-    )
+    hint = async_momentum.explanation(here.place.job, here.place.topology, worker.momentum)
+    why = hint or "use a smaller learning rate, or clip_norm"
     return (
         f"the final parameters are not finite: {spoiled[0]}{more}, though every gradient that was applied was; they "
         f"are in {path} as they are, and no metric was computed (nonfinite: kAllow would let it pass). {why}"

@@ -1,7 +1,8 @@
-"""The losses of a worker, taken where `backward()` starts and watched for a rise.
+"""The losses of a worker, taken where `backward()` starts and watched.
 
-Worker (0,0) reports once if the loss rises for good. Noise must not cause a report, so losses are compared in blocks. A
-block is above another one if each of its losses is above each of the other's.
+Worker (0,0) reports at its end if the loss has not fallen, and where groups do not wait once if it rises for good.
+Noise must not cause a report, so losses are compared in blocks. A block is above another one if each of its losses is
+above each of the other's.
 
 The loss rises if several blocks in a row are above the block with the lowest median, or the last block is at the job's
 end. In both cases the median must have lost a large part of the gain so far, and of the lowest median.
@@ -14,9 +15,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from topotrain.config.async_momentum import explanation, groups_apart
-from topotrain.core.events import Notice
+from topotrain.core.events import LastingNotice
 from topotrain.training.context import Context
 from topotrain.training.worker import Worker
 
@@ -28,6 +30,8 @@ _BEGINNING = 3
 _IN_A_ROW = 3
 _OF_THE_GAIN = 0.5
 _OF_THE_LOWEST = 0.25
+# A loss has not fallen if the last eighth of at least so many is not a hundredth below the first.
+_STEPS, _FALLEN, _MOST_MEANS = 40, 0.01, 512
 
 
 class LossTrend:
@@ -81,16 +85,52 @@ class LossTrend:
         return min(block) > largest and self.latest > lowest + (lost if math.isfinite(lost) else 0.0)
 
 
+class LossFall:
+    """Takes losses one by one and finds out whether they have fallen, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []  # of so many losses each
+        self._size, self._sum, self._open = 1, 0.0, 0
+        self._first: list[float] = []
+
+    def __call__(self, loss: float) -> None:
+        """Take one more."""
+        if len(self._first) < _BLOCK:
+            self._first.append(loss)
+        self._sum, self._open = self._sum + loss, self._open + 1
+        if self._open == self._size:
+            self._means.append(self._sum / self._size)
+            self._sum, self._open = 0.0, 0
+        if len(self._means) == _MOST_MEANS:
+            self._means = [(one + other) / 2 for one, other in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._size *= 2
+
+    def stayed(self) -> tuple[float, float] | None:
+        """Return the first and the last losses where they have certainly not fallen, else None."""
+        part = max(_BLOCK, len(self._means) // 8)
+        if len(self._means) < _STEPS:
+            return None
+        first, last = sum(self._means[:part]) / part, sum(self._means[-part:]) / part
+        # A job that learns within its first steps has a low mean of its first part.
+        before = min(first, median(self._first))
+        return (first, last) if math.isfinite(last) and last > before - _FALLEN * abs(before) else None
+
+
 class LossWatch:
-    """Reports a rising loss once, where worker groups do not wait for each other."""
+    """Reports a loss that rises, where worker groups do not wait for each other, or that has not fallen."""
 
     def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
-        watches = here.is_main and groups_apart(here.place.topology) > 1
-        self._trend: LossTrend | None = LossTrend() if watches else None
+        apart = here.is_main and groups_apart(here.place.topology) > 1
+        self._trend: LossTrend | None = LossTrend() if apart else None
+        # Losses of several optimizers, as of a GAN, are no single one, and one that is continued may have been low.
+        judged = here.is_main and len(worker.optimizers) == 1 and here.resumed is None
+        self._fall: LossFall | None = LossFall() if judged else None
 
     def __call__(self, loss: float) -> None:
         """Take the loss at which a backward has begun."""
+        if self._fall is not None:
+            self._fall(loss)
         if self._trend is not None and self._trend(loss):
             self._report(self._trend)
 
@@ -98,13 +138,19 @@ class LossWatch:
         """Judge the last losses, at the end of the script."""
         if self._trend is not None and self._trend.end():
             self._report(self._trend)
+        stayed = self._fall.stayed() if self._fall is not None and self._worker.tally.steps >= _STEPS else None
+        if stayed is not None:
+            job, topology = self._here.place.job, self._here.place.topology
+            why = explanation(job, topology, self._worker.momentum)
+            text = "the loss has not fallen ({:#.3g} to {:#.3g})".format(*stayed) + (f". {why}" if why else "")
+            self._here.emit(LastingNotice(str(self._here.me), text))
 
     def _report(self, trend: LossTrend) -> None:
         self._trend = None
-        why = explanation(self._here.place.topology, self._worker.momentum)
+        why = explanation(self._here.place.job, self._here.place.topology, self._worker.momentum)
         lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"
         latest = f"{trend.latest:.3g}" if math.isfinite(trend.latest) else "not finite"
-        self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
+        self._here.emit(LastingNotice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))
 
 
 def watch_losses(worker: Worker, watch: LossWatch, at_close: ExitStack) -> None:
@@ -126,9 +172,11 @@ def watch_losses(worker: Worker, watch: LossWatch, at_close: ExitStack) -> None:
 def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) -> Callable[..., None]:
     # The name `tensors` is torch's: callers may pass it by keyword.
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        roots = [tensors] if isinstance(tensors, torch.Tensor | GradientEdge) else list(tensors)
         # A scaled loss has grown by the scale; the attribute leads to the loss before it.
-        losses = [_value(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
+        # A root may also be a `GradientEdge`. A complex one is no loss that can be compared.
+        plain = [getattr(root, _PLAIN, root) for root in roots]
+        losses = [_value(x) for x in plain if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.is_complex()]
         spans = worker.client.channel.spans
         spans.since("forward")
         # A backward also adds to gradients of other optimizers' parameters, which a lazy step may still read.

@@ -112,7 +112,7 @@ class ProgressReporter(WorkerExtension):
         if self._rising is not None:
             self._rising.end()
         if self._loss is not None and not math.isfinite(self._loss) and self._here.is_main:
-            why = explanation(self._here.place.topology, self._worker.momentum)
+            why = explanation(self._here.place.job, self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
         self._here.emit(Finished(steps=tally.steps, **self._totals()))

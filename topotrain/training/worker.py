@@ -485,7 +485,7 @@ class Worker(BatchAccounting):
         if name:
             self.tally.add_skip(SkippedStep(self._own_steps, culprit, name))
         if self._limit.step(self.me.group, [self.me.index] if name else []) is not None:
-            why = explanation(self._topology, self.momentum)
+            why = explanation(self.job, self._topology, self.momentum)
             words = local_nonfinite_message(culprit, name, self._own_steps, self._limit.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._limit.quarantine)
         return bool(name)

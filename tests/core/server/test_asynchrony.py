@@ -3,6 +3,8 @@
 import json
 import math
 import random
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 import torch
 from simulation import ScriptedCluster, ScriptedWorker, job, parameters
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from tests.support.reporter_parts import context_of, no_connections, worker_of
 from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
@@ -19,8 +22,10 @@ from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Jo
 from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import JobError
-from topotrain.core.events import Apart, Event, Notice
+from topotrain.core.events import Apart, Event, LastingNotice, Notice
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.optim.optimizer_part import OptimizerPart, PartGroup
+from topotrain.core.profiling.spans import SILENT
 from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
 from topotrain.core.server.group_sync import MasterSync, RingSync
 from topotrain.launch import JobOutcome
@@ -29,7 +34,7 @@ from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.result_tables import comparison, console, distance, summary
 from topotrain.tools.plan.layout_plan import plan
 from topotrain.training.finish_job import SpoiledResult, _spoiled
-from topotrain.training.loss_watch import LossTrend, LossWatch
+from topotrain.training.loss_watch import LossTrend, LossWatch, watch_losses
 from topotrain.training.step_progress import ProgressReporter
 from topotrain.training.worker_stats import WorkerStats
 
@@ -141,6 +146,7 @@ def test_the_report_and_the_tables_show_it() -> None:
 
 def test_who_is_warned() -> None:
     def said(cluster: Cluster, momentum: float, **more: Any) -> str:
+        more.setdefault("correction", Correction.kNone)
         return warning(Job(cluster=cluster, **more), layout(cluster), momentum)
 
     text = said(DOWNPOUR, 0.9)
@@ -152,6 +158,10 @@ def test_who_is_warned() -> None:
     assert said(Cluster(nworker_groups=3, nserver_groups=0), 0.9) == "", "independent trainings"
     for correction in (Correction.kRate, Correction.kMomentum):
         assert said(DOWNPOUR, 0.9, correction=correction) == ""
+    text = said(DOWNPOUR, 0.9, correction=Correction.kAuto)
+    assert text.startswith("momentum 0.9 counts as 0.233: 3 worker groups") and "correction: kNone leaves it" in text
+    for calm in (Cluster(nworkers_per_group=3), DOWNPOUR):
+        assert said(calm, 0.0 if calm is DOWNPOUR else 0.9, correction=Correction.kAuto) == ""
     assert groups_apart(layout(HOGWILD)) == 3
 
 
@@ -189,8 +199,8 @@ def test_what_counts_as_momentum() -> None:
 
 def test_a_plan_warns_of_the_updater_block() -> None:
     found = plan(Job(cluster=DOWNPOUR, updater=Updater(type=UpdaterType.kSGD, momentum=0.9)))
-    assert "warning: momentum 0.9 may be too much" in found.explain()
-    assert "too much" in found.as_data()["warning"]
+    assert "warning: momentum 0.9 counts as 0.233" in found.explain()
+    assert "counts as" in found.as_data()["warning"]
     assert "warning" not in plan(Job(cluster=DOWNPOUR)).as_data()
 
 
@@ -227,11 +237,15 @@ def test_a_rise_is_found() -> None:
     assert not [calm(loss) for loss in learned].count(True) and not calm.end()
 
 
-def watcher(cluster: Cluster, index: int = 0) -> tuple[LossWatch, list[Event]]:
+def watcher(
+    cluster: Cluster, index: int = 0, steps: int = 0, optimizers: int = 1, resumed: object = None
+) -> tuple[LossWatch, list[Event]]:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, index)
-    here = SimpleNamespace(me=me, is_main=index == 0, emit=told.append, place=SimpleNamespace(topology=layout(cluster)))
-    return LossWatch(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
+    place = SimpleNamespace(job=Job(cluster=cluster, correction=Correction.kNone), topology=layout(cluster))
+    here = SimpleNamespace(me=me, is_main=index == 0, emit=told.append, place=place, resumed=resumed)
+    worker = SimpleNamespace(momentum=0.9, optimizers=[None] * optimizers, tally=WorkerStats(steps=steps))
+    return LossWatch(here, worker), told  # type: ignore[arg-type]
 
 
 def test_it_is_reported_once_by_one_worker_of_an_asynchronous_job() -> None:
@@ -250,10 +264,72 @@ def test_it_is_reported_once_by_one_worker_of_an_asynchronous_job() -> None:
         assert told == []
 
 
+CHANCE = [2.31, 2.305, 2.30, 2.295]
+
+
+def falls(losses: Iterable[float], cluster: Cluster = DOWNPOUR, **more: Any) -> list[str]:
+    """What is said at the end of a job with these losses."""
+    watch, told = watcher(cluster, **{"steps": 100, **more})
+    for loss in losses:
+        watch(loss)
+    watch.end()
+    assert all(isinstance(each, LastingNotice) for each in told)
+    return [each.text for each in told if isinstance(each, Notice)]
+
+
+@pytest.mark.parametrize("count", [40, 500, 513, 5000])
+def test_a_loss_that_has_not_fallen_is_told_at_the_end(count: int) -> None:
+    flat = [CHANCE[n % 4] for n in range(count)]
+    (said,) = falls(flat)
+    assert said.startswith("the loss has not fallen (2.30 to 2.30). 3 worker groups train without waiting")
+    assert falls(flat, Cluster(nworkers_per_group=2)) == ["the loss has not fallen (2.30 to 2.30)"]
+    assert falls([-2.3] * count)[0].startswith("the loss has not fallen (-2.30 to -2.30)")
+    (said,) = falls([5 + n / count for n in range(count)], Cluster())
+    assert said.startswith("the loss has not fallen (5.0")
+
+
+def test_nothing_is_told_of_a_loss_that_may_have_fallen() -> None:
+    rng = random.Random(0)
+    assert falls(CHANCE * 9) == [], "too few"
+    assert falls(CHANCE * 30, steps=10) == [], "a script that mostly evaluates"
+    assert (
+        falls(CHANCE * 30, optimizers=2)
+        == falls(CHANCE * 30, resumed="a snapshot")
+        == falls(CHANCE * 30, index=1)
+        == []
+    )
+    assert falls([math.nan] * 200, Cluster()) == [], "there are other words for that"
+    for count in (64, 700, 3000):
+        assert falls([2.3 - 0.3 * n / count + rng.gauss(0, 0.1) for n in range(count)], Cluster()) == []
+        # Learned at once, and flat since.
+        assert falls([2.3 * 0.5**n + 0.02 + rng.random() * 0.01 for n in range(count)], Cluster()) == []
+
+
+def test_roots_that_are_no_number_are_none_of_the_losses() -> None:
+    """As in plain PyTorch: an edge of the graph, and a complex scalar."""
+    seen: list[float] = []
+    worker: Any = SimpleNamespace(
+        lazy=False,
+        optimizers=[None],
+        path=SimpleNamespace(private=False),
+        tally=SimpleNamespace(add_backward=lambda losses: None),
+        client=SimpleNamespace(channel=SimpleNamespace(spans=SILENT)),
+    )
+    weight = torch.ones(2, requires_grad=True)
+    with ExitStack() as closing:
+        watch_losses(worker, seen.append, closing)  # type: ignore[arg-type]
+        torch.autograd.backward(get_gradient_edge((weight * 3).sum()), torch.tensor(1.0))
+        torch.autograd.backward([get_gradient_edge((weight * 3).sum()), (weight * 2).sum()], [torch.tensor(1.0), None])
+        root = (weight * (1 + 1j)).sum()
+        root.backward(torch.ones_like(root))
+    assert seen == [4.0]
+    assert weight.grad is not None and weight.grad.tolist() == [9.0, 9.0]
+
+
 @pytest.mark.parametrize("last", [math.inf, math.nan, 0.5])
 def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
     told: list[Event] = []
-    place = SimpleNamespace(topology=layout(DOWNPOUR))
+    place = SimpleNamespace(job=Job(cluster=DOWNPOUR), topology=layout(DOWNPOUR))
     here = context_of(Address(Role.WORKER, 0, 0), told, is_main=True, place=place)
     tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
     ProgressReporter(here, worker_of(tally, momentum=0.0), no_connections()).job_over()
@@ -281,7 +357,9 @@ def test_the_error_says_what_may_have_led_there(groups: int, words: str) -> None
     cluster.play(script, [cluster.workers[0]])
     assert "3 steps in a row" in caught[0]
     assert ("without waiting" in caught[0]) == bool(words) and words in caught[0]
-    assert explanation(layout(Cluster()), 0.9) == ""
+    assert explanation(Job(), layout(Cluster()), 0.9) == ""
+    taken = explanation(Job(cluster=DOWNPOUR), layout(DOWNPOUR), 0.9)
+    assert "use a smaller learning rate, or fewer groups" in taken and "kMomentum" not in taken
 
 
 # --- the correction (13e) --------------------------------------------------------------------------------------------
@@ -289,7 +367,9 @@ def test_the_error_says_what_may_have_led_there(groups: int, words: str) -> None
 
 def test_what_the_correction_takes() -> None:
     cluster = Cluster(nworker_groups=4)
-    assert corrector(Job(), 1) == Corrector()
+    assert corrector(Job(), 1) == corrector(Job(cluster=cluster, correction=Correction.kNone), 4) == Corrector()
+    # Where nothing is said it is taken.
+    assert corrector(Job(cluster=cluster), 4) == corrector(Job(cluster=cluster, correction=Correction.kMomentum), 4)
     assert corrector(Job(cluster=cluster, correction=Correction.kRate), 4) == Corrector(by_staleness=True)
     made = corrector(Job(cluster=cluster, correction=Correction.kMomentum), 4)
     assert made.momentum(0.9) == pytest.approx(0.15) and made.momentum(0.5) == 0.0 and made.rate(7) == 1.0
@@ -340,8 +420,17 @@ def test_a_correction_of_momentum_needs_one() -> None:
 
 
 def test_a_job_without_it_keeps_its_digest() -> None:
-    assert Job(cluster=DOWNPOUR).digest() == Job(cluster=DOWNPOUR, correction=Correction.kNone).digest()
-    assert Job(cluster=DOWNPOUR).digest() != Job(cluster=DOWNPOUR, correction=Correction.kRate).digest()
+    assert Job(cluster=DOWNPOUR).digest() == Job(cluster=DOWNPOUR, correction=Correction.kAuto).digest()
+    assert Job(cluster=DOWNPOUR).digest() != Job(cluster=DOWNPOUR, correction=Correction.kNone).digest()
+
+
+def test_an_optimizer_whose_momentum_is_none_is_left_as_it_is() -> None:
+    """Muon has one that decides about a direction only."""
+    weights = [nn.Parameter(torch.ones(4, 4))]
+    for made, momentum in ((torch.optim.Muon(weights), 0.95), (torch.optim.SGD(weights, lr=0.1, momentum=0.9), 0.4)):
+        part = OptimizerPart(made, [PartGroup(0, (0,), (weights[0].detach(),))], False)
+        part.set(json.loads(hyper(made)), Corrector(less_momentum=0.5))
+        assert part.optimizer.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

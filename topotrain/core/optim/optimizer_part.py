@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain.config.async_momentum import Corrector
+from topotrain.config.async_momentum import Corrector, momentum_of
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import ALIGN
 from topotrain.core.optim import kernel_choice
@@ -149,7 +149,7 @@ class OptimizerPart:
         for group, part, kinds in zip(self.optimizer.param_groups, self._groups, self._kinds, strict=True):
             group.update(groups[part.number])
             group.update(kernel_choice.choose(type(self.optimizer), group, kinds))
-            if correct.less_momentum and "momentum" in group:
+            if correct.less_momentum and momentum_of(type(self.optimizer).__name__, (group,)):
                 group["momentum"] = correct.momentum(group["momentum"])
         self._rates = [group["lr"] for group in self.optimizer.param_groups] if correct.by_staleness else []
         self._choose_rounds()

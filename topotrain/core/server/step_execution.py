@@ -98,7 +98,8 @@ class StepExecution:
         self._state, self._groups = state, groups = context.state, context.groups
         self._queue, self._hooks = context.queue, context.hooks
         self._hyper, self._replies, self._exchange = hyper, replies, exchange
-        job, self._topology, start = state.job, state.topology, state.start
+        self._job, self._topology, start = state.job, state.topology, state.start
+        job = self._job
         self._partial = makes_partial_steps(job)
         self.batches = AppliedBatches(start.first_epoch)
         self._samples = SampleCounts(self._topology, state.me.group, start.samples)
@@ -249,7 +250,7 @@ class StepExecution:
         model, worker = self._state.known, "" if number == NO_WORKER else str(self._groups.workers[group][number])
         # Groups that do not wait for each other may have come to it by their momentum.
         momentum = momentum_in(OptimizerSpec.from_text(model.schema.optimizer), self._hyper.of_group[group])
-        why = explanation(self._topology, momentum)
+        why = explanation(self._job, self._topology, momentum)
         text = nonfinite_message(worker, model.parameter(refused[number]), commit.step + 1, self._strikes.most, why)
         self.fail(group, text, self._strikes.quarantine)
 

@@ -244,7 +244,9 @@ COMBINATIONS = (
     _with_outer("apply", lambda j: j.apply is not Apply.kAtStep, "must be kAtStep"),
     _with_outer("grads", lambda j: j.grads is not Grads.kVisible, "must be kVisible"),
     _with_outer("pull", lambda j: j.pull is not Pull.kStep, "must be kStep"),
-    _with_outer("correction", lambda j: j.correction is not Correction.kNone, "must be kNone"),
+    _with_outer(
+        "correction", lambda j: j.correction in (Correction.kRate, Correction.kMomentum), "must be kAuto or kNone"
+    ),
     _with_outer("microbatches", lambda j: j.microbatches != 1, "must be 1, since no model is split,"),
     _with_outer("schedule", lambda j: j.schedule is not Schedule.kGPipe, "must not be given, since no model is split,"),
     _with_outer("warmup_steps", lambda j: j.warmup_steps, "must be 0"),

@@ -25,6 +25,7 @@ from topotrain.core.events import (
     Finished,
     Incident,
     Joined,
+    LastingNotice,
     Left,
     LocalSteps,
     Metrics,
@@ -201,6 +202,7 @@ class Report:
         self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
         self._incidents: list[Incident] = []
+        self._notices: list[str] = []
         self._recovered: dict[int, Recovered] = {}
         self._changes: list[Left | Joined] = []
         self._resizes: list[Resized] = []
@@ -230,6 +232,8 @@ class Report:
                 self._skips.setdefault(event.who, _Skips()).record(event)
             case Incident():
                 self._incidents.append(event)
+            case LastingNotice(text=text) if text not in self._notices:
+                self._notices.append(text)
             case Recovered():
                 self._recovered[event.number] = event
             case Left() | Joined():
@@ -315,6 +319,7 @@ class Report:
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
+            "notices": list(self._notices),
             "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "groups": [_change(found) for found in self._changes],
             "changes": [_resize(found, self._recovered.get(found.number)) for found in self._resizes],

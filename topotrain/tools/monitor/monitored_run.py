@@ -154,6 +154,9 @@ def show(result: "JobResult", terminal: "Console", quiet: bool, as_json: bool, r
         print(text)
     if result.outcome.code == 0 and not quiet:
         terminal.print(summary(data), soft_wrap=True)
+        for text in data["notices"]:
+            # Long ago, or above the last line of progress.
+            terminal.print(f"topotrain: {text}", soft_wrap=True, markup=False, highlight=False)
 
 
 def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
