@@ -1,0 +1,12 @@
+"""What generated scripts have found, by name: blocks (`axis=name`) and the layout. Each is a test."""
+
+FOUND = tuple(
+    (blocks, "allreduce")
+    for blocks in (
+        *("average=swapped", "average=swapped_load", "average=ema_final"),
+        *("writes=data_first", "writes=load_first", "writes=copy_first", "writes=replaced"),
+        *("state=clear", "state=new", "state=zero", "state=delete", "state=empty", "state=read_own"),
+        *("flow=break_stopped", "phases=second", "phases=second_prepared", "wrapper=lookahead", "wrapper=sam"),
+        "end=layer",
+    )
+)

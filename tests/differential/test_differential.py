@@ -1,0 +1,60 @@
+"""Generated scripts end as plain Python does, or are refused by name: the contract of docs/trust.md.
+
+A red run prints the blocks and their seed: `python -m tests.differential --seed SEED --scripts 1` repeats it and shows
+a smaller script. 500 scripts: `python -m tests.differential --scripts 500`.
+"""
+
+import random
+
+import pytest
+
+from tests.differential import scripts
+from tests.differential.found import FOUND
+from tests.differential.known import KNOWN, Known, known_part
+from tests.differential.runs import LAYOUTS, Bench, InvalidScript
+
+pytestmark = pytest.mark.journey
+FIXED = range(30)
+FRESH = [random.SystemRandom().randrange(10**6, 10**9) for _ in range(10)]
+
+
+def check(bench: Bench, script: scripts.Script, layout: str) -> None:
+    assert script.is_valid(), "plain Python cannot combine these blocks"
+    outcome = bench.outcomes(script, [layout])[layout]
+    assert outcome.is_good, f"{script}\nunder {layout}: {outcome}\n\n{script.text()}"
+
+
+def layout_of(number: int) -> str:
+    return list(LAYOUTS)[number % len(LAYOUTS)]
+
+
+@pytest.mark.parametrize("seed", FIXED)
+def test_a_generated_script_ends_as_in_plain_python(bench: Bench, seed: int) -> None:
+    script = scripts.of_seed(seed)
+    if known_part(script) is None:
+        check(bench, script, layout_of(seed))
+
+
+def test_fresh_scripts_end_as_in_plain_python(bench: Bench) -> None:
+    for seed in FRESH:
+        script = scripts.of_seed(seed)
+        print(f"seed {seed}: {script}")
+        if known_part(script) is None:
+            try:
+                check(bench, script, layout_of(seed))
+            except InvalidScript as error:  # of blocks that nobody has tried together
+                print(f"plain Python fails: {error}")
+
+
+@pytest.mark.parametrize(("keys", "layout"), FOUND)
+def test_what_was_found_stays_fixed(bench: Bench, keys: str, layout: str) -> None:
+    check(bench, scripts.named(keys.split()), layout)
+
+
+@pytest.mark.parametrize("known", [each for each in KNOWN if not each.racy], ids=lambda known: known.blocks)
+def test_what_is_known_to_fail_still_fails(bench: Bench, known: Known) -> None:
+    try:
+        outcome = bench.outcomes(scripts.named(known.keys), [known.layout])[known.layout]
+    except InvalidScript:
+        return
+    assert not outcome.is_good, f"no longer fails: remove it from KNOWN, and add it to FOUND ({outcome})"
