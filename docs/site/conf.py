@@ -59,7 +59,10 @@ CONTENTS: Mapping[str, Iterable[str]] = {
         *("docs/integrations", "docs/pserver", "docs/clusterspec", "docs/session", "docs/data-parallel"),
         "docs/torch-store",
     ],
-    "Inside": ["docs/exactness", "docs/journey", "docs/journey-batch", "docs/journey-snapshot", "docs/differences"],
+    "Inside": [
+        *("docs/trust", "docs/exactness", "docs/journey", "docs/journey-batch", "docs/journey-snapshot"),
+        "docs/differences",
+    ],
     "Project": ["CONTRIBUTING", "SECURITY", "CHANGELOG"],
 }
 """The pages by caption. A page that is not named here comes last."""

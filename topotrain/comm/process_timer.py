@@ -23,6 +23,7 @@ class ServerClock(TimerHost):
     """
 
     def now(self) -> float:
+        """As `TimerHost.now`."""
         return time.monotonic()
 
     def wake(self, seconds: float, message: Message) -> None:
@@ -36,6 +37,7 @@ class ProcessTimer(ServerClock):
         self._endpoint = endpoint
 
     def wake(self, seconds: float, message: Message) -> None:
+        """As `TimerHost.wake`."""
         # A thread for each message: a server asks for one in a round. It inherits the flushing of denormals.
         # The end of a job waits for none of them.
         threading.Thread(target=self._send, args=(seconds, message), name="timer", daemon=True).start()

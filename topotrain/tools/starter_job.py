@@ -214,5 +214,6 @@ def _commands(folder: Path) -> tuple[str, ...]:
         f"topotrain plan {JOB_NAME}",
         f"topotrain doctor {JOB_NAME}",
         f"python {SCRIPT_NAME}",
+        f"topotrain check {JOB_NAME} {SCRIPT_NAME}",
         f"topotrain run {JOB_NAME} {SCRIPT_NAME} --epochs 20",
     )

@@ -481,7 +481,9 @@ def report(**metrics: Metric) -> None:
         here.metrics.update(metrics)
         return
     for name, value in metrics.items():
-        print(f"{name}: {float(value() if callable(value) else value):.6g}")
+        number = float(value() if callable(value) else value)
+        process.observed_metric(name, number)
+        print(f"{name}: {number:.6g}")
 
 
 def log(**values: Loggable) -> None:

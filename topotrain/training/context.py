@@ -357,6 +357,9 @@ class PrepareObserver(ABC):
     def prepared(self, call: PreparedObjects) -> None:
         """The script has prepared these objects."""
 
+    def reported(self, name: str, value: float) -> None:  # noqa: B027  # few observers need it
+        """The script has reported a metric. Does nothing here."""
+
 
 class _OutsideStep(threading.local):
     """Whether a thread's work is in no step."""
@@ -415,6 +418,12 @@ def observed(call: PreparedObjects) -> None:
     """The call is complete in an ordinary process."""
     if _observer is not None:
         _observer.prepared(call)
+
+
+def observed_metric(name: str, value: float) -> None:
+    """An ordinary process reports a metric."""
+    if _observer is not None:
+        _observer.reported(name, value)
 
 
 def forget() -> None:

@@ -22,6 +22,7 @@ class AssignmentExtension(PrepareExtension):
         """Once the script has prepared."""
 
     def attach(self, here: Context, worker: Worker) -> None:
+        """As `PrepareExtension.attach`."""
         place = ScriptPlace(here, worker)
         self.scope = AssignmentScope(worker, place, here.place.topology.worker_groups > 1)
         worker.attach(self.scope)
@@ -29,6 +30,7 @@ class AssignmentExtension(PrepareExtension):
         here.kept["tt.assign places"] = place
 
     def stop_pushing(self, here: Context) -> None:
+        """As `PrepareExtension.stop_pushing`."""
         # From here on the parameters are the script's alone.
         self.scope = None
 

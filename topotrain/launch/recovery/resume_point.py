@@ -47,6 +47,7 @@ class WarningPrinter(Notifier):
     """Prints texts as warnings, before the job has displays."""
 
     def notify(self, text: str) -> None:
+        """As `Notifier.notify`."""
         print(f"topotrain: warning: {text}", file=sys.stderr)
 
 

@@ -90,6 +90,7 @@ class SplitForward(WorkerExtension):
         return self._runners[key]
 
     def weight(self) -> float:
+        """As `WorkerExtension.weight`."""
         return self.sync.weight() if self._last is None else self._last.counts
 
     def backward_begun(self) -> None:
@@ -97,6 +98,7 @@ class SplitForward(WorkerExtension):
         self.open = False
 
     def before_commit(self, step: int, end: StepEnd) -> None:
+        """As `WorkerExtension.before_commit`."""
         self.open = False
         self.sync.stepped()
 
@@ -119,6 +121,7 @@ class _JobSync(WorkerSync):
         self.generator = torch.default_generator if channel.me == 0 else torch.Generator()
 
     def weight(self) -> float:
+        """As `WorkerSync.weight`."""
         return self._batches.weight()
 
     def begun(self) -> None:

@@ -59,6 +59,7 @@ class NetworkChannel(GroupChannel):
 
     @property
     def hello(self) -> Message:
+        """As `GroupChannel.hello`."""
         return ActivationHello()
 
     # --- the channel ---------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class MonotonicClock:
     """The clock of this machine."""
 
     def now(self) -> float:
+        """As `SearchClock.now`."""
         return time.monotonic()
 
 

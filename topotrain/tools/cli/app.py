@@ -24,7 +24,17 @@ import typer
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import as_program, find_module, module_of
-from topotrain.tools.cli import chaos, elastic_commands, jobs, pserver, setup_commands, simulate, unit, watch
+from topotrain.tools.cli import (
+    chaos,
+    check_command,
+    elastic_commands,
+    jobs,
+    pserver,
+    setup_commands,
+    simulate,
+    unit,
+    watch,
+)
 from topotrain.tools.cli.completion import JOB_ENDINGS as CONFS
 from topotrain.tools.cli.completion import job_files, job_files_and_scripts
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of, words_for_unit
@@ -669,6 +679,7 @@ pserver.register(app)
 jobs.register(app)
 unit.register(app)
 chaos.register(app)
+check_command.register(app)
 advise_command.register(app)
 elastic_commands.register(app)
 simulate.register(app)

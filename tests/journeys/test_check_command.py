@@ -1,0 +1,95 @@
+"""`topotrain check` says whether a job is the plain script; if not, the first step that differs and why."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_pool import Forked
+
+pytestmark = pytest.mark.journey
+ROOT = Path(__file__).parents[2]
+CHECKED = ROOT / "tests/programs/checked.py"
+TWO = "cluster { nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 1 server_worker_separate: true }"
+ISLANDS = """cluster {
+  nworker_groups: 2 server_worker_separate: true sync_freq: 5
+  outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }
+}"""
+DOWNPOUR = "cluster { nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true max_staleness: 4 }"
+
+
+@pytest.fixture
+def check(tmp_path: Path, served_at: str, warm_at: str) -> Any:
+    """Run the command; its exit code and what it printed, errors included."""
+
+    def run(cluster: str, *words: str, program: Path = CHECKED, options: tuple[str, ...] = ()) -> tuple[int, str]:
+        conf = tmp_path / "job.conf"
+        conf.write_text(f'name: "job"\n{cluster}\n')
+        said = ["-m", "topotrain", "check", *options, "--forkserver", served_at, str(conf), str(program), *words]
+        process = Forked(warm_at, said, tmp_path, os.environ)
+        out, _ = process.communicate(120)
+        assert process.returncode is not None
+        return process.returncode, out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variant", "cause"),
+    [
+        ("dropout", "dropout act on a worker's share"),
+        ("norm", "BatchNorm act on a worker's share"),
+        ("sum", "the loss is a sum over the batch"),
+        ("pairs", "pairs: see tt.gather"),
+        ("random", "each worker draws its own"),
+        ("hook", "a hook bounds"),
+    ],
+)
+def test_the_first_difference_has_step_parameter_and_cause(check: Any, variant: str, cause: str) -> None:
+    code, out = check(TWO, variant)
+    assert code == 1, out
+    assert "different: step 1: the gradient of 0." in out
+    assert cause in out
+
+
+def test_equal_scripts_are_equal_to_their_end(check: Any, tmp_path: Path) -> None:
+    code, out = check(TWO, "plain", options=("--json", "--quiet", "--whole"))
+    found = json.loads(out)
+    assert (code, found["equal"], found["steps"], found["parameters"]) == (0, True, 8, 4), out
+    assert found["largest"] < 1e-5
+    assert [each.name for each in tmp_path.iterdir()] == ["job.conf"]  # it leaves nothing
+
+
+def test_what_a_worker_reports_of_its_share_differs(check: Any) -> None:
+    code, out = check(TWO, "share", options=("--whole",))
+    assert (code, "the metric loss" in out, "give tt.report a function" in out) == (1, True, True), out
+
+
+def test_the_rest_is_shown_with_dropout_as_in_evaluation(check: Any) -> None:
+    code, out = check(TWO, "dropout", options=("--eval-mode", "--steps", "3"))
+    assert (code, "equal: 3 steps" in out) == (0, True), out
+
+
+def test_a_model_that_amplifies_rounding_is_not_called_wrong(check: Any) -> None:
+    code, out = check(TWO, "unstable", options=("--whole",))
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("cluster", [ISLANDS, DOWNPOUR], ids=["islands", "downpour"])
+def test_one_group_of_an_asynchronous_job_is_checked(check: Any, cluster: str) -> None:
+    code, out = check(cluster, "plain", options=("--steps", "6"))
+    assert (code, "equal: 6 steps" in out) == (0, True), out
+
+
+def test_the_scripts_own_error_is_shown(check: Any) -> None:
+    code, out = check(TWO, "fails", options=("--whole",))
+    assert (code, "plain Python cannot run" in out, "the script's own error" in out) == (1, True, True), out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("digits", "equal: 8 steps"), ("gan", "each worker draws its own")], ids=["digits", "gan"]
+)
+def test_the_examples_are_plain_scripts_but_for_their_noise(check: Any, name: str, words: str) -> None:
+    _, out = check(TWO, program=ROOT / "examples" / f"{name}.py", options=("--steps", "8"))
+    assert words in out

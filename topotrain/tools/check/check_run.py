@@ -1,0 +1,128 @@
+"""Run a script in plain Python and under a cluster block, and compare the two."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from topotrain.config.job import ChangeMethod, Cluster, Compression, Grads, Job, LRGen, Updater, UpdaterType
+from topotrain.config.python_module import as_program
+from topotrain.config.topology import layout
+from topotrain.core.events import Event, Metrics, Notice
+from topotrain.launch.agent import forkserver, temporary_folders
+from topotrain.launch.local import LocalLauncher
+from topotrain.tools.check.compared_records import Comparison, Record, compare
+from topotrain.tools.check.observed_script import Observation
+from topotrain.tools.probe.probed_processes import ProbedProcess, ProcessEnded
+
+_MODULE = "topotrain.tools.check.observed_script"
+_SIZES = ("nworkers_per_group", "nworkers_per_procs", "nservers_per_group", "nservers_per_procs")
+_PATIENCE_S = 1e6
+"""A script takes as long as it takes."""
+
+
+class RunFailed(Exception):
+    """The script, or the job, has not come to its end."""
+
+
+def skeleton(job: Job) -> Job:
+    """Return the exact part of a job: one worker group, and of islands one that exchanges after each step.
+
+    Raises ConfigError: the job has no such part.
+    """
+    cluster, empty = job.cluster, Job()
+    if cluster.auto:
+        cluster = Cluster(nworkers_per_group=2, server_worker_separate=True)
+    elif cluster.nworker_groups > 1 or cluster.nserver_groups > 1 or cluster.outer is not None:
+        # An outer step of SGD with rate 1 takes over what the island has learned.
+        outer = cluster.outer and Updater(UpdaterType.kSGD, learning_rate=LRGen(ChangeMethod.kFixed, base_lr=1.0))
+        sizes = {name: getattr(cluster, name) for name in _SIZES}
+        separate = cluster.server_worker_separate or outer is not None
+        cluster = Cluster(**sizes, server_worker_separate=separate, transport=cluster.transport, outer=outer)
+        job = replace(job, correction=empty.correction, shard=empty.shard, apply=empty.apply, pull=empty.pull)
+    cluster = replace(cluster, compression=Compression.kNone, backup=0)
+    return replace(job, cluster=cluster, warmup_steps=0, start_groups=0, resume=False, snapshot_s=0.0, rendezvous="")
+
+
+def check(job: Job, steps: int, still: bool, served: str, stage: Callable[[str], None]) -> Comparison:
+    """Run the script twice and its job once, and compare. No process is left, however this ends.
+
+    Args:
+        steps: to compare; 0: the whole script.
+        still: dropout and batch normalization as in evaluation.
+        served: the socket of a running forkserver; "": one is started.
+        stage: shows what happens.
+
+    Raises:
+        RunFailed: the script fails, or the job does.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    with ExitStack() as stack:
+        folder, lock = temporary_folders.make()
+        stack.callback(os.close, lock)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        served = served or stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
+        runs = _Runs(job, folder, served)
+        stage("the plain script")
+        plain = runs.plain(Observation(str(folder / "plain"), steps, still=still))
+        stage("the plain script, with other rounding")
+        rounded = runs.plain(Observation(str(folder / "rounded"), steps, True, still))
+        stage("the job")
+        record, notices = runs.job(Observation(str(folder / "job"), steps, still=still))
+        workers = skeleton(job).cluster.nworkers_per_group
+        found = compare(plain, rounded, record, workers, job.grads is Grads.kVisible)
+        return replace(found, notices=notices)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of one check, in a folder."""
+
+    request: Job
+    folder: Path
+    served: str
+
+    def plain(self, wanted: Observation) -> Record:
+        """Run the script in a process of its own, as plain Python."""
+        program, args = self.request.program, list(self.request.args)
+        spec = {"observation": asdict(wanted), "program": program, "args": args}
+        with closing(forkserver.ForkserverClient(self.served)) as client:
+            log = Path(f"{wanted.record}.log")
+            with closing(ProbedProcess(client, f"{_MODULE}:run_plain", spec, log)) as process:
+                try:
+                    failed = process.answer(time.monotonic() + _PATIENCE_S)["failed"]
+                except ProcessEnded as error:
+                    failed = str(error)
+        if failed:
+            raise RunFailed(f"plain Python cannot run {program}: {failed}")
+        record = Record.load(Path(wanted.record))
+        if not record.notes["steps"]:
+            raise RunFailed(f"{program} makes no step with an optimizer that it gave to tt.prepare")
+        return record
+
+    def job(self, wanted: Observation) -> tuple[Record, tuple[str, ...]]:
+        """Run the job; its record, and its notices."""
+        job, workspace = skeleton(self.request), self.folder / "workspace"
+        words = (json.dumps(asdict(wanted)), job.program, *job.args)
+        cluster = replace(job.cluster, workspace=str(workspace))
+        job = replace(job, program=as_program(_MODULE), args=words, cluster=cluster)
+        reported: dict[str, float] = {}
+        notices: dict[str, None] = {}
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Metrics):
+                reported.update(event.values)
+            elif isinstance(event, Notice):
+                notices[event.text] = None
+
+        outcome = LocalLauncher(forkserver=self.served).start(job, layout(cluster), on_event)
+        if outcome.code > 128:
+            raise SystemExit(outcome.code)
+        if outcome.code:
+            cause = f"exit code {outcome.code}" if outcome.cause is None else outcome.cause.text
+            raise RunFailed(f"the job does not run {self.request.program}: {cause}")
+        return Record.load(Path(wanted.record), workspace / "final.safetensors", reported), tuple(notices)
