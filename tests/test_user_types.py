@@ -52,6 +52,8 @@ reveal_type(tt.sum(3, over="job"))
 reveal_type(tt.max(torch.zeros(2)))
 reveal_type(tt.gather(torch.zeros(2), grad=True))
 reveal_type(tt.broadcast({"lr": 0.1}))
+reveal_type(tt.global_step())
+tt.save(tt.state_dict(model), "now.pt")
 """
 REVEALED = [
     "Net",
@@ -72,6 +74,7 @@ REVEALED = [
     "Tensor",
     "Tensor",
     "dict[str, float]",
+    "int",
 ]
 WRONG = {
     "tt.prepair(model)": "prepair",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from topotrain.config.job import Cluster, ConfigError, Job, Updater
     from topotrain.extensions.assignment.parameter_assignment import assign
     from topotrain.extensions.tables.frontend.embedding import Embedding
-    from topotrain.extensions.worker_values.worker_values import broadcast, gather, max, mean, min, sum
+    from topotrain.extensions.worker_values.worker_values import broadcast, gather, global_step, max, mean, min, sum
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
     from topotrain.tools.exporters.tracker import Tracker
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         report,
         weight,
     )
-    from topotrain.training.model_state import state_dict
+    from topotrain.training.model_state import save, state_dict
     from topotrain.training.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -91,7 +91,8 @@ _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
     **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress"), "topotrain.training.api"),
     **dict.fromkeys(
-        ("broadcast", "gather", "max", "mean", "min", "sum"), "topotrain.extensions.worker_values.worker_values"
+        ("broadcast", "gather", "global_step", "max", "mean", "min", "sum"),
+        "topotrain.extensions.worker_values.worker_values",
     ),
     **dict.fromkeys(("device", "place"), "topotrain.parallel.api.device_placement"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
@@ -103,7 +104,7 @@ _HOMES = {
     "Session": "topotrain.compat.tensorflow.session.session_client",
     "Trainer": "topotrain.training.trainer.trainer",
     "Tracker": "topotrain.tools.exporters.tracker",
-    "state_dict": "topotrain.training.model_state",
+    **dict.fromkeys(("save", "state_dict"), "topotrain.training.model_state"),
 }
 _MODULES = {
     "data_parallel": "topotrain.compat.caffe2.parallelize",
@@ -127,6 +128,7 @@ __all__ = [
     "device",
     "epochs",
     "gather",
+    "global_step",
     "init",
     "is_main",
     "keep",
@@ -143,6 +145,7 @@ __all__ = [
     "progress",
     "rank",
     "report",
+    "save",
     "state_dict",
     "sum",
     "train",

@@ -99,3 +99,40 @@ def test_a_loss_over_all_samples_and_their_statistics_are_those_of_plain_python(
         final = runner.run(cluster, "whole_batch.py", extra=extra, name=f"job{number}").final
         far = {name: float((final[name].double() - value.double()).abs().max()) for name, value in plain.items()}
         assert final.keys() == plain.keys() and max(far.values()) < 1e-5, (cluster, far)
+
+
+def recipes() -> list[str]:
+    """The scripts of the section about values in the page of Python."""
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    section = page[page.index("### Metrics, plateaus") : page.index("## `tt.device`")]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner, number: int) -> None:
+    script = runner.folder / "recipe.py"
+    script.write_text(recipes()[number])
+    apart = runner.folder / "plain"
+    apart.mkdir()
+    done = subprocess.run([sys.executable, script], check=True, timeout=120, cwd=apart, capture_output=True, text=True)
+    plain = {name: float(value) for name, value in re.findall(r"^(\w+): (\S+)$", done.stdout, re.MULTILINE)}
+    ended = runner.run("nworkers_per_group: 2 nservers_per_group: 2", str(script))
+    assert plain and ended.report["metrics"] == pytest.approx(plain, rel=1e-4)
+    for saved in apart.glob("*.pt"):
+        here, there = (torch.load(path, weights_only=True) for path in (saved, runner.folder / saved.name))
+        assert all(torch.allclose(value, there[name], atol=1e-5) for name, value in here.items())
+
+
+def test_a_loop_until_the_job_has_made_so_many_steps_ends_for_all(runner: JobRunner) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "until.py", "20"], check=True, timeout=120, cwd=runner.folder, capture_output=True
+    )
+    assert b"values until 0: 20\n" in done.stdout
+    ended = runner.run(ALLREDUCE, "until.py", "20", name="together")
+    assert values(ended.workspace, ended.out, "until") == dict.fromkeys(range(3), "20")
+    ended = runner.run(DOWNPOUR, "until.py", "20", name="apart")
+    assert 20 <= ended.report["metrics"]["all"] <= 22
+    assert torch.load(runner.folder / "until.pt", weights_only=True)["rank"] == 0
+    assert not list(runner.folder.glob("*.tmp"))
+    ended = runner.run(ISLANDS, "until.py", "20", name="islands", code=2)
+    assert "must be in a job whose groups send every step to the same servers" in ended.err

@@ -176,6 +176,7 @@ def _prepare_plainly(call: PreparedObjects) -> Any:
     process.note_prepared(PlainPasses(call.loader, call.optimizers) if counted else None)
     for optimizer in call.optimizers:
         _warn_of_wrong_kernels(optimizer)
+        optimizer.register_step_post_hook(process.count_plain_step)
     rows = [module for model in call.models for module in model.modules() if isinstance(module, RowModule)]
     for module in rows if call.optimizers else ():
         module.follow(call.optimizers[0])

@@ -379,6 +379,7 @@ _planning = False
 _unused: FirstUse | None = None  # while the script has prepared, and used nothing of it
 _prepared = False  # an ordinary process has called `tt.prepare`
 _plain: Passes | None = None  # over the loader that it has given
+_plain_steps = 0  # of the optimizers that it has given
 _observer: PrepareObserver | None = None  # of an ordinary process
 _loop: LoopProgress | None = None  # of the training loop that began last
 _outside_step = _OutsideStep()
@@ -406,6 +407,17 @@ def note_prepared(passes: Passes | None) -> None:
     """An ordinary process calls `tt.prepare`, perhaps with a loader."""
     global _prepared, _plain
     _prepared, _plain = True, _plain if passes is None else passes
+
+
+def count_plain_step(*_: object) -> None:
+    """An ordinary process has made a step of an optimizer that `tt.prepare` was given."""
+    global _plain_steps
+    _plain_steps += 1
+
+
+def plain_steps() -> int:
+    """The number of such steps."""
+    return _plain_steps
 
 
 def observe_prepare(observer: PrepareObserver) -> None:

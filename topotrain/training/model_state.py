@@ -1,11 +1,15 @@
-"""`tt.state_dict`: the present state of a model, for files that a script writes."""
+"""`tt.state_dict` and `tt.save`: the present state of a model, and files that a script writes."""
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
+from topotrain.config.private_files import sync_folder
 from topotrain.training import context as process
 from topotrain.training.parameters.divided_model import DividedModel
 
@@ -40,3 +44,35 @@ def _gathered(here: process.Context, cut: DividedModel, model: nn.Module) -> dic
         return None
     found = cut.gather("tt.state_dict")
     return None if found is None else {name: value for first, value in found.items() for name in cut.names[first]}
+
+
+def save(state: Any, path: str | os.PathLike[str]) -> None:
+    """`torch.save` on the main worker, complete or not at all; nothing on the others.
+
+    The file is written under another name in the same folder, and renamed when it is on the disk. A process that dies
+    meanwhile leaves the earlier file. No worker waits: another one that reads the file must wait for it, such as with
+    `tt.broadcast`. In an ordinary process it saves.
+
+    Args:
+        state: anything that `torch.save` takes, such as `tt.state_dict(model)`. That of other workers is not looked at.
+        path: the file, in a folder that is there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    here = process.current()
+    if here is not None and not here.is_main:
+        return
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            # Before the rename: after a power cut the new name must not lead to missing data.
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+    sync_folder(path.parent)

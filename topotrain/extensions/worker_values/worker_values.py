@@ -39,6 +39,8 @@ class CallPlaces(WorkerExtension):
     def __init__(self, here: Context, worker: Worker, client: ValueClient) -> None:
         self._here, self._worker, self._client = here, worker, client
         self._steps = self._before = 0  # `step()` calls, and backwards before the last one
+        self.version = 0
+        """The number of updates of the values that this worker has."""
         client.at = self.at
 
     def at(self) -> CallPlace:
@@ -54,6 +56,7 @@ class CallPlaces(WorkerExtension):
 
     def after_step(self, outcome: StepOutcome | None) -> None:
         self._client.commits = False
+        self.version = self.version if outcome is None else outcome.version
 
 
 class ValueExtension(PrepareExtension):
@@ -65,6 +68,7 @@ class ValueExtension(PrepareExtension):
         """Whether the script has called over its group, and over the job."""
 
         self._model = nn.Module()
+        self.places: CallPlaces | None = None
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
         self._model = request.model
@@ -73,7 +77,8 @@ class ValueExtension(PrepareExtension):
 
     def attach(self, here: Context, worker: Worker) -> None:
         client = worker.client.extension(ValueClient)
-        worker.attach(CallPlaces(here, worker, client))
+        self.places = CallPlaces(here, worker, client)
+        worker.attach(self.places)
         # The parts of a split model have buffers of their own.
         if here.split is None and _several(here):
             _begin_alike(self._model, client, here.is_main)
@@ -240,6 +245,39 @@ def _gathered(what: str, tensor: torch.Tensor, grad: bool, over: Over = "group")
     return torch.cat(parts).to(tensor.device)
 
 
+def global_step() -> int:
+    """The number of optimizer steps that the job has made, as far as this worker knows.
+
+    In a synchronous job they are the steps of the group, so that a loop `while tt.global_step() < N` ends for all
+    workers at once. Where groups train apart and share their servers, they are the steps of all groups, as of this
+    worker's last step. Each group then leaves such a loop when it knows of N steps, and steps that are under way still
+    count. In an ordinary process they are the steps of the optimizers given to `prepare`.
+
+    Raises:
+        ConfigError: the groups do not share their servers, or make steps that no server knows.
+    """
+    process.use()
+    here = process.current()
+    if here is None:
+        return process.plain_steps()
+    worker, topology, cluster = here.worker, here.place.topology, here.place.job.cluster
+    if worker is None:
+        return 0
+    if topology.worker_groups == 1:
+        return worker.tally.steps
+    if topology.server_groups > 1 or cluster.outer is not None or cluster.n_push > 1:
+        accepted = (
+            "must be in a job whose groups send every step to the same servers; tt.progress() is there in every job"
+        )
+        raise ConfigError("tt.global_step", f"{topology.worker_groups} groups", accepted)
+    places = _extension(here).places
+    return 0 if places is None else places.version
+
+
+def _extension(here: Context) -> ValueExtension:
+    return next(each for each in here.extensions if isinstance(each, ValueExtension))
+
+
 class _Gathered(torch.autograd.Function):
     """The parts of all workers; a gradient goes to the worker of its part."""
 
@@ -318,7 +356,7 @@ def _exchange(what: str, value: Any, over: Over) -> list[Any] | None:
 
 
 def _note_call(here: Context, what: str, job: bool) -> None:
-    mine = next(each for each in here.extensions if isinstance(each, ValueExtension))
+    mine = _extension(here)
     if mine.over or process.is_outside_step():
         raise RuntimeError(f"{what} in an evaluation that the main worker makes alone, such as a function of tt.report")
     if here.place.job.cluster.backup:
