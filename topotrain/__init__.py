@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from topotrain.tools.exporters.tracker import Tracker
     from topotrain.tools.notebook import notebook_launch
     from topotrain.training.api import (
+        as_is,
         clip_grad_norm_,
         epochs,
         is_main,
@@ -89,7 +90,7 @@ _need("topotrain.tools.advice", "cluster.auto")
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress", "as_is"), "topotrain.training.api"),
     **dict.fromkeys(
         ("broadcast", "gather", "global_step", "max", "mean", "min", "sum"),
         "topotrain.extensions.worker_values.worker_values",
@@ -121,6 +122,7 @@ __all__ = [
     "Tracker",
     "Trainer",
     "Updater",
+    "as_is",
     "assign",
     "broadcast",
     "clip_grad_norm_",

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,26 @@ def accumulation() -> nn.Module:
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
+    return model
+
+
+def several_loaders() -> nn.Module:
+    """One loader beside another, both of uneven batches; then a new one; one to validate with, without `no_grad`."""
+    model, optimizer, loader = start()
+    free = DataLoader(TensorDataset(data()[:50][0]), batch_size=11, shuffle=True)
+    model, optimizer, loader, free = tt.prepare(model, optimizer, loader, free)
+    for epoch in tt.epochs(EPOCHS):
+        if epoch == 2:
+            model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(data(), 17, shuffle=True))
+        for (x, y), (other,) in zip(loader, cycle(free)):
+            optimizer.zero_grad()
+            (loss_of(model(x), y) + (model(other) + model(-other)).square().mean()).backward()
+            optimizer.step()
+            sum(loss_of(model(x), y) for x, y in DataLoader(data(), 30))
+        for x, y in tt.as_is(DataLoader(data(), 30)):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
     return model
 
 
@@ -245,6 +266,7 @@ LOOPS: dict[str, Callable[[], nn.Module]] = {
         loader_sampler,
         loader_whole_batches,
         loader_stream,
+        several_loaders,
     )
 }
 

@@ -7,17 +7,17 @@ import time
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import topotrain as tt
 
 how = sys.argv[1]
 samples = {"no_samples": 0, "few_samples": 7}.get(how, 64)
-data = TensorDataset(torch.randn(samples, 6), torch.randint(0, 3, (samples,)))
 torch.manual_seed(0)
+data = TensorDataset(torch.randn(samples, 6), torch.randint(0, 3, (samples,)))
 model = nn.Linear(6, 4 if how == "schema" and tt.rank() == 1 else 3)
 optimizer = torch.optim.LBFGS(model.parameters()) if how == "lbfgs" else torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(data, batch_size=16)
+loader = DataLoader(Subset(data, range(tt.rank(), 64, 2)) if how == "divided" else data, batch_size=16)
 if how == "no_prepare":
     sys.exit(0)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
@@ -25,6 +25,8 @@ if how == "twice":
     tt.prepare(model, optimizer, loader)
 said = False
 for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
+    if how == "unprepared":
+        loader = DataLoader(data, batch_size=16)
     if how == "leave" and tt.is_main() and epoch == 1:
         break
     for step, (x, y) in enumerate(loader):

@@ -20,8 +20,15 @@ from torch.utils.data import (
 )
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import AppliedBatchesReply, Message
-from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
+from topotrain.core.protocol import AppliedBatchesReply, Fail, Message
+from topotrain.training.data.data_messages import (
+    DrawnBatches,
+    DrawRequest,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    PassBegun,
+)
 from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK, Chunk
 
@@ -49,6 +56,7 @@ class LeaseServer:
 
     def post(self, replies: list[tuple[Address, Message]]) -> None:
         for to, reply in replies:
+            assert not isinstance(reply, Fail), reply.text
             self.replies[to].put(reply)
 
 
@@ -58,15 +66,20 @@ class LoaderClient:
 
     lease_server: LeaseServer
     who: Address
-    drawn_: list[tuple[int, int, float, int]] = field(default_factory=list)
+    drawn_: list[tuple[int, int, float | None, int]] = field(default_factory=list)
     left: list[tuple[int, int]] = field(default_factory=list)
     lost_: int = 0
     done_by_others: int = 0
+    since: int = -1
+    most: int = -1
+    own_steps: int = 0
 
     def lease(
         self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool, uncounted: int = -1
     ) -> tuple[int, int, int]:
-        self.lease_server.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted))
+        self.lease_server.tell(
+            self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted, self.most)
+        )
         reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
         self.done_by_others = reply.done_by_others
@@ -86,13 +99,16 @@ class LoaderClient:
         assert len(sizes) + len(indices) <= CHUNK
         self.lease_server.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices, keep))
 
+    def begin_pass(self, *told: int, **content: int) -> None:
+        self.lease_server.tell(self.who, PassBegun(*told, **content))
+
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        self.lease_server.tell(self.who, DrawRequest(epoch, chunk))
+        self.lease_server.tell(self.who, DrawRequest(epoch, chunk, since=min(self.since, epoch)))
         reply = self.lease_server.replies[self.who].get(timeout=20)
         assert isinstance(reply, DrawnBatches)
         return reply.sizes, reply.indices, reply.end
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+    def drawn(self, stream: int, seq: int, weight: float | None, samples: int, made: int = 0) -> None:
         self.drawn_.append((stream, seq, weight, samples))
 
     def left_early(self, epoch: int, batches: int) -> None:

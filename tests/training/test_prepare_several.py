@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from script_job import job as job  # a fixture
 from script_job import loader
 from torch import nn
+from torch.utils.data import DataLoader
 
 import topotrain as tt
 from topotrain.config.job import ConfigError, Pull, Shard
@@ -195,12 +196,29 @@ def test_a_script_that_uses_nothing_begins_at_its_end(job, tmp_path):
     )
 
 
-def test_two_loaders_in_two_calls_are_refused(job):
-    job()
-    body, head, one, two = pair()
-    with pytest.raises(ConfigError, match="'DataLoader': must be in one call only"):  # noqa: PT012
-        tt.prepare(body, one, loader())
-        tt.prepare(head, two, loader())
+def test_loaders_may_come_in_several_calls_and_anew_in_each_epoch(job):
+    def script() -> dict[str, torch.Tensor]:
+        body, head, one, two = pair()
+        body, one, first, kept = tt.prepare(body, one, loader(), tt.as_is(loader()))
+        head, two, second = tt.prepare(head, two, loader(batch_size=10))
+        assert isinstance(kept, DataLoader) and tt.prepare(first) is first and len(second) == 4
+        for _ in tt.epochs(2):
+            third, _ = tt.prepare(loader(batch_size=20), one)
+            for batches in (zip(first, second), zip(third, kept)):
+                for (x, y), (more, _) in batches:
+                    one.zero_grad()
+                    two.zero_grad()
+                    (nn.functional.cross_entropy(head(body(x)), y) + head(body(more)).square().mean()).backward()
+                    one.step()
+                    two.step()
+        return values(body, head)
+
+    expected = script()
+    here = job()
+    assert same(script(), expected)
+    with pytest.raises(ConfigError, match="comes too late"):
+        tt.prepare(mlp(), loader())
+    here.finish()
 
 
 def test_leases_and_tables_do_not_go_with_several_optimizers(job):

@@ -6,7 +6,7 @@ In an ordinary process each of them does nothing, or what plain PyTorch would do
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from topotrain.config import async_momentum
-from topotrain.config.job import ConfigError, Grads, Shard, Updater
+from topotrain.config.job import ConfigError, Grads, Reduce, Shard, Updater
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import LastingNotice, Notice
@@ -29,7 +29,9 @@ from topotrain.training.context import Connections, Context, Metric, PrepareRequ
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, ShardedLoader
 from topotrain.training.data.job_progress import NEEDS_EPOCHS, EpochProgress, PlainPasses
+from topotrain.training.data.sampling import AS_IS
 from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.data.unprepared_loaders import UnpreparedLoaders
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
 from topotrain.training.misuse_checks import MisuseChecks, refuse_wrapped
@@ -56,6 +58,7 @@ E = TypeVar("E", bound=Preparable)
 F = TypeVar("F", bound=Preparable)
 G = TypeVar("G", bound=Preparable)
 H = TypeVar("H", bound=Preparable)
+T = TypeVar("T")
 
 _OTHER_VALUES = (
     "the script has made other initial values here than on the main worker, whose values count: seed it alike on all "
@@ -98,14 +101,14 @@ def prepare(*objects: object) -> Any:
 
     The job begins when the script first uses one of the objects: a batch, a forward, a step, `tt.epochs`, a state dict.
     Until then there may be more calls, and the parameters are the script's: what they are then are the job's initial
-    values, those of worker (0,0) where workers differ.
+    values, those of worker (0,0) where workers differ. Later calls may bring new loaders.
 
     Args:
         objects: in any order, each recognized by its type:
             models on the CPU or on NVIDIA GPUs (see `device`), with all their parameters made
             optimizers, any of the tested `torch.optim` classes. None in the place of the only one: that of the conf's
             `updater` block, which is returned in this place
-            a DataLoader with the group's batches. Without one the script divides its data itself
+            DataLoaders with the group's batches. Without one the script divides its data itself
             anything with `state_dict`, such as scalers, as for `keep`. Schedulers of the optimizers are found.
 
     Returns:
@@ -121,14 +124,22 @@ def prepare(*objects: object) -> Any:
     if here is None:
         return _prepare_plainly(call)
     if here.worker is not None:
-        raise process.again(call)
+        # A loader may be new in each epoch, and come with what is prepared already.
+        known = here.knows((*call.models, *call.optimizers, *call.stateful)) and not call.needs_updater
+        if not known or (call.loaders and here.loader is None):
+            raise process.again(call)
+        return call.returned(lambda loader: _divide(here, loader))
     refuse_wrapped(call.models)
     if call.needs_updater:
         call = call.with_built(_build(here, call.model))
     made = joined((*process.so_far(), call), complete=False)
-    if call.loader is not None:
+    if here.loader is None and call.loader is not None:
         here.read_from(
-            ShardedLoader(call.loader, _data_plan(here, made.models, len(made.optimizers) > 1), begin=process.use)
+            ShardedLoader(
+                call.loader,
+                _data_plan(here, made.models, len(made.optimizers) > 1, len(made.loaders) > 1),
+                begin=process.use,
+            )
         )
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
@@ -136,8 +147,14 @@ def prepare(*objects: object) -> Any:
     for optimizer in call.optimizers:
         if optimizer not in here.adopted:
             here.adopted[optimizer] = AdoptedOptimizer(optimizer, process.use)
+    here.given.extend((*call.models, *call.optimizers, *call.stateful))
     process.first_use(lambda calls: _begin(here, calls), call)
-    return call.returned(here.loader)
+    return call.returned(lambda loader: _divide(here, loader))
+
+
+def _divide(here: Context, loader: DataLoader[Any]) -> ShardedLoader:
+    assert here.loader is not None
+    return here.loader.beside(loader)
 
 
 def _begin(here: Context, calls: Sequence[PreparedObjects]) -> None:
@@ -166,7 +183,7 @@ def _plan(call: PreparedObjects) -> Any:
     # A stand-in for the updater block's, which the script may give to a scheduler.
     stand_in = call.with_built(torch.optim.SGD(call.model.parameters(), 1.0)) if call.needs_updater else call
     plan = DataPlan(0, 1, 0, 1, (), "broadcast", False, 0, 1, True)
-    return stand_in.returned(call.loader and ShardedLoader(call.loader, plan, begin=process.use))
+    return stand_in.returned(lambda loader: ShardedLoader(loader, plan, begin=process.use))
 
 
 def _prepare_plainly(call: PreparedObjects) -> Any:
@@ -181,7 +198,7 @@ def _prepare_plainly(call: PreparedObjects) -> Any:
     for module in rows if call.optimizers else ():
         module.follow(call.optimizers[0])
     process.observed(call)
-    return call.returned(call.loader)
+    return call.returned(lambda loader: loader)
 
 
 def _position(here: Context, worker: Worker) -> ScriptPosition | None:
@@ -255,7 +272,9 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
         data = connections.exchange.extension(DataClient)
         assert here.loader is not None
         # Before the worker starts: a loader that cannot be divided must fail while no other worker waits.
-        here.loader.join(_data_plan(here, made.models, len(made.optimizers) > 1), data, worker, replay)
+        here.loader.join_all(
+            _data_plan(here, made.models, len(made.optimizers) > 1, len(made.loaders) > 1), data, worker, replay
+        )
     bound(here, model, loader, cut is not None)
     # One worker says it for all. In a job that goes on, or in asynchronous groups, the values may be trained already.
     first = here.resumed is None and place.identity.incarnation == 0 and place.topology.worker_groups == 1
@@ -280,6 +299,8 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
     checks = MisuseChecks(here, worker)
     here.at_close.callback(checks.close)
     here.check_with(checks)
+    if here.loader is not None and place.topology.worker_groups * place.topology.workers_per_group > 1:
+        worker.attach(UnpreparedLoaders(worker, here.loader, here.at_close))
     # Spans from here on belong to the first step.
     here.spans.step_done(0)
     return worker
@@ -326,8 +347,8 @@ class _UnitMemory(WorkerMemory):
         return flats
 
 
-def _data_plan(here: Context, models: Sequence[nn.Module], several: bool) -> DataPlan:
-    """This worker's part of the data. several: the script has several optimizers."""
+def _data_plan(here: Context, models: Sequence[nn.Module], several: bool, loaders: bool = False) -> DataPlan:
+    """This worker's part of the data. several, loaders: the script has several optimizers, or loaders."""
     job, topology = here.place.job, here.place.topology
     groups = topology.worker_groups
     modules = (module for model in models for module in model.modules())
@@ -338,7 +359,8 @@ def _data_plan(here: Context, models: Sequence[nn.Module], several: bool) -> Dat
         raise ConfigError("shard", job.shard.value, accepted)
     # A loop that counts batches by `len(loader)` needs the exact number, and leases give a nominal one. A lease that is
     # given up is read by another group, which would not know how many steps were made with its last batch.
-    counted = here.counted or several
+    # Groups that lease from two loaders at once would wait for each other.
+    counted = here.counted or several or loaders
     leased = job.shard is Shard.kAuto and groups > 1 and not counted and not job.fixed_shares
     lease = job.shard is Shard.kLease or leased
     return DataPlan(
@@ -353,6 +375,7 @@ def _data_plan(here: Context, models: Sequence[nn.Module], several: bool) -> Dat
         min_share=2 if any(isinstance(module, _BATCH_NORM) for module in modules) else 1,
         is_main=here.is_main,
         own_streams=job.cluster.backup > 0,
+        sums=job.reduce is Reduce.kSum,
     )
 
 
@@ -512,6 +535,24 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"tt.report {name}", value, "must be a number, or a function that returns one") from None
+
+
+def as_is(loader: T) -> T:
+    """Say that each worker reads a loader as it is: `tt.prepare` and the loop take it without dividing it.
+
+    For data that is divided already, such as by a DistributedSampler, and for a loader that every worker is to read as
+    a whole. The batches of workers then count alike in a step, whatever their size; `tt.weight` sets another weight.
+
+    Args:
+        loader: a DataLoader.
+
+    Returns:
+        The loader.
+    """
+    # Only DataLoaders are looked at, and a generator has no attributes.
+    with suppress(AttributeError):
+        setattr(loader, AS_IS, True)
+    return loader
 
 
 def rank() -> int:

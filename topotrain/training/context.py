@@ -262,6 +262,7 @@ class Context:
     unrepeatable: str = ""  # why the script cannot repeat a step; known before it has prepared
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     owner: ProcessOwner = field(default_factory=ProcessOwner)
+    given: list[object] = field(default_factory=list)  # to `tt.prepare`, before the job began
     adopted: dict[Optimizer, AdoptedOptimizer] = field(default_factory=dict)  # what `tt.prepare` was given
     at_close: ExitStack = field(default_factory=ExitStack)  # what was changed in the process, to undo it
     logged: LoggedValues = field(init=False)  # by `tt.log`
@@ -315,6 +316,10 @@ class Context:
     def check_with(self, checks: TrainingChecks) -> None:
         """Let these check at the end what the script trained."""
         self.training = checks
+
+    def knows(self, things: Sequence[object]) -> bool:
+        """Whether `tt.prepare` was given all of these before the job began."""
+        return all(any(thing is known for known in self.given) for thing in things)
 
     def read_from(self, loader: ShardedLoader) -> None:
         """The script gets this loader of `tt.prepare`."""

@@ -137,7 +137,6 @@ class Worker(BatchAccounting):
         """The snapshot that needs this worker's state; 0: none."""
         self.leaves = False
         """Whether the worker's group leaves the job, so that the script must not be given more batches."""
-        self._own_steps = 0  # calls of `step`
         self._made = 0  # so many next calls are steps that an earlier process has made
         self._undecided: int | None = None  # the first epoch with a batch of the commit that is under way
         self.committed = 0
@@ -197,7 +196,7 @@ class Worker(BatchAccounting):
         """The largest momentum of the groups of the servers' optimizers; 0 without any."""
         return self._spec.momentum([group for each in self._served for group in each.param_groups])
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+    def drawn(self, stream: int, seq: int, weight: float | None, samples: int, made: int = 0) -> None:
         """Implement `BatchAccounting.drawn`."""
         self.tally.start(time.monotonic())
         self.client.channel.spans.since("data")
@@ -275,7 +274,7 @@ class Worker(BatchAccounting):
         if self._freed is not None:
             then, waited = self._freed
             self.tally.add_own_time(time.monotonic() - then - (self.client.channel.waited - waited))
-        self._own_steps += 1
+        self.own_steps += 1
         with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
             if self._local.is_used:
                 outcome = self._step_locally(inv_scale, check_finite)
@@ -322,7 +321,7 @@ class Worker(BatchAccounting):
         if not self._local.is_used:
             return
         # By the count of steps, which is the same on all workers of the group, also if one of them has no gradient.
-        if self._own_steps and not self._local.pushes(self._own_steps):
+        if self.own_steps and not self._local.pushes(self.own_steps):
             with torch.no_grad():
                 self._push_sum(fetch=True)
         else:
@@ -363,7 +362,7 @@ class Worker(BatchAccounting):
                 # The servers may read these gradients after step() has returned.
                 self._held.hold(number)
             steps.begin(step, end)
-            made, outcome = self._own_steps, None
+            made, outcome = self.own_steps, None
 
             def settled(outcome: StepOutcome) -> None:
                 self._undecided = None
@@ -378,7 +377,7 @@ class Worker(BatchAccounting):
                 self._check()  # the servers work meanwhile
             outcome = steps.finish(step, end, self._join)
             if not outcome.late:
-                self._count(outcome, self._own_steps)
+                self._count(outcome, self.own_steps)
         # Servers keep the last hyper-parameters, so unchanged ones are not sent again.
         self._sent_hyper = hyper
         # From here on batches count for the next step.
@@ -449,7 +448,7 @@ class Worker(BatchAccounting):
     # --- local steps (n_push, n_fetch) ---------------------------------------------------------------------------
 
     def _step_locally(self, inv_scale: float, check_finite: bool) -> StepOutcome | None:
-        step = self._own_steps
+        step = self.own_steps
         finite = not self._overflows(check_finite)
         self.batches.use(finite)
         if finite:
@@ -483,10 +482,10 @@ class Worker(BatchAccounting):
         alone = self.client.channel.group_size == 1
         culprit = str(self.me) if name and (alone or self._nonfinite.find(self.path.sent)) else ""
         if name:
-            self.tally.add_skip(SkippedStep(self._own_steps, culprit, name))
+            self.tally.add_skip(SkippedStep(self.own_steps, culprit, name))
         if self._limit.step(self.me.group, [self.me.index] if name else []) is not None:
             why = explanation(self.job, self._topology, self.momentum)
-            words = local_nonfinite_message(culprit, name, self._own_steps, self._limit.most, why)
+            words = local_nonfinite_message(culprit, name, self.own_steps, self._limit.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._limit.quarantine)
         return bool(name)
 

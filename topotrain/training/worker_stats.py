@@ -27,12 +27,16 @@ class ProcessClock(Clock):
 class BatchAccounting(ABC):
     """Notes the batches that a script is given."""
 
+    own_steps = 0
+    """Calls of `step` by the script."""
+
     @abstractmethod
-    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+    def drawn(self, stream: int, seq: int, weight: float | None, samples: int, made: int = 0) -> None:
         """The script gets batch `seq` (from 0) of a stream.
 
         stream: (epoch << 32) | lease, or the value of `DataPlan.stream`. Weight 0: a repeated batch, which must not
-        count. made: the number of steps of an earlier process with this batch, which count already.
+        count. None: the batch has no part in the weight of the step. made: the number of steps of an earlier process
+        with this batch, which count already.
         """
 
     @abstractmethod
@@ -67,9 +71,10 @@ class StepBatches:
         self.samples = 0
         """Samples in the gradient that is committed next."""
 
-    def add(self, stream: int, seq: int, weight: float, samples: int, counted: bool = False) -> None:
+    def add(self, stream: int, seq: int, weight: float | None, samples: int, counted: bool = False) -> None:
         """The script was given batch `seq` of a stream; a commit may have counted it."""
-        self._batch_weight, self._given_weight = weight, None
+        if weight is not None:
+            self._batch_weight, self._given_weight = weight, None
         if counted:
             return
         self.last_samples = samples

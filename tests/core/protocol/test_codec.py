@@ -102,7 +102,7 @@ NUMBERS = {
     34: "Drained FinalValue StepMissed StepCatchUp StepCaughtUp PairTaken",
     40: "ModelBufferValue FinalRequest BufferRequest LastWrites",
     44: "StepAborted GroupEpochRequest GroupEpoch JoinRequest Joined JoinBackward",
-    50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest",
+    50: "LeaseRequest Lease LeaseRelease DrawnBatches DrawRequest PassBegun",
     60: "StateRequest StatePart WorkerStatePart WorkerStateRequest SnapshotRequest SnapshotPart Remainder",
     70: "CollectivePart",
     80: "TableOpen TablePush TableStep TablePull TableRows TableAssign TableRule TableStatsRequest TableStats",

@@ -31,7 +31,7 @@ from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, W
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
 from topotrain.extensions.worker_values.value_messages import PassedCall, WorkerValue
 from topotrain.extensions.worker_values.value_server import ValueServer
-from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, LeaseRelease, LeaseRequest
+from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, LeaseRelease, LeaseRequest, PassBegun
 from topotrain.training.data.lease_queue import LeaseQueue
 
 Event = Callable[[Any], Any]
@@ -208,6 +208,7 @@ def leases(rng: Random) -> Event:
             lambda q: q.handle(who, LeaseRelease(epoch, ordinal, 3)),
             lambda q: q.handle(worker(0), drawn),
             lambda q: q.handle(who, DrawRequest(epoch, ordinal)),
+            lambda q: q.handle(who, PassBegun(epoch, 0, 5, content=1 + ordinal)),
             lambda q: q.group_leaves(who.group),
             lambda q: q.group_over(who.group),
             lambda q: q.group_returns(who.group),

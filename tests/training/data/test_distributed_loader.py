@@ -5,7 +5,7 @@ import random
 import threading
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from topotrain.compat.integrations.external_loop import ExternalAccounting
@@ -515,6 +517,178 @@ def test_batches_out_of_order_are_refused():
     job = Job(lambda: DataLoader(Numbers(5), num_workers=1, in_order=False))
     with pytest.raises(ConfigError, match=r"loader\.in_order = false"):
         job.loader(job.lease_server.workers[0])
+
+
+# --- several loaders -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "divided"),
+    [((24, 6), (36, 12), True), ((24, 6), (40, 12), False), ((26, 6), (36, 12), False), ((26, 5), (40, 8), False)],
+)
+@pytest.mark.parametrize("cycled", [False, True])
+def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, cycled):
+    def loaders() -> list[DataLoader[Any]]:
+        return [DataLoader(Numbers(n), size, shuffle=True) for n, size in (one, two)]
+
+    def pairs(read: Any, client: Any) -> list[Any]:
+        found = []
+        for _ in range(1 if cycled else 2):
+            # As `cycle` does it, the pass over the second loader begins first.
+            second = iter(read[1]) if cycled else read[1]
+            for a, b in zip(read[0], second):
+                found.append((flat(a), flat(b)))
+                client.own_steps = len(found)
+        return found
+
+    torch.manual_seed(7)
+    job, read = Job(lambda: loaders()[0], workers=3), []
+    expected = pairs(loaders(), job)
+    for who, client in job.clients.items():
+        torch.manual_seed(7)
+        first = job.loader(who)
+        read.append(pairs([first, first.beside(loaders()[1])], client))
+        # The weight of a step is the one of its first batch, unless all shares of all batches are equal.
+        assert all(
+            (weight is None) == bool((stream >> 32) % 2 and not divided) for stream, _, weight, _ in client.drawn_
+        )
+    for step, whole in enumerate(expected):
+        for at, batch in enumerate(whole):
+            shares = [pairs[step][at] for pairs in read]
+            cut = divided or at == cycled
+            assert list(chain(*shares)) == batch if cut else all(share == batch for share in shares)
+    counted = sum(samples for client in job.clients.values() for *_, samples in client.drawn_)
+    assert counted >= sum(len(a) + len(b) for a, b in expected)
+    assert job.lease_server.book.kept_chunks == 0
+
+
+def test_a_batch_that_a_step_is_yet_to_be_made_with_counts_as_one_beside():
+    job = Job(lambda: DataLoader(Numbers(8), 4), workers=3)
+    (who, client), *_ = job.clients.items()
+    one = job.loader(who)
+    two = one.beside(DataLoader(Numbers(9), 5))
+    read = []
+    for loader in (one, two, two, one):  # each pass is left after its first batch
+        if len(read) == 2:
+            client.own_steps = 1
+        read.append(flat(next(iter(loader))))
+    assert [len(batch) for batch in read] == [1, 5, 1, 4]
+
+
+def test_a_draw_that_an_open_pass_still_needs_is_kept():
+    job = Job(lambda: DataLoader(Numbers(9000), 1), workers=2)
+    plan = job.loader(job.lease_server.workers[0])._plan
+    for index, client in enumerate(job.clients.values()):
+        mine = replace(plan, index=index, is_main=not index, repeats=True)
+        long = ShardedLoader(DataLoader(Numbers(9000), 2), mine, client, client)
+        short = long.beside(DataLoader(Numbers(4), 2))
+        read = []
+        live = iter(long)
+        for _ in range(5):
+            read += [flat(next(live)), *map(flat, short)]
+        read += map(flat, live)
+        assert len(read) == 4500 + 5 * 2
+
+
+def test_groups_that_lease_read_one_loader_at_a_time():
+    job = Job(lambda: DataLoader(Numbers(20), 2), groups=2, mode="lease")
+    one = job.loader(job.lease_server.workers[0])
+    two = one.beside(DataLoader(Numbers(20), 2))
+    live = iter(one)
+    with pytest.raises(ConfigError, match="shard = 'kLease': must be kStatic: the script reads two loaders at once"):
+        iter(two)
+    live.close()
+    assert sum(1 for _ in two) == 10
+
+
+# --- data that is divided already ----------------------------------------------------------------------------------
+
+
+class EachOther(Sampler[int]):
+    """A sampler that knows a rank; `order` is a generator of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.order = rank, numpy.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int(i) * 2 + self.rank for i in self.order.permutation(6))
+
+
+class Shuffled(EachOther):
+    """It draws from torch's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        torch.manual_seed(4)  # where a script seeds all workers alike
+        return iter((torch.randperm(6) * 2 + self.rank).tolist())
+
+
+class Part(IterableDataset[torch.Tensor]):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(self.rank, 12, 2).split(1))
+
+
+class Noisy(Numbers):
+    """Random numbers in the data, of the dataset's own generator."""
+
+    order = numpy.random.default_rng()
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return super().__getitem__(i) + torch.tensor(self.order.random())
+
+
+DIVIDED: dict[str, tuple[Callable[[int], DataLoader[Any]], str]] = {
+    "subset": (lambda rank: DataLoader(Subset(Numbers(12), range(rank, 12, 2)), 3), "other content"),
+    "subset, processes": (
+        lambda rank: DataLoader(Subset(Numbers(12), range(rank, 12, 2)), 3, shuffle=True, num_workers=1),
+        "other content",
+    ),
+    "length": (lambda rank: DataLoader(Numbers(6 + rank), 3), "7 samples on worker"),
+    "sampler": (lambda rank: DataLoader(Numbers(12), 3, sampler=EachOther(rank)), "other indices"),
+    "sampler, shuffled": (lambda rank: DataLoader(Numbers(12), 3, sampler=Shuffled(rank)), "other indices"),
+    "stream": (lambda rank: DataLoader(Part(rank), 3), "other content"),
+    "stream, processes": (lambda rank: DataLoader(Part(rank), 3, num_workers=1), "other content"),
+    "stream of batches": (lambda rank: DataLoader(Part(rank), batch_size=None), "other content"),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+@pytest.mark.parametrize(("groups", "mode"), [(1, "broadcast"), (2, "static"), (2, "lease")])
+def test_data_that_is_divided_already_is_named(kind, groups, mode):
+    if "processes" in kind and groups == 2:
+        pytest.skip("as without processes")
+    make, said = DIVIDED[kind]
+    ranks = iter((0, 1, 0, 1))
+    job = Job(lambda: make(next(ranks)), workers=2 // groups, groups=groups, mode=mode)
+    with pytest.raises(AssertionError, match=rf"other data on each worker \({said}.* tt.as_is\(loader\)"):
+        list(map(next, map(iter, map(job.loader, job.clients))))
+
+
+def test_comparing_data_leaves_the_scripts_order_and_its_random_numbers():
+    plain = list(DataLoader(Numbers(12), 3, sampler=EachOther(0)))
+    job = Job(lambda: DataLoader(Noisy(12), 3, sampler=EachOther(0)), workers=2)
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    read = job.read()
+    torch.manual_seed(1)
+    assert torch.rand(1) == expected
+    together = zip(*(passes[0] for passes in read.values()), strict=True)
+    found = [torch.cat([share for _, share in step]).floor().long() for step in together]
+    assert all(map(torch.equal, found, plain))
+
+
+def test_workers_that_read_loaders_in_another_order_are_named():
+    job = Job(lambda: DataLoader(Numbers(12), 3), workers=2)
+    first, second = (job.loader(who) for who in job.lease_server.workers)
+    iter(first).close()
+    with pytest.raises(AssertionError, match=r"pass 0 over .* is one over loader 1 on worker 0/1"):
+        iter(second.beside(DataLoader(Numbers(12), 3)))
 
 
 # --- a worker that comes back -------------------------------------------------------------------------------------

@@ -422,3 +422,29 @@ def test_who_waits_for_a_draw_hears_that_worker_0_has_ended_and_what_was_drawn_i
     book.on_finish(worker(0, 2), 7)
     with pytest.raises(StepError, match="after 0 steps"):
         book.on_finish(worker(0), 0)
+
+
+def test_a_group_that_goes_by_the_length_gets_no_more_and_all_is_read():
+    book = LeaseQueue(2, 1)
+
+    def read(group: int, most: int) -> tuple[int, int]:
+        batches = ordinal = 0
+        while True:
+            lease = only(ask(book, worker(group), ordinal, total=35, wait=False, most=most))
+            if lease.last <= lease.first:
+                return batches, ordinal
+            batches, ordinal = batches + lease.last - lease.first, ordinal + 1
+
+    # The fast group has its part and goes on to the next epoch, while the slow one has read nothing.
+    batches, leases = read(0, 18)
+    assert batches == 18
+    assert only(ask(book, worker(0), leases, total=35, wait=True, most=18)).last == -1
+    # A process that takes its place gets what the servers do not have.
+    book.group_restarted(0, dict.fromkeys(book.streams(0), 1), False)
+    assert read(0, 18)[0] == 18 - leases
+    assert read(1, 18)[0] == 35 - 18
+    # Where a group has ended, the others read what it has left.
+    book = LeaseQueue(2, 1)
+    leases = read(0, 18)[1]
+    book.group_over(1)
+    assert only(ask(book, worker(0), leases, total=35, wait=False, most=18)).first == 18

@@ -72,11 +72,11 @@ class ExternalAccounting(BatchAccounting):
     def __init__(self, ledger: BatchAccounting, position: ScriptPosition | None = None) -> None:
         self._ledger, self._position = ledger, position
         # Batches that the library has read ahead, oldest first.
-        self._drawn: deque[tuple[int, int, float, int, int]] = deque()
+        self._drawn: deque[tuple[int, int, float | None, int, int]] = deque()
         # So many of them were announced by `begin_step`.
         self._begun = 0
 
-    def drawn(self, stream: int, seq: int, weight: float, samples: int, made: int = 0) -> None:
+    def drawn(self, stream: int, seq: int, weight: float | None, samples: int, made: int = 0) -> None:
         self._drawn.append((stream, seq, weight, samples, made))
 
     def left_early(self, epoch: int, batches: int) -> None:
@@ -113,7 +113,7 @@ class ExternalAccounting(BatchAccounting):
             self._position.use()
         stream, seq, weight, samples, made = self._drawn.popleft()
         self._ledger.drawn(stream, seq, weight, samples, made)
-        return weight
+        return 1.0 if weight is None else weight
 
 
 def tie(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.training.context import Context, PrepareExtension
@@ -141,6 +142,11 @@ class LateBatchReplay(BatchReplay):
     def begin(self, epoch: int) -> ReplayBatches:
         """Return the batches of one pass."""
         return ReplayBatches(self.steps, epoch)
+
+    def interleaved(self) -> None:
+        """As `BatchReplay.interleaved`: a late step has one batch."""
+        accepted = "must be 0: the script reads two loaders at once, and a step has batches of both"
+        raise ConfigError("cluster.backup", "above 0", accepted)
 
 
 class BackupExtension(PrepareExtension):

@@ -226,6 +226,10 @@ class StepReplay(BatchReplay):
         """As `BatchReplay.begin`."""
         return RepeatedBatches(self.steps)
 
+    def interleaved(self) -> None:
+        """As `BatchReplay.interleaved`."""
+        self.steps.refuse("the script reads two loaders at once")
+
 
 def _loader_refusal(loader: DataLoader[Any], plan: DataPlan) -> str:
     """Why the batches of a loader cannot be divided once more. Empty: they can."""

@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 import torch
 
+from topotrain.config.job import ConfigError
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
@@ -13,6 +14,8 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import EpochStart
 from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.worker import Worker
+
+INTERLEAVED = "the script reads two loaders at once, and what it holds of each is not known to another process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def find(here: Context, worker: Worker) -> PreviousRun:
     past = cast("Manifest | None", here.resumed)
     returned = here.place.identity.incarnation > 0
     conditions = {} if past is None else {who: _read(past, *who) for who in past.workers}
+    if any(condition.interleaved for condition in conditions.values()):
+        raise ConfigError("resume", str(here.me), f"is not possible: {INTERLEAVED}")
     main = conditions.get((0, 0))
     before = conditions.get((here.me.group, here.me.index))
     # A worker that the earlier job did not have takes the model's buffers and schedulers of worker (0,0).

@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.core.events import EventNotifier
+from topotrain.core.events import EventNotifier, Unrepeatable
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.leave import GroupLeaving
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
-from topotrain.extensions.resume.previous_run import find
+from topotrain.extensions.resume.previous_run import INTERLEAVED, find
 from topotrain.extensions.resume.read_ahead import ReadAhead
 from topotrain.extensions.resume.state_capture import StateCapture
 from topotrain.extensions.resume.state_serialization import unpack
@@ -94,9 +94,15 @@ class ScriptResume(ScriptPosition):
         """Steps that this worker had taken before this process began."""
         return self._earlier.steps
 
-    def batches_left(self, epoch: int) -> int:
-        """Batches that this worker's group has not yet had applied, of those of a pass."""
-        earlier, loader = self._earlier, self._here.loader
+    def interleaved(self) -> None:
+        """The script reads two loaders at once: no fresh process can go on."""
+        if not self._at.interleaved:
+            self._at = replace(self._at, interleaved=True)
+            self._here.emit(Unrepeatable(str(self._worker.me), INTERLEAVED, job=True))
+
+    def batches_left(self, epoch: int, loader: ShardedLoader | None = None) -> int:
+        """See `map_dataset.ResumeRecorder`."""
+        earlier, loader = self._earlier, loader or self._here.loader
         assert loader is not None
         done = () if earlier.past is None else earlier.past.runs(epoch)
         return loader.remaining(epoch, done, earlier.has_read(epoch))

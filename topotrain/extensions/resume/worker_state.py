@@ -41,6 +41,7 @@ class WorkerState:
         buffers: of the model, by name.
         tensors: of the packed values.
         uncounted: the first pass with batches that may not be in the values. -1: `passes`.
+        interleaved: the script reads two loaders at once.
     """
 
     passes: int
@@ -62,6 +63,7 @@ class WorkerState:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     uncounted: int = -1
+    interleaved: bool = False
 
     @property
     def first(self) -> int:

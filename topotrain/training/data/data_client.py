@@ -4,7 +4,7 @@ A worker has one request at a time.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
@@ -12,11 +12,19 @@ from topotrain.core.client.client_context import ClientModel, ServerChannel
 from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.client.value_pull import ValuePull
 from topotrain.core.server.gradients.gradient_source import SAME_BATCHES
-from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
+from topotrain.training.data.data_messages import (
+    DrawnBatches,
+    DrawRequest,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    PassBegun,
+)
 from topotrain.training.data.lease_queue import LEAVES
 from topotrain.training.data.sampling import Chunk
 
 T = TypeVar("T", bound=m.Message)
+_MOST_PUT = 1024  # passes of which a late message may tell
 
 
 class DrawObserver:
@@ -43,8 +51,12 @@ class DataClient(ClientExtension):
         """The group leaves the job, and is not to wait for batches that others may leave."""
         self.done_by_others = 0
         """As the last lease has it."""
+        self.most = -1
+        """As `LeaseRequest` has it."""
+        self.since = -1
+        """The first pass that the script still reads. -1: the one that it draws from."""
         self._observer = DrawObserver()
-        self._put = (-1, -1)  # epoch and chunk of this worker's last draw
+        self._put: dict[int, int] = {}  # by epoch, the last chunk that this worker has drawn
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
         self._channel, self._values = channel, values
@@ -54,7 +66,7 @@ class DataClient(ClientExtension):
         """Keep a reply to the last request."""
         if isinstance(message, DrawRequest):
             # This worker waits for the other one in a step.
-            if (message.epoch, message.chunk) > self._put:
+            if message.chunk > self._put.get(message.epoch, -1):
                 words = (
                     f"worker {message.worker} of the group is at the end of its batches, and has left out the step of"
                 )
@@ -81,7 +93,7 @@ class DataClient(ClientExtension):
         # While this group waits for a lease, its clock must not hold up the others.
         if wait and self._bounded:
             self._channel.send(self._coordinator, m.GroupIdle(epoch, ordinal, True))
-        request = LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted)
+        request = LeaseRequest(epoch, ordinal, total, digest, passed, wait, uncounted, self.most)
         reply = self._ask(self._first_server, request, Lease, answers)
         # Without `wait` only a lease that the group had to wait for ends its idle time. With `wait` the end of an epoch
         # does, for which each worker asks once: all workers of a group must fetch equally often.
@@ -117,14 +129,19 @@ class DataClient(ClientExtension):
         keep: as in DrawnBatches.
         """
         self._observer.draw(epoch, chunk)
-        self._put = epoch, chunk
+        self._put[epoch] = chunk
+        self._put.pop(epoch - _MOST_PUT, None)
         sizes, indices, end = drawn
         self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices), keep))
+
+    def begin_pass(self, *what: int, **more: Any) -> None:
+        """Tell what a pass reads, as `PassBegun` has it. The job fails if another worker reads something else."""
+        self._channel.send(self._first_server, PassBegun(*what, **more))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
         self._observer.draw(epoch, chunk)
-        question = DrawRequest(epoch, chunk)
+        question = DrawRequest(epoch, chunk, since=min(self.since, epoch))
         reply = self._ask(
             self._first_server, question, DrawnBatches, lambda put: (put.epoch, put.chunk) == (epoch, chunk)
         )

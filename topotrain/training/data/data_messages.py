@@ -31,6 +31,7 @@ class LeaseRequest(Message):
         passed: the number of leases of the epoch that the group has finished.
         wait: delay the reply until there is a lease, or the epoch ends.
         uncounted: the first epoch of which the worker has read batches that may not count yet. -1: this one.
+        most: the batches that the group may have of the epoch, because its script goes by that number. -1: any number.
     """
 
     epoch: int
@@ -40,10 +41,11 @@ class LeaseRequest(Message):
     passed: int
     wait: bool
     uncounted: int = -1
+    most: int = -1
 
     def is_valid(self) -> bool:
         lease = 0 <= self.epoch < MOST_EPOCHS and 0 <= self.passed <= self.ordinal < MOST_EPOCHS
-        return lease and -1 <= self.total < MOST and -1 <= self.uncounted <= self.epoch
+        return lease and -1 <= self.total < MOST and -1 <= self.most < MOST and -1 <= self.uncounted <= self.epoch
 
     @property
     def first_uncounted(self) -> int:
@@ -121,11 +123,37 @@ class DrawRequest(Message):
 
     The reply is DrawnBatches number `chunk`, as soon as they have arrived. While worker (0,0) waits in a step for this
     `worker`, it is told of the request.
+
+    since: the first pass that the worker still reads. -1: this one.
     """
 
     epoch: int
     chunk: int
     worker: int = 0
+    since: int = -1
 
     def is_valid(self) -> bool:
-        return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.chunk < MOST
+        return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.chunk < MOST and -1 <= self.since <= self.epoch
+
+
+@message(55, TO_DATA_SERVICE)
+@dataclass(frozen=True, slots=True)
+class PassBegun(Message):
+    """Worker -> server (0,0): a pass over a loader begins. All workers must read the same.
+
+    Attributes:
+        loader: its number among those that the script has prepared.
+        samples: of the data set. -1: not told.
+        indices, content: fingerprints of the first batch's indices, and of a sample or the first batch. 0: not told.
+        dice: fingerprint of the random number generators before the indices were drawn. -1: they would always be these.
+    """
+
+    epoch: int
+    loader: int
+    samples: int = -1
+    indices: int = 0
+    content: int = 0
+    dice: int = 0
+
+    def is_valid(self) -> bool:
+        return 0 <= self.epoch < MOST_EPOCHS and 0 <= self.loader < MOST_EPOCHS and -1 <= self.samples < MOST

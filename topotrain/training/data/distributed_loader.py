@@ -15,9 +15,11 @@ A stream (IterableDataset) cannot be drawn from: every worker reads all of it an
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -25,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from topotrain.config.job import ConfigError
 from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_fingerprint import knows_ranks, sample_of
 from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.job_progress import EpochShare, batches_in
 from topotrain.training.data.map_dataset import (
@@ -96,6 +99,10 @@ class BatchReplay(ABC):
     def begin(self, epoch: int) -> PassReplay:
         """The pass of this epoch begins."""
 
+    @abstractmethod
+    def interleaved(self) -> None:
+        """The script reads two loaders at once. Raises ConfigError if that cannot be."""
+
 
 class PassProgress:
     """Progress of one pass over a loader.
@@ -136,12 +143,52 @@ class PassProgress:
         return self._share.behind(0 if last is None else last.before + last.seq + 1)
 
 
+class ScriptPasses:
+    """The passes over all loaders of a script, numbered from 0 in their order.
+
+    The numbers are the same on all workers, which run the same script.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        """Number of passes that were begun."""
+        self.recorder: ResumeRecorder | None = None
+        self.loaders = 0
+        self.leading: ShardedLoader | None = None
+        """The loader whose passes are the progress of the script."""
+        # Weak references: a pass that the script drops must be collected, because `__del__` gives its batches back.
+        self._live: list[Callable[[], _Pass | None]] = []
+        self.divided: WeakSet[ShardedLoader] = WeakSet()
+        self._given: tuple[int, set[int]] = (0, set())  # the number of steps, and loaders with a batch since the last
+
+    def add(self, live: "_Pass") -> None:
+        """A pass has begun."""
+        self._live = [*map(ref, self.open()), ref(live)]
+
+    def given(self, steps: int, *loader: int) -> set[int]:
+        """Note that this loader gives a batch, and return those that have given one since the last step."""
+        if steps != self._given[0]:
+            self._given = steps, set()
+        self._given[1].update(loader)
+        return self._given[1]
+
+    def open(self) -> "list[_Pass]":
+        """The passes that have neither ended nor been left."""
+        found = (live() for live in self._live)
+        return [live for live in found if live is not None and live.is_open]
+
+
 class ShardedLoader:
     """Iterates over this worker's share of the batches.
 
     Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader. Each `iter()` is an epoch, counted
-    from 0. A loop that is left early gives back the batches that it has not read. `len()` is the number of batches per
-    epoch, in mode "lease" the nominal one (an equal part).
+    from 0 over all loaders of the script. A loop that is left early gives back the batches that it has not read.
+    `len()` is the number of batches per epoch. In mode "lease" it is an equal part: a group may have more batches, but
+    not once its script has asked for that number.
+
+    A script may read two loaders at once, as `zip` does, and use a batch of each in one step. The step's weight is that
+    of the first one's batch. If not all batches of both are cut in equal shares, no weight is right for both, so each
+    worker reads the other's batches as a whole: the mean over the workers is that of the plain script in both cases.
 
     Args:
         plan: this worker's part, as far as it is known.
@@ -159,21 +206,42 @@ class ShardedLoader:
         accounting: BatchAccounting | None = None,
         replay: BatchReplay | None = None,
         begin: Callable[[], object] = lambda: None,
+        passes: ScriptPasses | None = None,
     ) -> None:
+        """`passes`: with those of the script's other loaders."""
         _check(loader, plan)
-        self._loader, self._plan, self._begin = loader, plan, begin
+        self._loader, self._begin = loader, begin
+        self._given = self._plan = plan
+        self._all = ScriptPasses() if passes is None else passes
+        self.number = self._all.loaders
+        self._all.loaders += 1
+        self._all.divided.add(self)
+        self._client: Any = None
         if accounting is not None:
             self.join(plan, client, accounting, replay)
-        self._epochs = 0
-        self._recorder: ResumeRecorder | None = None
         self._kept: LoaderCopy | None = None
+        self._is_new, self._counted = True, False  # there was no pass yet; the script has asked for the length
         self._progress: PassProgress | None = None  # of the last pass. None: it is being opened
-        # A weak reference: a pass that the script drops must be collected, because `__del__` gives its batches back.
-        self._live: Callable[[], _Pass | None] = lambda: None
+
+    def beside(self, loader: DataLoader[Any]) -> "ShardedLoader":
+        """This or another loader of the same script."""
+        known = next((each for each in self._all.divided if each._loader is loader), None)
+        if known is not None:
+            return known
+        other = ShardedLoader(loader, self._given, begin=self._begin, passes=self._all)
+        if self._client is not None:
+            other.join(self._given, self._client, self._accounting, self._replay)
+        return other
+
+    def join_all(self, plan: DataPlan, client: Any, accounting: BatchAccounting, replay: BatchReplay | None) -> None:
+        """The job has begun: `join`, of all loaders of the script."""
+        for loader in tuple(self._all.divided):
+            loader.join(plan, client, accounting, replay)
 
     def join(self, plan: DataPlan, client: Any, accounting: BatchAccounting, replay: BatchReplay | None) -> None:
         """The job has begun, and the plan is final. replay: gives batches again, with backup workers."""
         _check(self._loader, plan)
+        self._given = plan
         self._plan = plan if replay is None else replay.plan_for(self._loader, plan)
         self._client, self._accounting, self._replay = client, accounting, replay
 
@@ -181,16 +249,29 @@ class ShardedLoader:
         self._begin()
         # Other groups may wait for the batches that a loop that was left early still holds.
         if self._plan.mode == "lease":
-            self.close()
-        epoch = self._epochs
-        self._epochs += 1
+            self._close_own()
+            self._client.most = self._nominal() if self._counted else -1
+        others = [live for live in self._all.open() if live.loader is not self]
+        epoch = self._all.begun
+        self._all.begun += 1
+        if self._all.leading is None or not others:
+            self._all.leading = self
         self._progress = None
         # An earlier process has finished this pass.
         if self._recorder is not None and epoch < self._recorder.first:
             self._progress = PassProgress(self._loader, self._plan)
             self._progress.end()
             return iter(())
-        inner = self._kept or LoaderCopy(self._loader, self._plan)
+        if others:
+            self._interleave()
+        plan = self._plan_beside(others)
+        if self._all.loaders > 1:
+            self._client.since = min([epoch, *(live.epoch for live in self._all.open())])
+        # The shares of a stream are cut where it is loaded.
+        fits = self._kept is not None and (self._kept.indices is not None or self._kept.plan == plan)
+        inner = self._kept if self._kept is not None and fits else LoaderCopy(self._loader, plan)
+        if plan.groups * plan.workers > 1 and self._client is not None:
+            self._client.begin_pass(epoch, self.number, *self._compared(inner))
         if self._loader.persistent_workers:
             self._kept = inner
         opening = self._opening(inner, epoch)
@@ -199,15 +280,55 @@ class ShardedLoader:
             opening = self._replay.opening(epoch, opening)
         feed: EpochReader
         if inner.indices is None:
-            feed = IterableEpoch(inner, self._plan, self._client, self._accounting, epoch, opening)
+            feed = IterableEpoch(inner, plan, self._client, self._accounting, epoch, opening, self.number)
         else:
-            feed = MapEpoch(inner, inner.indices, self._plan, self._client, epoch, opening, self._accounting)
+            number = self.number if self._is_new and knows_ranks(self._loader) else None
+            feed = MapEpoch(inner, inner.indices, plan, self._client, epoch, opening, self._accounting, number)
+        self._is_new = False
         repeats = None if self._replay is None else self._replay.begin(epoch)
-        live = _Pass(feed, self._accounting, epoch, progress, self._recorder, repeats)
-        self._live = ref(live)
+        live = _Pass(self, feed, self._accounting, epoch, progress, self._recorder, repeats)
+        self._all.add(live)
         if self._recorder is not None:
             feed.catch_up(self._recorder)
         return live
+
+    def _compared(self, inner: LoaderCopy) -> Sequence[int]:
+        """Samples, indices and content of the data, as `PassBegun` has them; before the first pass only."""
+        # A stream is compared when its first batch is read.
+        if not self._is_new or inner.indices is None:
+            return ()
+        return _length(self._loader.dataset) or -1, 0, sample_of(self._loader, self._plan.seed)
+
+    def _interleave(self) -> None:
+        """The script reads this loader while it reads another one."""
+        if self._plan.mode == "lease":
+            accepted = "must be kStatic: the script reads two loaders at once, and groups would wait for each other"
+            raise ConfigError("shard", "kLease", accepted)
+        if self._replay is not None:
+            self._replay.interleaved()
+        if self._recorder is not None:
+            self._recorder.interleaved()
+
+    def _plan_beside(self, others: "Sequence[_Pass]") -> DataPlan:
+        """The plan of a pass that may have a part in the steps of other loaders' batches."""
+        plan = self._plan
+        # A step has yet to be made with a batch of a pass that may be over.
+        beside = others or self._all.given(self._accounting.own_steps) - {self.number}
+        if not beside or plan.sums or plan.in_rounds or plan.workers == 1:
+            return plan
+        alike = others and all(loader.cuts_evenly for loader in (self, *(live.loader for live in others)))
+        return plan if alike else replace(plan, whole=True)
+
+    @cached_property
+    def cuts_evenly(self) -> bool:
+        """Whether all shares of each batch are equal, for certain."""
+        plan, sampler = self._plan, index_sampler(self._loader)
+        size, samples = _batch_of(self._loader)
+        # Exact types: a subclass may do anything.
+        if type(sampler) is not BatchSampler or not size or samples is None or plan.shares:
+            return False
+        sizes = {size, 0 if sampler.drop_last else samples % size}
+        return all(n % plan.workers == 0 and (not n or n // plan.workers >= plan.min_share) for n in sizes)
 
     def _opening(self, inner: LoaderCopy, epoch: int) -> ResumePoint:
         if self._recorder is None:
@@ -231,30 +352,46 @@ class ShardedLoader:
 
     @property
     def passes(self) -> int:
-        """Number of passes that were begun."""
-        return self._epochs
+        """Number of passes that were begun, over all loaders of the script."""
+        return self._all.begun
+
+    @property
+    def _recorder(self) -> ResumeRecorder | None:
+        return self._all.recorder
 
     def position(self) -> int:
         """As `Passes` has it: the number of passes that were begun."""
-        return self._epochs
+        return self._all.begun
 
     def share_since(self, position: int) -> float:
-        """As `Passes` has it."""
-        if self._epochs == position:
-            return 0.0
+        """As `Passes` has it. Of two loaders that are read at once, the first one counts."""
+        leading = self._all.leading
+        return 0.0 if self._all.begun == position or leading is None else leading.share_of_pass()
+
+    def share_of_pass(self) -> float:
+        """The share of this loader's last pass that is done."""
         if self._progress is not None:
             return self._progress.share
         # A scheduler that is restored may step once more, and the pass is not begun yet. Leases are not known before.
         if self._recorder is None or self._plan.mode == "lease" or _length(self._loader) is None:
             return 0.0
         own = max(1, len(self))
-        return (own - self._recorder.batches_left(self._epochs - 1)) / own
+        return (own - self._recorder.batches_left(self._all.begun - 1, self)) / own
 
     def skip_to(self, epoch: int) -> None:
         """Begin the next pass at this epoch, unless it is a later one already."""
-        self._epochs = max(self._epochs, epoch)
+        self._all.begun = max(self._all.begun, epoch)
 
     def __len__(self) -> int:
+        # A schedule of so many steps must not be asked for more, whatever other groups do. `list(loader)` asks for a
+        # hint only, once it has begun the pass.
+        if not any(live.loader is self and not live.given for live in self._all.open()):
+            self._counted = True
+            if self._plan.mode == "lease" and self._client is not None:
+                self._client.most = self._nominal()
+        return self._nominal()
+
+    def _nominal(self) -> int:
         batches, plan = len(self._loader), self._plan
         units = -(-batches // plan.workers) if plan.in_rounds else batches
         if plan.mode == "static":
@@ -277,19 +414,31 @@ class ShardedLoader:
 
     def resume_with(self, recorder: ResumeRecorder | None) -> None:
         """Resume passes by this recorder. None: the loop cannot be resumed."""
-        self._recorder = recorder
+        self._all.recorder = recorder
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the next step has a batch of a loader of the script."""
+        return bool(self._all.given(self._accounting.own_steps))
 
     @property
     def under_way(self) -> bool:
-        """The script is in the middle of a pass."""
-        live = self._live()
-        return live is not None and live.is_open
+        """The script is in the middle of a pass, over any loader."""
+        return bool(self._all.open())
 
     def close(self) -> None:
-        """Leave the pass that is under way, if there is one, as a `break` does."""
-        live = self._live()
-        if live is not None:
+        """Leave the passes that are under way, of all loaders, as a `break` does."""
+        for live in self._all.open():
             live.close()
+
+    def count_given(self) -> None:
+        """The script is given a batch."""
+        self._all.given(self._accounting.own_steps, self.number)
+
+    def _close_own(self) -> None:
+        for live in self._all.open():
+            if live.loader is self:
+                live.close()
 
 
 # --- loaders that cannot be divided ------------------------------------------------------------------------------
@@ -353,6 +502,7 @@ class _Pass(Iterator[Any]):
 
     def __init__(
         self,
+        loader: ShardedLoader,
         feed: EpochReader,
         accounting: BatchAccounting,
         epoch: int,
@@ -360,10 +510,11 @@ class _Pass(Iterator[Any]):
         recorder: ResumeRecorder | None,
         repeats: PassReplay | None = None,
     ) -> None:
-        self._feed, self._accounting, self._epoch, self._recorder = feed, accounting, epoch, recorder
+        self.loader = loader
+        self._feed, self._accounting, self.epoch, self._recorder = feed, accounting, epoch, recorder
         self._progress = progress
         self._repeats, self._fresh = repeats, BatchSource(feed)
-        self._given = 0
+        self.given = 0
         self._open = True
 
     def __next__(self) -> Any:
@@ -387,9 +538,12 @@ class _Pass(Iterator[Any]):
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
         self._feed.send_draw()
-        self._accounting.drawn(place.stream, place.seq, float(samples), samples, place.made)
+        weight = None if self._feed.whole else float(samples)
+        # What all workers of a group read as a whole is counted by the first of them.
+        self._accounting.drawn(place.stream, place.seq, weight, self._feed.counted(samples), place.made)
         self._progress.given(place)
-        self._given += 1
+        self.loader.count_given()
+        self.given += 1
         return data
 
     @property
@@ -402,7 +556,7 @@ class _Pass(Iterator[Any]):
         if self._open:
             self._open = False
             self._feed.leave()
-            self._accounting.left_early(self._epoch, self._given)
+            self._accounting.left_early(self.epoch, self.given)
 
     def __del__(self) -> None:
         # At the end of the interpreter the modules that `close` needs may be gone.

@@ -88,14 +88,18 @@ class DrawnChunks:
         self._kept = self._kept or put.keep
         if known is None:
             chunk.fill(put)
+        return self.begin(put.epoch) + self._serve(key)
+
+    def begin(self, epoch: int) -> Replies:
+        """Worker (0,0) begins a pass. Of two passes that it reads at once, it may draw from the later one first."""
         over: Replies = []
         # After a restart of its group, worker (0,0) first draws the epoch that it was in. Earlier ones are over, so a
         # request for them gets an empty chunk.
         if self._first is None:
-            self._first = put.epoch
-            for each in [each for each in self._chunks if each[0] < put.epoch]:
+            self._first = epoch
+            for each in [each for each in self._chunks if each[0] < epoch]:
                 over += [(worker, _nothing_of(each)) for worker in self._chunks.pop(each).held]
-        return over + self._serve(key)
+        return over
 
     def ask(self, sender: Address, ask: DrawRequest) -> Replies:
         """Reply with the chunk, at once or when it is there."""
@@ -106,7 +110,8 @@ class DrawnChunks:
         self._absent.discard(sender)
         if sender not in held:
             held.append(sender)
-        self._newest[sender] = max(ask.epoch, self._newest.get(sender, 0))
+        since = ask.epoch if ask.since < 0 else ask.since
+        self._newest[sender] = max(since, self._newest.get(sender, 0))
         # An epoch that all workers have passed by more than one is not requested again.
         if (self._keeps or self._kept) and len(self._newest) == self._askers - len(self._absent):
             self._drop_before(min(self._newest.values()) - 1)

@@ -5,11 +5,13 @@ it again when another group left a part of it. A stream that is different every 
 batches are reported.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_fingerprint import content
 from topotrain.training.data.map_dataset import (
     PLAIN,
     BatchPosition,
@@ -37,8 +39,16 @@ def is_own(plan: DataPlan, opening: ResumePoint) -> bool:
 class _Reader:
     """Reads a stream's batches by number, forwards. `at` is the next one."""
 
-    def __init__(self, inner: LoaderCopy, plan: DataPlan, epoch: int, opening: ResumePoint) -> None:
-        self.at = 0
+    def __init__(
+        self,
+        inner: LoaderCopy,
+        plan: DataPlan,
+        epoch: int,
+        opening: ResumePoint,
+        compare: Callable[[Any], object] = lambda _: None,
+    ) -> None:
+        """`compare`: is given the first batch."""
+        self.at, self._compare = 0, compare
         self._ended = False
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have generators of their own. Without them the stream would share the script's.
@@ -61,6 +71,8 @@ class _Reader:
             with self._generators:
                 batch = next(self._batches, _END)
             self._ended = batch is _END
+            if not self.at and not self._ended:
+                self._compare(batch)
             self.at += not self._ended
         return batch
 
@@ -76,9 +88,11 @@ class IterableEpoch(EpochReader):
         accounting: BatchAccounting,
         epoch: int,
         opening: ResumePoint = PLAIN,
+        number: int = 0,
     ) -> None:
+        """`number`: that of the loader, as `PassBegun` has it."""
         self._inner, self._plan, self._accounting, self._epoch = inner, plan, accounting, epoch
-        self._opening = opening
+        self._opening, self._client, self._number = opening, client, number
         self._leases = LeaseIterator(client, epoch, -1, 0, accounting=accounting) if plan.mode == "lease" else None
         self._applied = self._seq = self._made = 0
         if self._leases is None:
@@ -86,7 +100,7 @@ class IterableEpoch(EpochReader):
         # The reader's `iter` uses another generator than the script's, which the plain loader's would have moved.
         if not is_own(plan, opening):
             inner.draw_seed()
-        self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
+        self._front: _Reader | None = _Reader(inner, plan, epoch, opening, self._compare)
         # For batches that went by: a reader cannot go back, and the front one must not lose its place.
         self._back: _Reader | None = None
 
@@ -174,10 +188,16 @@ class IterableEpoch(EpochReader):
             self._back = _Reader(LoaderCopy(self._inner.original, self._plan), self._plan, self._epoch, self._opening)
         return self._back.batch(number)
 
+    def _compare(self, batch: Any) -> None:
+        """Tell the other workers what the first batch of the stream is."""
+        if self._plan.groups * self._plan.workers > 1:
+            found = batch[2] if self._inner.collates else content(batch)
+            self._client.begin_pass(self._epoch, self._number, content=found)
+
     def _counted(self, batch: Any) -> tuple[int, Any]:
         plan = self._plan
         if self._inner.collates:
-            samples, data = batch
+            samples, data, _ = batch
             return samples, data
         if plan.workers == 1 or plan.in_rounds:
             return leading(batch) or 1, batch

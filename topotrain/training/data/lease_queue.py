@@ -21,13 +21,21 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.server_extension import RegroupExtension
-from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
+from topotrain.training.data.data_messages import (
+    DrawnBatches,
+    DrawRequest,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    PassBegun,
+)
 from topotrain.training.data.drawn_chunks import DrawnChunks, Replies
 
 # Batches in a lease: a group that dies or leaves gives back at most this many.
 LONGEST = 32
 # Open epochs: one that groups leave early stays open. These limits bound the memory that peers can take.
 _MOST_EPOCHS = 1 << 16
+_MOST_TOLD = 1 << 12
 # In the place of a lease: there is none, since the group leaves the job.
 LEAVES = -2
 # Batches in a lease of a stream with an unknown end, where no rest can be divided.
@@ -79,6 +87,8 @@ class _Epoch:
     left: dict[int, "_Leaving"] = field(default_factory=dict)
     gone: set[Address] = field(default_factory=set)  # workers that have left the epoch
     held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)  # requests without a reply
+    most: dict[int, int] = field(default_factory=dict)  # batches that a group may have
+    taken: dict[int, int] = field(default_factory=dict)  # batches that it has, those of its earlier processes counted
     past: set[int] = field(default_factory=set)  # groups for which it is over, also if others read a part again
 
     def table(self, group: int) -> list[_Run]:
@@ -90,8 +100,26 @@ class _Epoch:
             return -1
         return max(0, self.total - self.frontier) + sum(last - first for first, last in self.freed)
 
-    def take(self, length: int) -> _Run | None:
-        """Lease at most `length` consecutive batches. Returned batches come first."""
+    def room(self, group: int) -> int:
+        """Return how many more batches a group may have."""
+        return self.most.get(group, LONGEST + self.taken.get(group, 0)) - self.taken.get(group, 0)
+
+    def bound(self, group: int, most: int) -> None:
+        """Give a group no more than so many batches. -1: any number."""
+        if most >= 0:
+            self.most[group] = most
+
+    def take(self, group: int, length: int) -> _Run | None:
+        """Lease at most `length` consecutive batches to a group. Returned batches come first."""
+        length = min(length, self.room(group))
+        if length <= 0:
+            return None
+        run = self._take(length)
+        if run is not None:
+            self.taken[group] = self.taken.get(group, 0) + run.last - run.first
+        return run
+
+    def _take(self, length: int) -> _Run | None:
         if self.freed:
             first, last = self.freed.pop(0)
             if last - first > length:
@@ -155,6 +183,7 @@ class _Epoch:
         ]
         rest = [(run.first + count, run.last) for run, count in runs if run.first + count < run.last]
         self.give_back(rest)
+        self.taken[group] = self.taken.get(group, 0) - sum(last - first for first, last in rest)
         # A group without such a rest has nothing to read here: to it the batches of others are no new ones.
         if rest:
             self.past.discard(group)
@@ -195,7 +224,7 @@ class _Epoch:
     def from_state(cls, state: State) -> "_Epoch":
         """Return the epoch of a `state_dict`."""
         own: State = {"freed": list(state["freed"]), "held": list(state["held"]), "gone": set(state["gone"])}
-        own |= {"finished": dict(state["finished"]), "past": set(state["past"])}
+        own |= {name: dict(state[name]) for name in ("finished", "most", "taken")} | {"past": set(state["past"])}
         tables = {group: [_Run(*run) for run in table] for group, table in state["tables"].items()}
         left = {
             group: _Leaving(position, witness, tuple(_Run(*run) for run in table))
@@ -214,7 +243,7 @@ class LeaseQueue(RegroupExtension):
         singly: a worker may restart by itself, and request drawn batches again.
     """
 
-    messages = before_model = (LeaseRequest, LeaseRelease, DrawnBatches, DrawRequest)
+    messages = before_model = (LeaseRequest, LeaseRelease, DrawnBatches, DrawRequest, PassBegun)
 
     def __init__(self, groups: int, workers: int = 1, warming: bool = False, singly: bool = False) -> None:
         self._groups = groups
@@ -228,6 +257,8 @@ class LeaseQueue(RegroupExtension):
         self._absent: set[Address] = set()  # their groups go on without them
         self._epochs: dict[int, _Epoch] = {}
         self._draws = DrawnChunks(groups * workers - 1, singly)
+        # What the first worker told of each pass that it has begun: by epoch and field, with `dice` and the worker.
+        self._told: dict[tuple[int, str], tuple[int, int, Address]] = {}
 
     def handle(self, sender: Address, message: Message) -> Replies:
         """Handle a message, and return the replies, also to earlier requests that waited.
@@ -243,11 +274,33 @@ class LeaseQueue(RegroupExtension):
                 return self._draws.put(message)
             case DrawRequest():
                 return self._draws.ask(sender, message)
+            case PassBegun():
+                refusal = self._compare(sender, message)
+                begun = self._draws.begin(message.epoch) if sender == (Role.WORKER, 0, 0) else []
+                return begun + ([(sender, Fail(refusal, config=True))] if refusal else [])
         raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
     def draw_awaited(self, worker: Address) -> Message | None:
         """As `ServerExtension.draw_awaited`."""
         return self._draws.awaited(worker)
+
+    def _compare(self, sender: Address, begun: PassBegun) -> str:
+        """Return why a worker reads something else than an earlier one, or ""."""
+        while len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
+        for name, unknown in (("loader", -1), ("samples", -1), ("indices", 0), ("content", 0)):
+            value = getattr(begun, name)
+            if value == unknown:
+                continue
+            first, dice, witness = self._told.setdefault((begun.epoch, name), (value, begun.dice, sender))
+            # Other random numbers may give other indices. -1: they would not.
+            if value == first or (name == "indices" and begun.dice != dice and -1 not in (begun.dice, dice)):
+                continue
+            if name == "loader":
+                return _other_loader(begun, sender, first, witness)
+            what = f"{value} samples on {sender}, {first} on {witness}"
+            return _other_data(what if name == "samples" else f"other {name} on {sender} than on {witness}")
+        return ""
 
     def on_finish(self, worker: Address, steps: int) -> None:
         """Draws come from worker (0,0). Raises StepError if another worker waits for one."""
@@ -343,6 +396,7 @@ class LeaseQueue(RegroupExtension):
             return [(sender, Fail(refusal))]
         self._absent.discard(sender)
         epoch.learn(ask.total)
+        epoch.bound(sender.group, ask.most)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
         epoch.finish(sender.group, ask.passed)
         # After a reconnection a worker sends its request again, and needs one reply.
@@ -428,7 +482,12 @@ class LeaseQueue(RegroupExtension):
         # Without `wait` the worker still has batches to read, and asks again.
         if sender.group in self._parting and ask.wait:
             return Lease(ask.epoch, ask.ordinal, LEAVES, 0, -1)
-        run = None if sender.group in self._parting else epoch.take(self._length(epoch))
+        # Then other groups have to read what those leave.
+        if self._finished or self._parting:
+            epoch.most.clear()
+        run = None if sender.group in self._parting else epoch.take(sender.group, self._length(epoch))
+        if run is None and epoch.room(sender.group) <= 0:
+            return _over(ask)
         if run is None:
             return None if ask.wait else Lease(ask.epoch, ask.ordinal, -1, epoch.frontier, epoch.frontier)
         table.append(replace(run, rested=ask.wait, done_by_others=epoch.done_by_others(sender.group)))
@@ -466,6 +525,7 @@ class LeaseQueue(RegroupExtension):
             "absent": self._absent,
             "epochs": {number: epoch.state_dict() for number, epoch in self._epochs.items()},
             "draws": self._draws.state_dict(),
+            "told": self._told,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -475,6 +535,7 @@ class LeaseQueue(RegroupExtension):
         self._newest, self._absent = dict(state["newest"]), set(state["absent"])
         self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}
         self._draws.load_state_dict(state["draws"])
+        self._told = dict(state["told"])
 
 
 def _lease(ask: LeaseRequest, run: _Run) -> Lease:
@@ -497,6 +558,22 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
     return (
         f"{sender} and {epoch.witness} would read different batches in epoch {ask.epoch}: the sampler must depend on "
         "nothing but the job's seed and the epoch (its generator, torch's, numpy's and Python's are seeded for it)"
+    )
+
+
+def _other_loader(begun: PassBegun, sender: Address, first: int, witness: Address) -> str:
+    return (
+        f"pass {begun.epoch} over the loaders of tt.prepare is one over loader {begun.loader} on {sender}, and over "
+        f"loader {first} on {witness}: all workers must read them in the same order. A loader that one worker reads "
+        f"alone, to evaluate, stays out of tt.prepare"
+    )
+
+
+def _other_data(what: str) -> str:
+    return (
+        f"the loader of tt.prepare has other data on each worker ({what}). Each batch is divided among the workers: of "
+        f"data that is divided already a part would never be read. Give all workers all of the data, in the same order "
+        f"(and seed what is drawn), or say that each reads its own: tt.as_is(loader)"
     )
 
 

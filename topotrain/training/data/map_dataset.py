@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, left
 from topotrain.training.data.data_client import DataClient
+from topotrain.training.data.data_fingerprint import content, dice, first_indices
 from topotrain.training.data.sampling import (
+    AS_IS,
     Chunk,
     cut,
     digest,
@@ -61,6 +63,8 @@ class DataPlan:
             came too late is given again.
         repeats: the group may go on without a dead worker, and divide its last batch once more.
         members: the workers of the group among which a batch is divided. Empty: all.
+        sums: the gradients of the group's workers are added, and not averaged.
+        whole: a batch is not divided: each worker reads all of it, and its size has no part in the step's weight.
     """
 
     group: int
@@ -76,6 +80,8 @@ class DataPlan:
     own_streams: bool = False
     repeats: bool = False
     members: tuple[int, ...] = ()
+    sums: bool = False
+    whole: bool = False
 
     @property
     def alone(self) -> bool:
@@ -99,6 +105,8 @@ class DataPlan:
 
     def bounds(self, samples: int) -> tuple[int, int]:
         """[lo, hi) of this worker in a batch of `samples`."""
+        if self.whole:
+            return 0, samples
         there = self.members or range(self.workers)
         shares = tuple(self.shares[index] for index in there) if self.shares else ()
         return cut(samples, len(there), shares, self.min_share)[there.index(self.index)]
@@ -231,12 +239,30 @@ class ResumeRecorder(ABC):
         """There is no batch left: the pass is over."""
 
     @abstractmethod
-    def batches_left(self, epoch: int) -> int:
-        """Batches that this worker's group has not yet had applied, of those of a pass."""
+    def interleaved(self) -> None:
+        """The script reads two loaders at once: a fresh process would not find its place."""
+
+    @abstractmethod
+    def batches_left(self, epoch: int, loader: Any = None) -> int:
+        """Batches that this worker's group has not yet had applied, of those of a pass.
+
+        loader: the `ShardedLoader` of the pass. None: the script has one.
+        """
 
 
 class EpochReader(ABC):
     """One pass over a loader: the batches of this worker."""
+
+    _plan: DataPlan
+
+    @property
+    def whole(self) -> bool:
+        """As `DataPlan.whole`."""
+        return self._plan.whole
+
+    def counted(self, samples: int) -> int:
+        """Of the samples of a batch, those that this worker counts."""
+        return 0 if self.whole and self._plan.index else samples
 
     @abstractmethod
     def catch_up(self, recorder: ResumeRecorder) -> None:
@@ -326,28 +352,34 @@ class _Ahead(Iterator[Any]):
         return next(self._drawn)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CollateShare:
-    """Collates this worker's part of a stream's batch, and counts its samples."""
+    """Collates this worker's part of a stream's batch, and counts its samples.
+
+    Returns the number, the batch, and the fingerprint of the whole batch, if it is the first of a process.
+    """
 
     collate: Callable[[Any], Any]
     plan: DataPlan
+    first: bool = True
 
-    def __call__(self, items: list[Any]) -> tuple[int, Any]:
+    def __call__(self, items: list[Any]) -> tuple[int, Any, int]:
+        found, self.first = content(items) if self.first and not self.plan.alone else 0, False
         if self.plan.workers == 1 or self.plan.in_rounds:
-            return len(items), self.collate(items)
+            return len(items), self.collate(items), found
         share, samples = share_of(items, self.plan.bounds(len(items)), self.plan.min_share)
-        return samples, self.collate(share)
+        return samples, self.collate(share), found
 
 
 class LoaderCopy:
     """A copy of the script's loader with another sampler."""
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
-        self.original = loader
+        self.original, self.plan = loader, plan
         self.loader = copy(loader)
         self.indices: _Indices | None = None
         self.collates = False
+        self._set(AS_IS, False)
         # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
         self._set("_iterator", None)
         if not isinstance(loader.dataset, IterableDataset):
@@ -505,8 +537,10 @@ class MapEpoch(EpochReader):
         epoch: int,
         opening: ResumePoint = PLAIN,
         accounting: BatchAccounting | None = None,
+        number: int | None = None,
     ) -> None:
-        """`accounting`: as for `LeaseIterator`."""
+        """`accounting`: as for `LeaseIterator`. `number`: of the loader, if workers compare its first indices."""
+        self._number = number
         self._original, self._indices = inner.original, indices
         self._plan, self._client, self._epoch = plan.among(opening.members), client, epoch
         self._opening = opening
@@ -533,7 +567,9 @@ class MapEpoch(EpochReader):
         elif handed_out:
             places = self._broadcast
         else:
-            batches = list(left(self._listed(self._drawn()), opening.done))
+            drawn = list(self._listed(self._drawn()))
+            self._compare(digest(drawn[:1]), 0)
+            batches = list(left(drawn, opening.done))
             # All of it: leases name batches by their number in this list.
             units = list(self._units(batches))
             places = partial(self._dealt, units)
@@ -660,7 +696,7 @@ class MapEpoch(EpochReader):
         return iter(lambda: list(islice(flow, self._plan.workers)), [])
 
     def _broadcast(self) -> Iterator[tuple[BatchPosition, Any]]:
-        plan, client, epoch, loader = self._plan, self._client, self._epoch, self._original
+        plan, loader = self._plan, self._original
         if plan.workers == 1:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
@@ -673,7 +709,7 @@ class MapEpoch(EpochReader):
             else:
                 batches = self._announced(in_runs(drawn, draws_at_once(loader)))
         else:
-            batches = received(client.get_draw(epoch, number) for number in count())
+            batches = self._received()
         # The batches that `catch_up` loads and drops have negative numbers.
         if self._again:
             return self._placed(self._units(batches), -self._units_done())
@@ -684,10 +720,19 @@ class MapEpoch(EpochReader):
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
 
+    def _received(self) -> Iterator[Any]:
+        """The batches that worker (0,0) has drawn."""
+        # Now, when worker (0,0) draws, too, and not when the pass is opened.
+        if self._number is not None:
+            self._compare(*first_indices(self._original))
+        yield from received(self._client.get_draw(self._epoch, number) for number in count())
+
     def _announced(self, runs: Iterator[tuple[list[Any], list[Chunk]]]) -> Iterator[Any]:
         """The batches of worker (0,0), each sent to the others before it is used."""
-        number = 0
+        number, state = 0, 0 if self._number is None else dice()
         for run, chunks in runs:
+            if not number:
+                self._compare(digest(run[:1]), state)
             # A new process of this worker must be able to draw the same again, so its state is saved before the first
             # chunk is sent.
             if self._plan.repeats and not number:
@@ -697,6 +742,11 @@ class MapEpoch(EpochReader):
                     self._client.put_draw(self._epoch, at, chunk, self._plan.repeats)
             number += len(chunks)
             yield from run
+
+    def _compare(self, indices: int, drawn_from: int) -> None:
+        """Tell the other workers what the first batch of the epoch is, as `PassBegun` has it."""
+        if self._number is not None:
+            self._client.begin_pass(self._epoch, self._number, indices=indices, dice=drawn_from)
 
     def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
         return self._placed(units[self._plan.group :: self._plan.groups], 0)

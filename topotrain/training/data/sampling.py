@@ -31,6 +31,9 @@ from topotrain.training.rng_state import RngState, Stand, put_back, stand
 CHUNK = 4096
 KEY = -(1 << 32)  # in a chunk's sizes: one index that is no list (`batch_size=None`)
 
+AS_IS = "_topotrain_as_is"
+"""Attribute of a loader that is not divided, since the script says so. False: it is a copy that is divided already."""
+
 Bounds = tuple[tuple[int, int], ...]
 Chunk = tuple[tuple[int, ...], tuple[int, ...], bool]
 
@@ -164,6 +167,11 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
     return [s for i, s in enumerate(found) if s is not None and all(s is not other for other in found[:i])]
 
 
+def is_as_is(loader: Any) -> bool:
+    """Whether each worker reads this loader as it is."""
+    return getattr(loader, AS_IS, False) is True
+
+
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """The sampler that the loader iterates over: the batch sampler, if it has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -234,8 +242,13 @@ def digest(batches: Iterable[Any]) -> int:
         numbers.extend(map(as_int, chain.from_iterable(batches)))
     except TypeError:
         return 0
+    return hash_of(numbers.tobytes())
+
+
+def hash_of(data: bytes) -> int:
+    """Hash of bytes, 63 bits and not 0."""
     # 63 bits, because a field of a message is a signed integer; 0 means that there is no digest.
-    return (int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1) or 1
+    return (int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1) or 1
 
 
 def draws_at_once(loader: DataLoader[Any]) -> bool:

@@ -1,6 +1,6 @@
 """The objects that a script gives to `tt.prepare`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from topotrain.config.job import ConfigError
+from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.sampling import is_as_is
 from topotrain.training.parameters.row_module import RowModule
 
 
@@ -33,7 +35,7 @@ class PreparedObjects:
         given: all of them, in their order.
         models: the modules among them.
         optimizers: the optimizers. Empty: the job's updater block builds it, in the place of the first None.
-        loader: the one that is divided.
+        loaders: those that are divided.
         stateful: what has a state besides.
         built: the optimizer of the updater block, if the call has one.
     """
@@ -41,9 +43,14 @@ class PreparedObjects:
     given: tuple[object, ...]
     models: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
-    loader: DataLoader[Any] | None
+    loaders: tuple[DataLoader[Any], ...]
     stateful: tuple[Stateful, ...]
     built: Optimizer | None = None
+
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """The first of the loaders."""
+        return next(iter(self.loaders), None)
 
     @property
     def _filled(self) -> list[nn.Module]:
@@ -71,9 +78,10 @@ class PreparedObjects:
         given = (*self.given[:at], optimizer, *self.given[at + 1 :])
         return replace(self, given=given, optimizers=(optimizer,), built=optimizer)
 
-    def returned(self, loader: object) -> Any:
+    def returned(self, divided: Callable[[DataLoader[Any]], object]) -> Any:
         """Return what the call returns: as many objects, or the only one."""
-        found = [loader if thing is self.loader and thing is not None else thing for thing in self.given]
+        by_id = {id(loader): divided(loader) for loader in self.loaders}
+        found = [by_id.get(id(thing), thing) for thing in self.given]
         return tuple(found) if len(found) != 1 else found[0]
 
 
@@ -81,7 +89,7 @@ def sort_objects(objects: Sequence[object]) -> PreparedObjects:
     """Sort the arguments of a call by their kinds.
 
     Raises:
-        ConfigError: an object is of no such kind, or there are two loaders, or no model and no optimizer.
+        ConfigError: an object is of no such kind, or there is no model, no optimizer and no loader.
     """
     models, optimizers, stateful = [], [], []
     loaders: list[DataLoader[Any]] = []
@@ -93,8 +101,9 @@ def sort_objects(objects: Sequence[object]) -> PreparedObjects:
                 models.append(thing)
             case Optimizer():
                 optimizers.append(thing)
-            case DataLoader():
-                loaders.append(thing)
+            case _ if _is_loader(thing):
+                if isinstance(thing, DataLoader) and not is_as_is(thing):
+                    loaders.append(thing)
             case _ if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
                 stateful.append(thing)
             case _:
@@ -103,15 +112,9 @@ def sort_objects(objects: Sequence[object]) -> PreparedObjects:
                     "state_dict and load_state_dict; several are given one by one"
                 )
                 raise ConfigError("tt.prepare", type(thing).__name__, accepted)
-    if len(loaders) > 1:
-        names = " and ".join(type(loader).__name__ for loader in loaders)
-        accepted = "must have one DataLoader, which is divided; one to evaluate with stays out of tt.prepare"
-        raise ConfigError("tt.prepare", names, accepted)
-    if not models and not optimizers:
+    if not (models or optimizers or any(map(_is_loader, objects))):
         raise ConfigError("tt.prepare", None, "must have a torch.nn.Module, or an optimizer of one that is prepared")
-    return PreparedObjects(
-        tuple(objects), _unique(models), _unique(optimizers), loaders[0] if loaders else None, tuple(stateful)
-    )
+    return PreparedObjects(tuple(objects), _unique(models), _unique(optimizers), _unique(loaders), tuple(stateful))
 
 
 def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedObjects:
@@ -123,11 +126,9 @@ def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedO
     given = tuple(chain.from_iterable(call.given for call in calls))
     models = _unique(chain.from_iterable(call.models for call in calls))
     optimizers = _unique(chain.from_iterable(call.optimizers for call in calls))
-    loaders = [call.loader for call in calls if call.loader is not None]
-    if len(loaders) > 1:
-        raise ConfigError("tt.prepare", type(loaders[1]).__name__, "must be in one call only: a job divides one loader")
+    loaders = _unique(chain.from_iterable(call.loaders for call in calls))
     stateful = tuple(chain.from_iterable(call.stateful for call in calls))
-    made = PreparedObjects(given, models, optimizers, loaders[0] if loaders else None, stateful)
+    made = PreparedObjects(given, models, optimizers, loaders, stateful)
     _check_apart(made)
     if not complete:
         return made
@@ -155,6 +156,11 @@ def _check_apart(made: PreparedObjects) -> None:
                 kinds = f"{type(other).__name__} and in the {type(optimizer).__name__}"
                 accepted = f"is in the {kinds} that tt.prepare was given: a parameter belongs to one optimizer"
                 raise ConfigError("tt.prepare", next(names, tuple(tensor.shape)), accepted)
+
+
+def _is_loader(thing: object) -> bool:
+    # What is prepared already may be given once more, and stays as it is.
+    return isinstance(thing, DataLoader | ShardedLoader) or is_as_is(thing)
 
 
 def _unique(things: Any) -> Any:
