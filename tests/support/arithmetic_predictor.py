@@ -12,7 +12,6 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
-    Method,
     Prediction,
     ProcessMemory,
     Staleness,
@@ -40,7 +39,7 @@ class ArithmeticPredictor:
     error: of its predictions. asked: the jobs, in order.
     """
 
-    error: float | None = 0.08
+    error: float = 0.08
     asked: list[Job] = field(default_factory=list)
 
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
@@ -70,7 +69,6 @@ class ArithmeticPredictor:
             Staleness(groups - 1.0, groups - 1.0, groups - 1.0),
             probe.start_s,
             HostFailures(job, topology, machines, probe, step).goodput(),
-            Method.REHEARSAL,
             self.error,
             same_as_one_process(job),
         )

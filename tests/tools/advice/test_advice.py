@@ -17,7 +17,6 @@ from topotrain.tools.advice.candidate_list import CandidateSource
 from topotrain.tools.advice.layout_proposals import counts, proposals
 from topotrain.tools.advice.layout_search import LayoutSearch
 from topotrain.tools.advice.predictor import RehearsalPredictor
-from topotrain.tools.advice.speed_bounds import BoundEstimate
 from topotrain.tools.advice.wishes import Wishes, search_time
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import Prediction
@@ -172,7 +171,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(mbit: float, stragglers: d
             continue
         prediction = predictor.predict(each.job, probe, each.machines)
         compared.add(each.family)
-        assert prediction.samples_per_s <= BoundEstimate(each, probe).bound().samples_per_s * 1.001, each.label
+        assert prediction.samples_per_s <= each.bound(probe).samples_per_s * 1.001, each.label
         assert prediction.same_as_one_process is each.is_exact
     assert compared == set(Family) - {Family.OWN, Family.COMPRESSED}
 
@@ -266,7 +265,7 @@ def test_bounds_of_thousands_of_hosts_are_quick() -> None:
     groups = Job(cluster=Cluster(nworker_groups=3000, nservers_per_group=1000))
     found = CandidateSource(timed_probe(), many, Job(), Wishes()).candidate(Family.DOWNPOUR, groups)
     began = time.process_time()
-    assert BoundEstimate(found, timed_probe()).bound().samples_per_s > 0
+    assert found.bound(timed_probe()).samples_per_s > 0
     assert time.process_time() - began < 5
 
 
@@ -373,12 +372,6 @@ def test_the_text_has_a_row_and_a_reason_for_each_layout_and_the_verdict() -> No
     assert " 8 %" in text
     for line in text[text.index("not considered:") :].splitlines():
         assert len(line) <= 120, line
-
-
-def test_an_unknown_error_is_called_so() -> None:
-    found = advise(timed_probe(), EIGHT, predictor=ArithmeticPredictor(error=None))
-    assert "± unknown" in explain(found)
-    assert found.as_data()["winner"]["error"] is None
 
 
 def test_the_winners_file_is_a_job_with_comments() -> None:

@@ -191,19 +191,8 @@ def test_other_blocks_are_compared_with_the_present_one() -> None:
         (0.1, 0.08, True),
         (0.1, 0.12, False),
         (0.1, 0.0, True),
-        (0.2, None, False),
-        (0.3, None, True),
         (-0.1, 0.0, False),
     ],
 )
-def test_a_gain_is_clear_above_the_error_or_above_a_bound_where_it_is_unknown(
-    gain: float, error: float | None, clear: bool
-) -> None:
+def test_a_gain_is_clear_above_the_error(gain: float, error: float, clear: bool) -> None:
     assert Change("a layout", "", 100.0, gain, error, (), "because").is_clear is clear
-
-
-def test_an_unknown_error_is_said_to_count_as_its_bound() -> None:
-    known = RunningAdvice("now", 100.0, 100.0, None, {}, (), (Change("a", "", 110.0, 0.1, 0.2, (), "why"),), ())
-    unknown = replace(known, others=(replace(known.others[0], error=None),))
-    assert known.explain().endswith("by more than the error of its prediction")
-    assert unknown.explain().endswith("by more than the error of its prediction; an unknown error counts as 25%")

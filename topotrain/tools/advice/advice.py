@@ -86,7 +86,6 @@ class Advice:
             "changes": list(candidate.changes),
             "same_as_one_process": one.is_exact,
             "reason": self.reason(one),
-            "method": found.method.value,
         }
 
 

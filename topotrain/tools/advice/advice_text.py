@@ -55,7 +55,7 @@ def _cells(one: Rehearsed) -> tuple[str, ...]:
 
 def error_in_words(one: Rehearsed) -> str:
     """Return the expected error of a prediction, such as "8 %"."""
-    return "unknown" if one.prediction.error is None else f"{one.prediction.error * 100:.0f} %"
+    return f"{one.prediction.error * 100:.0f} %"
 
 
 def _units(advice: Advice) -> str:

@@ -10,6 +10,8 @@ from enum import Enum
 from topotrain.config.job import Agreement, Algorithm, Compression, Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.speed_bounds import BoundEstimate, SpeedBound
+from topotrain.tools.probe.probe_file import Probe
 
 _NAMED = 4
 """Idle hosts that are named in a label."""
@@ -57,6 +59,10 @@ class Candidate:
     def used(self) -> int:
         """The number of hosts with processes of the job."""
         return len(set(self.topology.hosts)) or 1
+
+    def bound(self, probe: Probe) -> SpeedBound:
+        """Return the most samples per second, by arithmetic."""
+        return BoundEstimate(self.job, self.topology, self.machines, probe).bound()
 
     @property
     def place(self) -> str:

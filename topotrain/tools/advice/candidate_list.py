@@ -7,10 +7,10 @@ from topotrain.config.job import Apply, ConfigError, Grads, Job, Pull
 from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
-from topotrain.tools.advice.speed_bounds import slowdown
 from topotrain.tools.advice.wishes import SearchTime, Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.speed_bounds import slowdown
 from topotrain.tools.probe.probe_file import Probe
 
 PROPOSALS_SHARE = 0.5

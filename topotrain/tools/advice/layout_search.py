@@ -15,9 +15,9 @@ from typing import Protocol
 from topotrain.config.job import ConfigError
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut
 from topotrain.tools.advice.predictor import Predictor
-from topotrain.tools.advice.speed_bounds import BoundEstimate, SpeedBound
 from topotrain.tools.advice.wishes import SearchTime, Wishes
 from topotrain.tools.prediction.prediction import Prediction
+from topotrain.tools.prediction.speed_bounds import SpeedBound
 from topotrain.tools.probe.probe_file import Probe
 
 
@@ -108,7 +108,7 @@ class LayoutSearch:
                 self.late += 1
                 self.left_out.append(LeftOut(each.label, self._ended()))
             else:
-                found.append((each, BoundEstimate(each, self.probe).bound()))
+                found.append((each, each.bound(self.probe)))
         return sorted(found, key=lambda pair: -pair[1].samples_per_s)
 
     def _rehearse(self, candidate: Candidate, bound: SpeedBound) -> None:

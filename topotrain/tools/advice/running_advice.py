@@ -23,16 +23,13 @@ from topotrain.tools.advice.candidate_list import CandidateSource
 from topotrain.tools.advice.job_measurements import JobMeasurement, MeasuredWorker
 from topotrain.tools.advice.layout_search import Rehearsed, SearchListener
 from topotrain.tools.advice.predictor import Predictor
-from topotrain.tools.advice.speed_bounds import BoundEstimate, slowdown
 from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.speed_bounds import slowdown
 from topotrain.tools.probe.probe_file import Probe
 
 SLOW = 1.15
 """A worker that computes so many times as long as the median one is a straggler."""
-
-UNKNOWN_ERROR = 0.25
-"""A prediction with an unknown error counts as so wrong. A gain that is larger is clear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class Change:
         how: a command. Empty: the job must be started again, with this block.
         samples_per_s: predicted and left of failures, times what is measured over what is predicted now.
         gain: over the present speed, 0.1 for a tenth more.
-        error: the expected relative error of the prediction. None: unknown.
+        error: the expected relative error of the prediction.
         changes: of the statistics.
         reason: in words.
     """
@@ -53,14 +50,14 @@ class Change:
     how: str
     samples_per_s: float
     gain: float
-    error: float | None
+    error: float
     changes: tuple[str, ...]
     reason: str
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain is larger than the prediction's error, or `UNKNOWN_ERROR`."""
-        return self.gain > max(0.0, UNKNOWN_ERROR if self.error is None else self.error)
+        """Whether the gain is larger than the prediction's error."""
+        return self.gain > max(0.0, self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +122,7 @@ class RunningAdvice:
         if better:
             best = max(better, key=lambda each: each.gain)
             return f"advised: start again from a snapshot with {best.label}: {best.gain:+.0%}"
-        unknown = any(each.error is None for each in (*self.reachable, *self.others))
-        taken = f"; an unknown error counts as {UNKNOWN_ERROR:.0%}" if unknown else ""
-        return f"advised: no change: no other layout is faster by more than the error of its prediction{taken}"
+        return "advised: no change: no other layout is faster by more than the error of its prediction"
 
 
 @dataclass(frozen=True)
@@ -295,7 +290,7 @@ class RunningComparison:
         probe = self.calibrated()
         candidate = CandidateSource(probe, replace(machines, stragglers={}), job, Wishes()).candidate(Family.OWN, job)
         found = self.predictor.predict(job, probe, machines)
-        rehearsed = Rehearsed(replace(candidate, machines=machines), found, BoundEstimate(candidate, probe).bound())
+        rehearsed = Rehearsed(replace(candidate, machines=machines), found, candidate.bound(probe))
         return scale.change(rehearsed, how, reason(rehearsed, ()))
 
 
@@ -321,10 +316,10 @@ def _other(scale: _Scale, advice: Advice, one: Rehearsed) -> Change:
 
 
 def _change_text(change: Change) -> str:
-    error = "unknown" if change.error is None else f"{change.error * 100:.0f} %"
     what = f"{change.how}: {change.label}" if change.how else change.label
     marked = f" ({', '.join(change.changes)})" if change.changes else ""
-    return f"{what}{marked}: {change.samples_per_s:,.0f} samples/s, {change.gain:+.0%} ± {error}; {change.reason}"
+    gain = f"{change.gain:+.0%} ± {change.error * 100:.0f} %"
+    return f"{what}{marked}: {change.samples_per_s:,.0f} samples/s, {gain}; {change.reason}"
 
 
 def _change_data(change: Change) -> dict[str, Any]:

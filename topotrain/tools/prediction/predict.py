@@ -15,6 +15,7 @@ from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, proces
 from topotrain.tools.prediction.rehearsal import Rehearsal, RehearsalListener
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
+from topotrain.tools.prediction.speed_bounds import BoundEstimate
 from topotrain.tools.probe.probe_file import Probe
 
 
@@ -47,14 +48,12 @@ def predict(
     # First: a job that does not fit need not be rehearsed.
     planned_memory(job, probe, machines, topology)
     if processes_of(topology) > MOST_PROCESSES:
-        from topotrain.tools.prediction.flow_model import predict_flow
-
-        if trace is not None:
-            accepted = (
-                f"needs a job of at most {MOST_PROCESSES} workers and servers, this one has {processes_of(topology)}"
-            )
-            raise ConfigError("--trace", str(trace), accepted)
-        return predict_flow(job, probe, machines)
+        bound = BoundEstimate(job, topology, machines, probe).bound()
+        accepted = (
+            f"must be at most {MOST_PROCESSES} to be rehearsed. By arithmetic this job makes at most "
+            f"{bound.samples_per_s:,.4g} samples per second: {bound.limit}"
+        )
+        raise ConfigError("workers and servers", processes_of(topology), accepted)
     with _enough_memory():
         rehearsal = Rehearsal(job, probe, machines, seed, listener=listener)
         if trace is not None:

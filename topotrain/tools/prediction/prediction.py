@@ -5,20 +5,8 @@ Nothing here needs torch. Times are seconds, sizes are bytes.
 
 import json
 from dataclasses import asdict, dataclass
-from enum import Enum
 
 VERSION = 1
-
-
-class Method(str, Enum):
-    """How a prediction was made.
-
-    REHEARSAL: the product's servers and clients, each process for itself, in virtual time.
-    FLOW: groups of equal processes as one, and messages as flows.
-    """
-
-    REHEARSAL = "rehearsal"
-    FLOW = "flow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +110,7 @@ class Prediction:
         staleness: of the gradients.
         start_s: from the start of the job until the first step.
         goodput: share of the time that is left of failures. None: no failures were asked for.
-        method: how this was predicted.
-        error: the relative error to expect of `step_s`. None: it was never compared with a measured job like this one.
+        error: the relative error to expect of `step_s`.
         same_as_one_process: whether the updates are those of one process: synchronous, and nothing is lossy.
         seed: of the random draws.
     """
@@ -141,8 +128,7 @@ class Prediction:
     staleness: Staleness
     start_s: float
     goodput: float | None
-    method: Method
-    error: float | None
+    error: float
     same_as_one_process: bool
     seed: int = 0
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from topotrain.tools.plan.layout_plan import columns
-from topotrain.tools.prediction.prediction import LinkLoad, Method, Prediction
+from topotrain.tools.prediction.prediction import LinkLoad, Prediction
 
 _SHOWN = 4
 _BUSY, _IDLE = 0.8, 0.3
@@ -101,9 +101,5 @@ def _staleness(found: Prediction) -> str:
 
 
 def _how(found: Prediction) -> str:
-    how = {
-        Method.REHEARSAL: f"rehearsed with the job's own servers and workers in virtual time (seed {found.seed})",
-        Method.FLOW: "by flows between sets of equal processes",
-    }[found.method]
-    error = "" if found.error is None else f"; expect the step within {found.error:.0%}"
-    return f"how: {how}{error}"
+    how = f"rehearsed with the job's own servers and workers in virtual time (seed {found.seed})"
+    return f"how: {how}; expect the step within {found.error:.0%}"

@@ -14,7 +14,6 @@ from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
-    Method,
     Prediction,
     Staleness,
     StepParts,
@@ -63,7 +62,6 @@ class RehearsalResult:
             self._staleness(),
             start_s,
             failures.goodput(),
-            Method.REHEARSAL,
             expected_error(job, rehearsal.machines),
             same_as_one_process(job),
             rehearsal.sim.seed,

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from topotrain.config.job import Compression, Grads, Pull
-from topotrain.tools.advice.candidate import Candidate
+from topotrain.config.job import Compression, Grads, Job, Pull
+from topotrain.config.topology import Topology
+from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 
 _BITS = {Compression.kFp16: 16, Compression.kBf16: 16, Compression.kInt8: 8, Compression.kE3M0: 4}
@@ -29,16 +30,18 @@ class SpeedBound:
 
 @dataclass(frozen=True)
 class BoundEstimate:
-    """The arithmetic of one candidate."""
+    """The arithmetic of one layout on certain machines."""
 
-    candidate: Candidate
+    job: Job
+    topology: Topology
+    machines: Machines
     probe: Probe
 
     @cached_property
     def bytes_per_exchange(self) -> float:
         """The fewest bytes of all gradients, or of all values, on their way."""
         trained = sum(parameter.nbytes for parameter in self.probe.model if parameter.trainable)
-        cluster = self.candidate.job.cluster
+        cluster = self.job.cluster
         if cluster.compression is Compression.kTopK:
             # Each element that is sent has an index.
             return trained * min(1.0, cluster.compression_ratio)
@@ -47,30 +50,30 @@ class BoundEstimate:
     @property
     def steps_per_exchange(self) -> int:
         """Local steps for each time that all parameters are exchanged."""
-        cluster = self.candidate.job.cluster
+        cluster = self.job.cluster
         return cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
 
     @property
     def link_bytes_per_s(self) -> float | None:
         """Of a link in each direction; None: not limited."""
-        link = self.candidate.machines.link
+        link = self.machines.link
         return None if link is None or link.bandwidth is None else link.bandwidth * _MBIT_BYTES
 
     def bound(self) -> SpeedBound:
         """Return the upper bound."""
-        groups = [self._group(group) for group in range(self.candidate.topology.worker_groups)]
+        groups = [self._group(group) for group in range(self.topology.worker_groups)]
         total = sum(bound.samples_per_s for bound in groups)
         slowest = min(groups, key=lambda bound: bound.samples_per_s)
         return min((SpeedBound(total, slowest.limit), *self._servers()), key=lambda bound: bound.samples_per_s)
 
     def _samples(self) -> int:
         """Samples of a group's step."""
-        members = self.candidate.topology.workers_per_group
-        return self.probe.batch.size * (members if self.candidate.job.per_worker_batch else 1)
+        members = self.topology.workers_per_group
+        return self.probe.batch.size * (members if self.job.per_worker_batch else 1)
 
     def _group(self, group: int) -> SpeedBound:
         """Return the bound of one worker group, with servers that cost nothing."""
-        topology, slow = self.candidate.topology, self.candidate.machines.stragglers
+        topology, slow = self.topology, self.machines.stragglers
         members, samples = topology.workers_per_group, self._samples()
         slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
         slowest *= slowdown(self.probe, self._beside(group))
@@ -94,7 +97,7 @@ class BoundEstimate:
 
         Each exchange is one of all parameters.
         """
-        job, members = self.candidate.job, self.candidate.topology.workers_per_group
+        job, members = self.job, self.topology.workers_per_group
         # The script sees the mean of its group before the values.
         means = job.grads is Grads.kVisible and members > 1 and job.cluster.outer is None
         return self.bytes_per_exchange * (2 if means else 1)
@@ -102,20 +105,20 @@ class BoundEstimate:
     @property
     def _waits(self) -> bool:
         """Whether each step waits for the values of the one before."""
-        job = self.candidate.job
+        job = self.job
         return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
 
     def _beside(self, group: int) -> int:
         """Return how many workers compute on the host of a group's first worker."""
-        topology = self.candidate.topology
-        if self.candidate.machines.emulated or len(self._residents) <= 1:
+        topology = self.topology
+        if self.machines.emulated or len(self._residents) <= 1:
             return topology.worker_groups * topology.workers_per_group
         return self._residents[topology.host_of(topology.workers(group)[0])]
 
     @cached_property
     def _residents(self) -> Counter[int]:
         """Workers of each host that has some."""
-        topology = self.candidate.topology
+        topology = self.topology
         found: Counter[int] = Counter()
         for rank, unit in enumerate(topology.units):
             if unit.workers:
@@ -125,7 +128,7 @@ class BoundEstimate:
     @cached_property
     def _shards(self) -> dict[int, Counter[int]]:
         """Servers of each host, by the server group."""
-        topology = self.candidate.topology
+        topology = self.topology
         return {
             group: Counter(topology.host_of(server) for server in topology.servers(group))
             for group in range(topology.server_groups)
@@ -134,7 +137,7 @@ class BoundEstimate:
     @cached_property
     def _group_hosts(self) -> list[frozenset[int]]:
         """The hosts with workers of each worker group."""
-        topology = self.candidate.topology
+        topology = self.topology
         return [
             frozenset(topology.host_of(worker) for worker in topology.workers(group))
             for group in range(topology.worker_groups)
@@ -145,13 +148,13 @@ class BoundEstimate:
 
         It is given for each host with workers of the group.
         """
-        topology = self.candidate.topology
+        topology = self.topology
         servers = self._shards[topology.server_group_of(group)]
         return {host: 1.0 - servers[host] / topology.shards for host in self._group_hosts[group]}
 
     def _servers(self) -> Iterator[SpeedBound]:
         """Yield the bound of the busiest host with servers."""
-        topology, rate = self.candidate.topology, self.link_bytes_per_s
+        topology, rate = self.topology, self.link_bytes_per_s
         if rate is None or topology.synced or topology.implicit or topology.collective:
             return
         # Of each server group: hosts with workers that pull, over its groups, and how often each host is one of them.

@@ -1,4 +1,0 @@
-"""Messages as flows between sets of equal processes.
-
-They are for layouts of thousands of processes.
-"""
