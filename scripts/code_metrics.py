@@ -6,7 +6,8 @@ those of the last release. Whatever these numbers are, the command ends with cod
 
 `--check` compares lines and modules of each part of the repository with its ceiling in `scripts/code_metrics.json`, and
 ends with code 1 where a part is too large. `--lower` lowers the ceilings of parts that have become smaller; nothing
-raises one. A loan lets the parts that share it exceed their ceilings together by so much, until it is paid back.
+raises one. A loan lets the parts that share it exceed their ceilings together by so much, until it is paid back: what
+one part has saved, another one may use until then.
 """
 
 import argparse
@@ -270,17 +271,15 @@ Sizes = Mapping[str, Mapping[str, int]]
 
 
 def excesses(now: Sizes, ceilings: Sizes, loans: Sizes) -> list[str]:
-    """One sentence for each loan that the parts which share it exceed; none: nothing is too large."""
+    """One sentence for each loan that the parts which share it exceed together; none: nothing is too large."""
     found = []
     for loan, most in loans.items():
         for what, allowed in most.items():
             above = {
-                name: now[name][what] - ceilings[name][what]
-                for name, part in PARTS.items()
-                if part.loan == loan and now[name][what] > ceilings[name][what]
+                name: now[name][what] - ceilings[name][what] for name, part in PARTS.items() if part.loan == loan
             }
             if sum(above.values()) > allowed:
-                parts = ", ".join(f"{name} by {by:,}" for name, by in above.items())
+                parts = ", ".join(f"{name} by {by:,}" for name, by in above.items() if by > 0)
                 found.append(f"{what} above the ceilings: {parts}; the loan of {loan} is {allowed:,}")
     return found
 
