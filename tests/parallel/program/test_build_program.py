@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as f
+from torch.utils.checkpoint import checkpoint
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture.capture_model import capture
@@ -508,3 +509,25 @@ def test_a_scope_found_too_late():
     with scope("/job:worker/task:1"):
         model = Late()
     assert layouts(cut(model, torch.randn(4, 4)))["fc"] == at(1)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # of the first look, without gradients
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_dropout_in_an_activation_checkpoint_is_refused(reentrant):
+    """Its masks are drawn ahead for the whole batch, and computing it again in the backward draws other ones."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, p):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(4, 4), nn.Dropout(p)
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.drop(self.fc(y)), x, use_reentrant=reentrant)
+
+    def model(p):
+        return nn.Sequential(nn.Linear(4, 4), place(Checkpointed(p), "/job:worker/task:1"))
+
+    with pytest.raises(ConfigError, match=r"dropout inside an activation checkpoint"):
+        cut(model(0.5), torch.randn(4, 4))
+    cut(model(0.5), torch.randn(4, 4), training=False)
+    cut(model(0.0), torch.randn(4, 4))

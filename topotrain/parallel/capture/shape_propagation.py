@@ -9,7 +9,7 @@ Fake tensors have shapes and no memory. Each value is computed with three number
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from topotrain.parallel.program.split_program import SizeArgument, SymbolicShape
 
@@ -59,10 +59,11 @@ class RandomDraws:
     """The random numbers that a node draws.
 
     `masks` has one entry per mask, in order: its tensor for each number of samples, and the probability that an element
-    is kept. None means that the node draws other random numbers.
+    is kept. None means that the node draws other random numbers. `again`: its backward draws them once more.
     """
 
     masks: tuple[tuple[Values, float], ...] | None = ()
+    again: bool = False
 
     def __bool__(self) -> bool:
         return self.masks is None or bool(self.masks)
@@ -156,7 +157,23 @@ class FakeEvaluator:
                 result = self._call(node, args, kwargs)
             found.append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result))
             seen.append(draws)
+        if seen[-1].masks and node.op == "call_module":
+            return tuple(found), replace(_drawn(seen), again=self._draws_again(node, args, kwargs))
         return tuple(found), _drawn(seen)
+
+    def _draws_again(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
+        """Whether the backward of a module draws masks: an activation checkpoint computes its forward again."""
+
+        def graded(x: Any) -> Any:
+            is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return x.detach().requires_grad_().clone() if is_float else x
+
+        with torch.enable_grad(), self._mode, _Draws() as draws:
+            result = self._call(node, *tree_map(graded, (args, kwargs)))
+            ends = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+            before = len(draws.masks)
+            torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+        return len(draws.masks) > before
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_function":

@@ -48,6 +48,10 @@ _KINDS = {
     "call_method": StepKind.METHOD,
     "get_attr": StepKind.ATTRIBUTE,
 }
+_AGAIN = (
+    "has a dropout inside an activation checkpoint (torch.utils.checkpoint), which would draw another mask in the "
+    "backward; leave the checkpoint out, or put the dropout behind it"
+)
 _CHANCE = (
     "draws random numbers, which differ from worker to worker; draw them outside and pass them as an argument "
     "(attention's dropout: pass dropout_p by its name)"
@@ -142,6 +146,8 @@ class _Cut:
         module = self._module(node)
         random = draws_masks(node, module)
         inside = self._inside(node)
+        if node.meta["draws"].again:
+            raise refused(node, _AGAIN)
         # Random numbers other than masks would differ from worker to worker.
         if node.meta["draws"] and not random and not inside and not draws_inside(node, module):
             raise refused(node, _CHANCE)
