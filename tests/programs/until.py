@@ -25,4 +25,4 @@ while tt.global_step() < wanted:
             break
 tt.save({"own": own, "rank": tt.rank()}, "until.pt")
 print(f"values until {tt.rank()}: {tt.global_step()}", flush=True)
-tt.report(all=tt.sum(own / int(tt.sum(1)), over="job"))
+tt.report(mine=float(tt.rank()), all=tt.sum(own / int(tt.sum(1)), over="job"))

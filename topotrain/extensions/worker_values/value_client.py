@@ -94,9 +94,10 @@ class ValueClient(ClientExtension):
         self._channel.wait_until(lambda: len(self._values) == workers)
         return self._values
 
-    def end(self) -> None:
-        """The script has ended, and makes no call any more."""
-        self._channel.send(self._channel.first_server, PassedCall(False, 0, self.at().steps, True))
+    def end(self, metrics: str) -> None:
+        """The script has ended, and makes no call any more; `metrics` as in `PassedCall`."""
+        message = PassedCall(False, 0, self.at().steps, True, metrics)
+        self._channel.send(self._channel.first_server, message)
 
     # --- the first buffers -------------------------------------------------------------------------------------------
 

@@ -68,12 +68,14 @@ class PassedCall(Message):
 
     Attributes:
         over: its script has ended, and it makes no call any more.
+        metrics: the numbers of its `tt.report` then, a line "name=number" for each.
     """
 
     job: bool
     number: int
     steps: int
     over: bool
+    metrics: str = ""
 
     def is_valid(self) -> bool:
         return 0 <= self.number < MOST and 0 <= self.steps < MOST

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import Notice
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import Outbox, RegroupExtension
+from topotrain.core.server.server_extension import Outbox, RegroupExtension, ReportingExtension
 from topotrain.extensions.worker_values.value_messages import AwaitedCall, PassedCall, WorkerValue
 
 JOB = -1
@@ -30,7 +31,7 @@ class _Call:
     values: dict[Address, WorkerValue] = field(default_factory=dict)
 
 
-class ValueServer(RegroupExtension):
+class ValueServer(RegroupExtension, ReportingExtension):
     """The calls of all workers of a job.
 
     Args:
@@ -45,6 +46,7 @@ class ValueServer(RegroupExtension):
         self._server, self._topology = server, topology
         self._calls = {scope: _Call() for scope in (JOB, *range(topology.worker_groups))}
         self._ended: dict[Address, int] = {}  # workers that make no call any more, and the steps of their scripts
+        self._metrics: dict[int, str] = {}  # of the workers of group 0, as they have ended
         self._buffers: dict[int, WorkerValue] = {}  # of the main worker when the job began, by part
         self._asked: list[tuple[Address, WorkerValue]] = []  # for parts that are not here yet
         for group in absent:
@@ -113,6 +115,8 @@ class ValueServer(RegroupExtension):
     def _passed(self, sender: Address, message: PassedCall) -> Outbox:
         if message.over:
             self._ended[sender] = message.steps
+            if sender.group == 0:
+                self._metrics[sender.index] = message.metrics
             return [*self._left(sender.group, [sender]), *self._left(JOB, [sender])]
         scope = JOB if message.job else sender.group
         call = self._calls[scope]
@@ -139,6 +143,25 @@ class ValueServer(RegroupExtension):
     @staticmethod
     def _fail(workers: Iterable[Address], text: str, config: bool = True) -> Outbox:
         return [(worker, Fail(text, config=config)) for worker in workers]
+
+    def events(self) -> list[Notice]:
+        """The metrics that are of the main worker's share, and not of all."""
+        told = {
+            index: dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+            for index, text in self._metrics.items()
+        }
+        found = []
+        for name, mine in told.get(0, {}).items():
+            others = [
+                f"{theirs[name]} on worker 0/{index}"
+                for index, theirs in sorted(told.items())
+                if theirs.get(name, mine) != mine
+            ]
+            if others:
+                own = f"tt.report {name} is the main worker's own, {mine}, with {', '.join(others[:3])}"
+                text = f"{own}: tt.mean, tt.sum or tt.gather make one value of all workers"
+                found.append(Notice(str(self._server.me), text))
+        return found
 
     # --- the workers -------------------------------------------------------------------------------------------------
 
@@ -169,11 +192,18 @@ class ValueServer(RegroupExtension):
 
     def state_dict(self) -> State:
         calls = {scope: (call.number, call.values) for scope, call in self._calls.items()}
-        return {"calls": calls, "ended": self._ended, "buffers": self._buffers, "asked": self._asked}
+        return {
+            "calls": calls,
+            "ended": self._ended,
+            "metrics": self._metrics,
+            "buffers": self._buffers,
+            "asked": self._asked,
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._calls = {scope: _Call(number, dict(values)) for scope, (number, values) in state["calls"].items()}
         self._ended, self._buffers, self._asked = dict(state["ended"]), dict(state["buffers"]), list(state["asked"])
+        self._metrics = dict(state["metrics"])
 
 
 def _said(worker: Address, value: WorkerValue) -> str:

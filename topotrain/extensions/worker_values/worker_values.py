@@ -17,6 +17,7 @@ from torch import nn
 from topotrain.config.job import ConfigError, Reduce
 from topotrain.core.client.client_context import StepEnd, StepOutcome
 from topotrain.core.events import Repeatable, Unrepeatable
+from topotrain.core.protocol.codec import MAX_TEXT
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
 from topotrain.extensions.worker_values.group_batch_norm import normalize_over_group
 from topotrain.extensions.worker_values.value_client import CallPlace, ValueClient
@@ -86,7 +87,13 @@ class ValueExtension(PrepareExtension):
     def stop_pushing(self, here: Context) -> None:
         self.over = True
         if here.connections is not None and _several(here):
-            here.connections.exchange.extension(ValueClient).end()
+            here.connections.exchange.extension(ValueClient).end(_numbers(here))
+
+
+def _numbers(here: Context) -> str:
+    """The numbers of `tt.report` of this worker, as they are compared."""
+    found = {name: value for name, value in here.metrics.items() if not callable(value)}
+    return "\n".join(f"{name}={float(value):.6g}" for name, value in found.items())[: MAX_TEXT // 4]
 
 
 def _several(here: Context) -> bool:
