@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import Bucket, SliceMap, in_steps_of
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
@@ -77,7 +77,7 @@ class GradientPath(ABC):
         self.resets = 0
         """As `Commit.resets`."""
         self._places: list[int] = []  # by backward: the batches that the script was given in the step before it
-        # The optimizer of each parameter, and of each bucket, which has parameters of one only.
+        # The optimizers of each parameter, and of each bucket, see `sharding.in_steps_of`.
         self._optimizers = [parameter.optimizer for parameter in parts.parameters]
         self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
         self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
@@ -256,7 +256,9 @@ class GradientPath(ABC):
     def _gradients_of(self, optimizer: int) -> dict[int, torch.Tensor]:
         """Return the gradients of one optimizer's parameters, as the script left them."""
         tensors = zip(self._tensors, self._optimizers, strict=True)
-        return {index: t.grad for index, (t, of) in enumerate(tensors) if of == optimizer and t.grad is not None}
+        return {
+            index: t.grad for index, (t, of) in enumerate(tensors) if in_steps_of(of, optimizer) and t.grad is not None
+        }
 
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
@@ -513,7 +515,7 @@ class MeanPath(GradientPath):
             if not spots:  # a parameter without elements
                 continue
             # `.grad` keeps the mean for the step of its own optimizer, which sends it as an edit: the servers forget.
-            if of != optimizer:
+            if not in_steps_of(of, optimizer):
                 dropped |= self._bits(index)
                 continue
             missing = [bit for bucket, bit in spots if not union[bucket.id] & bit]
@@ -657,7 +659,7 @@ class PushPath(GradientPath):
         if self.backwards == self._habits.backwards - 1:
             for bucket in full:
                 # What another optimizer's step takes would be pushed for nothing.
-                if self._takes[bucket.id] != self._habits.optimizer:
+                if not in_steps_of(self._takes[bucket.id], self._habits.optimizer):
                     continue
                 # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
                 if self._pushes[bucket.id] < NO_REVISION - 2:
