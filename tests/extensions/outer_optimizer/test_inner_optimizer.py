@@ -193,4 +193,6 @@ def test_compression_changes_little(kind: Compression, overlap: int) -> None:
     short = run_local(job(**cluster, compression=kind, **ratio), building(mlp, adamw), script(batches, 3))
     # A round moves the values by 1 % of their norm and more.
     assert short.distance(exact) < (0.02 if kind in (Compression.kE3M0, Compression.kTopK) else 0.001)
-    assert sum(short.traffic) < (0.5 if kind is Compression.kE3M0 else 0.7) * sum(exact.traffic)
+    # With kTopK only pushes are short.
+    most = {Compression.kE3M0: 0.5, Compression.kTopK: 0.9}.get(kind, 0.7)
+    assert sum(short.traffic) < most * sum(exact.traffic)

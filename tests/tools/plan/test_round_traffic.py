@@ -46,7 +46,7 @@ def test_bytes_and_seconds_of_a_link() -> None:
         ("kE3M0", 0.5 + 4 / 256, 2.0),
         ("kInt8", 1 + 4 / 512, 1 + 4 / 512),
         ("kFp16", 2.0, 2.0),
-        ("kTopK", 0.08, 0.08),
+        ("kTopK", 0.08, 4),
     ],
 )
 @pytest.mark.parametrize("servers", [1, 3])

@@ -5,7 +5,7 @@
 
 from math import ceil
 
-from topotrain.config.job import Compression
+from topotrain.config.job import Cluster, Compression
 
 SMALL_BLOCK = 256
 """Elements that share a scale in kE3M0. The scales add 0.4 % of the bytes of float32."""
@@ -14,8 +14,12 @@ BLOCK = 512
 _FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def of_replies(kind: Compression) -> Compression:
+def of_replies(cluster: Cluster) -> Compression:
     """Return the compression of means and values, which servers send."""
+    kind = cluster.compression
+    # Workers go on from the values of a round. Of all but the largest changes they would know many rounds later.
+    if kind is Compression.kTopK and cluster.outer is not None:
+        return Compression.kNone
     # All workers read them, and an error of a half would be that of all.
     return Compression.kBf16 if kind is Compression.kE3M0 else kind
 

@@ -37,8 +37,7 @@ class _Codecs:
         self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers, replies: bool
     ) -> None:
         scratch = ScratchMemory()
-        kind, ratio = cluster.compression, cluster.compression_ratio
-        kind = of_replies(kind) if replies else kind
+        kind, ratio = of_replies(cluster) if replies else cluster.compression, cluster.compression_ratio
         self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
         self._flats = flats
         self._places: dict[int, tuple[int, int]] = {}

@@ -117,7 +117,7 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
         return None
     groups, workers = topology.worker_groups, topology.workers_per_group
     pushes = _by_shard(slices, _sizes(cluster, cluster.compression, slices))
-    pulls = _by_shard(slices, _sizes(cluster, of_replies(cluster.compression), slices))
+    pulls = _by_shard(slices, _sizes(cluster, of_replies(cluster), slices))
     plain = sum(slices.shard_bytes)
     # Each worker of a group pushes its part of the group's difference, and each receives all new values.
     units = [topology.unit_of(server) for server in topology.servers(0)]
@@ -140,7 +140,7 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
         received[busiest],
         sent[busiest],
         inside,
-        _encoding(cluster.compression),
+        _encoding(cluster),
         link,
     )
 
@@ -182,11 +182,12 @@ def _by_shard(slices: SliceMap, size: Callable[[Bucket], int]) -> list[int]:
     return [sum(map(size, slices.buckets_of(shard))) for shard in range(slices.shards)]
 
 
-def _encoding(kind: Compression) -> str:
+def _encoding(cluster: Cluster) -> str:
+    kind, replies = cluster.compression, of_replies(cluster)
     if kind is Compression.kNone:
         return "uncompressed"
-    replies = of_replies(kind)
-    return f"{kind.value} up, changes of the values as {replies.value} down"
+    down = "whole values" if replies is Compression.kNone else f"changes of the values as {replies.value}"
+    return f"{kind.value} up, {down} down"
 
 
 def mb(size: int) -> str:
