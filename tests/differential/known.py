@@ -25,19 +25,17 @@ SHARED = "values written beside tt.assign are shared by the workers of a host"
 RACY = ("writes=data", "writes=data_step", "writes=numpy", "writes=numpy_step", "average=swa", "end=scale", "end=best")
 KNOWN: tuple[Known, ...] = (
     *(Known(blocks, SHARED, racy=True) for blocks in RACY),
+    Known("flow=no_graph", "a worker without a backward sees no mean in p.grad before step()"),
+    Known("flow=no_backward", "a worker without a backward sees no mean in p.grad before step()"),
     Known("hooks=clamp_before", "a hook sees or edits the gradient of a share"),
     Known("hooks=clamp_after", "a hook sees or edits the gradient of a share"),
     Known("hooks=post_before", "a hook sees or edits the gradient of a share"),
     Known("hooks=post_after", "a hook sees or edits the gradient of a share"),
-    Known("data=second_own", "a loader that was not prepared is read whole"),
-    Known("data=renewed", "a loader that was not prepared is read whole"),
     Known("gradients=autograd", "a gradient that no backward made"),
     Known("gradients=vmap", "a gradient that no backward made"),
     Known("gradients=func", "a gradient that no backward made"),
     Known("gradients=create_graph", "a gradient that no backward made"),
     Known("gradients=set", "a gradient that no backward made"),
-    Known("data=second", "only one loader can be prepared"),
-    Known("data=as_is", "tt.as_is is not there yet"),
 )
 
 

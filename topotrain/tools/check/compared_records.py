@@ -14,15 +14,13 @@ from topotrain.training.final_parameters import load_tensors
 TOLERANCE = 1e-5
 _MARGIN = 30.0
 """So many times what rounding alone changes is still rounding."""
-_MOST = 1 << 20
-"""Elements of a step that are recorded. Larger parameters are sampled evenly."""
 _KINDS = ("before", "gradient", "after")
 _ASSIGN = "use `with tt.assign(model):`, and do it on all workers alike"
 
 
-def sample(tensor: torch.Tensor, tensors: int) -> torch.Tensor:
-    """Return the elements of a tensor that are recorded, where there are so many tensors."""
-    flat, most = tensor.detach().reshape(-1), max(16, _MOST // tensors)
+def sample(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Return at most so many elements of a tensor, spread evenly, which are recorded."""
+    flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))].cpu().double().clone()
 
 
@@ -41,7 +39,7 @@ class Record:
         found = {(int(step), _KINDS.index(kind), name): tensor for (step, kind, name), tensor in words.items()}
         last = [key for key in found if key[0] == notes["steps"]]
         known = {} if final is None else load_tensors(final)
-        found.update({key: sample(known[key[2]], len(last)) for key in last if key[2] in known})
+        found.update({key: sample(known[key[2]], notes["most"]) for key in last if key[2] in known})
         return cls(found, notes if reported is None else {**notes, "reported": dict(reported)})
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
@@ -75,9 +73,10 @@ def compare(plain: Record, rounded: Record, job: Record, workers: int, visible: 
     steps, names = min(plain.notes["steps"], job.notes["steps"]), {name for _, _, name in plain.values}
     limit, largest = max(TOLERANCE, 100 * plain.notes["eps"]), 0.0
     noise: dict[tuple[int, str], float] = defaultdict(float)
+    apart = plain.notes["steps"] != job.notes["steps"]
     for (step, kind, name), value in sorted(plain.values.items(), key=lambda item: item[0]):
         what = _KINDS[kind]
-        if step > steps or (what == "gradient" and not visible):
+        if step > steps or (step == steps and apart) or (what == "gradient" and not visible):
             continue
         scale = 1e-3 if what != "gradient" else max(map(_largest, plain.gradients(step).values())) / 100
         blurred, other = (run.values.get((step, kind, name), torch.zeros_like(value)) for run in (rounded, job))
@@ -88,7 +87,7 @@ def compare(plain: Record, rounded: Record, job: Record, workers: int, visible: 
             cause = _cause(step, what, plain, job, workers)
             return Comparison(steps, len(names), largest, step + 1, f"the {kind_of} of {name}", far, cause)
         largest = max(largest, far) if what != "gradient" else largest
-    if plain.notes["steps"] != job.notes["steps"]:
+    if apart:
         more = f"the plain script makes {plain.notes['steps']} steps and the job {job.notes['steps']}"
         cause = f"{more}: its loop counts or ends by what one worker sees"
         return Comparison(steps, len(names), largest, steps + 1, "the number of steps", 1.0, cause)
@@ -134,5 +133,5 @@ def _cause(step: int, what: str, plain: Record, job: Record, workers: int) -> st
         return "the loss is a sum over the batch: make it a mean over samples, or set `reduce: kSum`"
     return (
         "the loss is no mean over samples (tokens: see tt.weight; pairs: see tt.gather), a hook bounds "
-        "each worker's gradient, or a loader that tt.prepare was not given is read whole by each worker"
+        "each worker's gradient, or tt.as_is gives all workers other batches"
     )

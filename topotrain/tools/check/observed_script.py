@@ -25,6 +25,8 @@ from topotrain.training import context as process
 from topotrain.training.final_parameters import save_tensors
 from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
 
+_MOST, _MOST_OF_WHOLE = 1 << 18, 1 << 12
+"""Elements that are recorded of a step, and of each step of a whole script."""
 _BY_SHARE = {nn.modules.dropout._DropoutNd: "dropout", nn.modules.batchnorm._BatchNorm: "BatchNorm"}
 
 
@@ -120,7 +122,12 @@ class _StepObserver(process.PrepareObserver):
         here = process.current()
         if here is None or here.is_main:
             for name, tensor in tensors.items():
-                self._tensors[f"{self._steps} {kind} {name}"] = sample(tensor, len(tensors))
+                self._tensors[f"{self._steps} {kind} {name}"] = sample(tensor, self._most())
+
+    def _most(self) -> int:
+        """The elements that are recorded of each parameter."""
+        elements = _MOST if self._wanted.steps else _MOST_OF_WHOLE
+        return max(16, elements // max(1, len(self._parameters())))
 
     def save(self) -> None:
         """Write the record, with the values after the script's end."""
@@ -128,6 +135,7 @@ class _StepObserver(process.PrepareObserver):
         self._record("after", found)
         notes = {
             "steps": self._steps,
+            "most": self._most(),
             "draws": self._draws,
             "by_share": sorted(self._by_share),
             "reported": self._reported,
