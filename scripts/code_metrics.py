@@ -275,9 +275,7 @@ def excesses(now: Sizes, ceilings: Sizes, loans: Sizes) -> list[str]:
     found = []
     for loan, most in loans.items():
         for what, allowed in most.items():
-            above = {
-                name: now[name][what] - ceilings[name][what] for name, part in PARTS.items() if part.loan == loan
-            }
+            above = {name: now[name][what] - ceilings[name][what] for name, part in PARTS.items() if part.loan == loan}
             if sum(above.values()) > allowed:
                 parts = ", ".join(f"{name} by {by:,}" for name, by in above.items() if by > 0)
                 found.append(f"{what} above the ceilings: {parts}; the loan of {loan} is {allowed:,}")

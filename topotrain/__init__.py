@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         progress,
         rank,
         report,
+        split,
         weight,
     )
     from topotrain.training.model_state import save, state_dict
@@ -90,7 +91,7 @@ _need("topotrain.tools.advice", "cluster.auto")
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress", "as_is"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress", "as_is", "split"), "topotrain.training.api"),
     **dict.fromkeys(
         ("broadcast", "gather", "global_step", "max", "mean", "min", "sum"),
         "topotrain.extensions.worker_values.worker_values",
@@ -148,6 +149,7 @@ __all__ = [
     "rank",
     "report",
     "save",
+    "split",
     "state_dict",
     "sum",
     "train",

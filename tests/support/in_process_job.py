@@ -130,8 +130,8 @@ class Reference:
             describe_all(_optimizers(self.optimizer), self._parameters),
             [(i, i, p.detach().view(-1)) for i, p in enumerate(self._parameters)],
         )
-        for each in _optimizers(self.optimizer):
-            self._take_over_step(each)
+        for number, each in enumerate(_optimizers(self.optimizer)):
+            self._take_over_step(number, each)
 
     def _replica(self, number: int) -> nn.Module:
         replica = copy.deepcopy(self.model)
@@ -142,7 +142,7 @@ class Reference:
                 own.data = shared.data
         return replica
 
-    def _take_over_step(self, mine: torch.optim.Optimizer) -> None:
+    def _take_over_step(self, number: int, mine: torch.optim.Optimizer) -> None:
         own = {id(p) for group in mine.param_groups for p in group["params"]}
 
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -152,7 +152,7 @@ class Reference:
                 i: p.grad.reshape(-1) if p.grad is not None and id(p) in own else None
                 for i, p in enumerate(self._parameters)
             }
-            self._update.apply(hyper(*_optimizers(self.optimizer)), grads)
+            self._update.apply(hyper(*_optimizers(self.optimizer)), grads, optimizer=number)
             return loss
 
         hooked = torch.optim.Optimizer.profile_hook_step(step)

@@ -105,7 +105,7 @@ def jobs(folder, monkeypatch):
     made = []
 
     def enter(**fields):
-        made.append(Here(Job(cluster=Cluster(server_worker_separate=True), **fields), folder))
+        made.append(Here(Job(**{"cluster": Cluster(server_worker_separate=True), **fields}), folder))
         return made[-1]
 
     yield enter

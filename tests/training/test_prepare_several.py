@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import topotrain as tt
-from topotrain.config.job import ConfigError, Pull, Shard
+from topotrain.config.job import Cluster, ConfigError, LRGen, Pull, Shard, Updater
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.parallel.api.dry_run import PreparedArguments
@@ -219,6 +220,38 @@ def test_loaders_may_come_in_several_calls_and_anew_in_each_epoch(job):
     with pytest.raises(ConfigError, match="comes too late"):
         tt.prepare(mlp(), loader())
     here.finish()
+
+
+SERVED = Cluster(server_worker_separate=True)
+ISLAND = replace(SERVED, sync_freq=3, outer=Updater(type="kSGD", learning_rate=LRGen(type="kFixed", base_lr=1.0)))
+
+
+@pytest.mark.parametrize("cluster", [SERVED, ISLAND], ids=["served", "island"])
+def test_a_parameter_may_be_in_several_optimizers(job, cluster):
+    """The last layer first, and then all; each optimizer has a state of its own."""
+
+    def trained():
+        torch.manual_seed(3)
+        model = mlp()
+        phases = torch.optim.Adam(model[2].parameters(), lr=0.02), torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        model, *phases, batches = tt.prepare(model, *phases, loader(shuffle=False))
+        for epoch in tt.epochs(4):
+            optimizer = phases[(0, 1, 0, 1)[epoch]]
+            if epoch == 3:
+                optimizer.state.clear()
+            for x, y in batches:
+                optimizer.zero_grad()
+                cross_entropy(model, x, y).backward()
+                optimizer.step()
+        return model, phases
+
+    context.forget()
+    expected = values(trained()[0])
+    here = job(cluster=cluster)
+    model, phases = trained()
+    assert [len(optimizer.state) for optimizer in phases] == [2, 4]
+    here.finish()
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=1e-5)
 
 
 def test_leases_and_tables_do_not_go_with_several_optimizers(job):

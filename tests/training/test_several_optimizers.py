@@ -3,6 +3,7 @@
 Synchronous jobs compute what the plain script computes, and what the one-process reference does bit for bit.
 """
 
+import copy
 from functools import partial
 
 import in_process_job
@@ -112,6 +113,24 @@ def scheduled(t):
             decay.step()
 
 
+def head_and_all():
+    """The last layer is trained first, and then all; two of the optimizers are of one class."""
+    model = mlp()
+    return model, (
+        torch.optim.Adam(model[2].parameters(), lr=0.01),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.Adam([{"params": [model[0].bias]}, {"params": [model[2].weight], "lr": 0.02}], lr=0.01),
+    )
+
+
+def in_phases(t):
+    """Each step takes the gradients of its own parameters, and changes the state of its own optimizer."""
+    for optimizer, batch in zip([t.optimizer[each] for each in (0, 0, 0, 1, 1, 1, 2, 0, 1, 2, 2, 1)], vectors(12)):
+        optimizer.zero_grad()
+        t.backward(t.losses(cross_entropy, *batch))
+        optimizer.step()
+
+
 SCRIPTS = {
     "gan": (gan, play),
     "a gan that keeps gradients": (gan, partial(play, clear_judge=False)),
@@ -119,6 +138,7 @@ SCRIPTS = {
     "one backward": (parts_of_one_model, one_backward_and_two_steps),
     "clipped": (parts_of_one_model, clipped),
     "scheduled": (parts_of_one_model, scheduled),
+    "phases": (head_and_all, in_phases),
 }
 
 
@@ -143,7 +163,7 @@ def test_a_synchronous_job_equals_the_reference_and_the_plain_script(layout, nam
 @pytest.mark.parametrize("layout", [name for name in SYNCHRONOUS if LAYOUTS[name].get("nserver_groups", 1)])
 def test_hidden_gradients_do_as_well(layout, name):
     # The mean of a worker's sum over several backwards has other last bits than the sum of their means.
-    check(job_of(layout, grads=Grads.kHidden), *SCRIPTS[name], bits=name in ("one backward", "scheduled"))
+    check(job_of(layout, grads=Grads.kHidden), *SCRIPTS[name], bits=name in ("one backward", "scheduled", "phases"))
 
 
 # --- other settings ----------------------------------------------------------------------------------------------
@@ -235,6 +255,26 @@ def test_each_optimizer_has_its_own_state():
     assert float(of_g["state"][0]["step"]) == 3
 
 
+def test_a_parameter_of_several_optimizers_has_a_state_in_each():
+    """Read, cleared and loaded apart, as in torch."""
+
+    def script(t):
+        in_phases(t)
+        saved = [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in t.optimizer]
+        t.optimizer[1].state.clear()
+        found.append(([{k: sorted(v) for k, v in state.items()} for state in saved], len(t.optimizer[0].state)))
+        in_phases(t)
+        t.optimizer[0].load_state_dict({**t.optimizer[0].state_dict(), "state": saved[0]})
+        in_phases(t)
+
+    found = []
+    expected = plain(head_and_all, script)
+    for layout in ("two by two", "one"):
+        assert run_local(job_of(layout), head_and_all, script).distance(expected) < 1e-5
+    assert all(each == found[0] for each in found)
+    assert expected.distance(plain(head_and_all, lambda t: [in_phases(t) for _ in range(3)])) > 1e-3
+
+
 # --- descriptions ------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +306,16 @@ def test_the_text_of_one_optimizer_is_as_it_was_and_that_of_several_comes_back()
     ):
         with pytest.raises(ConfigError):
             OptimizerSpec.from_text(both.to_text().replace(right, wrong))
+
+
+def test_the_text_of_optimizers_of_the_same_parameters_comes_back():
+    model, optimizers = head_and_all()
+    spec = describe_all(optimizers, list(model.parameters()))
+    assert OptimizerSpec.from_text(spec.to_text()) == spec
+    assert (spec.assignment, spec.also) == ((1, 1, 0, 0), ((2, 1), (3, 1), (1, 2), (2, 3)))
+    for wrong in ("3", "[[2]]", "[[4,1]]", "[[2,4]]", "[[2,true]]"):
+        with pytest.raises(ConfigError, match="also"):
+            OptimizerSpec.from_text(spec.to_text().replace("[[2,1],[3,1],[1,2],[2,3]]", wrong))
 
 
 def test_all_parameters_of_a_job_with_one_optimizer_are_of_the_first():

@@ -9,14 +9,14 @@
 Where one model is split over the workers of a group (`split`), a parameter has owners, the workers that hold it. A
 space has parameters of the same owners only. So a worker needs memory, and messages, for its own spaces alone.
 
-A space has parameters of one optimizer only. So a bucket is in the steps of one optimizer, and in none of another's.
+A space has parameters of the same optimizers only, most often of one. So each step takes whole buckets.
 """
 
 import heapq
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -43,6 +43,26 @@ ITEM_BYTES = {
 """Bytes of one element of each dtype that a parameter may have."""
 
 
+_SHARED = 1 << 16
+"""More than any number of an optimizer."""
+
+
+def shared_by(optimizers: Collection[int]) -> int:
+    """Return the number, for `Parameter.optimizer`, of all parameters of just these optimizers."""
+    first = min(optimizers)
+    return first if len(optimizers) == 1 else first + _SHARED * sum(1 << each for each in optimizers)
+
+
+def in_steps_of(number: int, optimizer: int) -> bool:
+    """Return whether a step of this optimizer updates what has this number (`Parameter.optimizer`)."""
+    return number == optimizer if number < _SHARED else bool(number // _SHARED >> optimizer & 1)
+
+
+def first_of(number: int) -> int:
+    """Return the first optimizer of what has this number (`Parameter.optimizer`)."""
+    return number % _SHARED
+
+
 class SchemaError(ValueError):
     """An error in a model's parameters, or in the text that describes them."""
 
@@ -53,7 +73,7 @@ class Parameter:
 
     `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
     chose for the whole tensor, -1: any. `owners` are the workers of each group that hold it, ascending. Empty: all.
-    `optimizer` is the number of the job's optimizer that updates it. Raises SchemaError.
+    `optimizer` is the number of the job's optimizer that updates it, or `shared_by` several. Raises SchemaError.
     """
 
     name: str

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from topotrain.training.data.distributed_loader import BatchReplay, DataPlan, Sh
 from topotrain.training.data.job_progress import NEEDS_EPOCHS, EpochProgress, PlainPasses
 from topotrain.training.data.sampling import AS_IS
 from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.data.split_loader import SplitLoader
 from topotrain.training.data.unprepared_loaders import UnpreparedLoaders
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
@@ -535,6 +536,38 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"tt.report {name}", value, "must be a number, or a function that returns one") from None
+
+
+def split(loader: LoaderType, over: Literal["group", "job"] = "group") -> LoaderType:
+    """Divide a loader to evaluate with over the workers of the group, or of the job.
+
+    Each worker reads its share of each batch, and every sample is read by one worker. A batch that has no sample for
+    this worker is left out, so workers may read different numbers of batches: add up within the loop, and take
+    `tt.sum`, or `tt.mean` with the number of samples as the weight, behind it. No worker waits for another one.
+
+    Args:
+        loader: one that `tt.prepare` was not given, with the same data on all workers.
+        over: the workers that share it.
+
+    Returns:
+        The loader of this worker's part, which has a length if the loader has one. In an ordinary process, and with
+        one worker, the loader itself.
+
+    Raises:
+        ConfigError: this is no DataLoader, or one of `tt.prepare`.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError("tt.split", type(loader).__name__, "must be a DataLoader that tt.prepare was not given")
+    if over not in ("group", "job"):
+        raise ConfigError("tt.split over", over, "must be 'group' or 'job'")
+    here = process.current()
+    topology = None if here is None else here.place.topology
+    workers = 1 if topology is None else topology.workers_per_group * (topology.worker_groups if over == "job" else 1)
+    if here is None or workers == 1:
+        return loader
+    index = here.number if over == "job" else here.me.index
+    seed = here.place.job.seed
+    return cast(LoaderType, SplitLoader(loader, DataPlan(0, 1, index, workers, (), "static", False, seed, 1, False)))
 
 
 def as_is(loader: T) -> T:

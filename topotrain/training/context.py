@@ -454,7 +454,8 @@ def again(call: PreparedObjects) -> ConfigError:
     names = " and ".join(type(each).__name__ for each in (*call.optimizers, *call.models)) or None
     accepted = (
         "comes too late: the job began when the script first used what it had prepared (a batch, a forward, a step, "
-        "tt.epochs). Call tt.prepare as often as needed, but before that"
+        "tt.epochs). Call tt.prepare as often as needed, but before that. An optimizer of a later phase is made and "
+        "prepared before the first phase: a parameter may be in several"
     )
     return ConfigError("tt.prepare", names, accepted)
 

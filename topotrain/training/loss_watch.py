@@ -182,6 +182,7 @@ def _watched(backward: Callable[..., None], worker: Worker, watch: LossWatch) ->
         # A backward also adds to gradients of other optimizers' parameters, which a lazy step may still read.
         if worker.lazy and len(worker.optimizers) > 1:
             worker.client.values.settle()
+        worker.path.look()
         with spans.span("backward"):
             backward(tensors, *args, **kwargs)
         spans.mark()

@@ -98,8 +98,9 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             accepted = (
                 f"has changed parameter {named[0]}{more} of the model. The servers hold its value, so only the "
-                f"{self._kinds} that tt.prepare was given may change them. Give this {type(optimizer).__name__} to the "
-                f"same call of tt.prepare"
+                f"{self._kinds} that tt.prepare was given may change them. Make this {type(optimizer).__name__} before "
+                f"the first batch and give it to tt.prepare, too: a parameter may be in several optimizers, of which "
+                f"each makes the steps that the script calls, such as those of a second phase"
             )
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
 

@@ -277,7 +277,7 @@ class Worker(BatchAccounting):
         self.own_steps += 1
         with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
             if self._local.is_used:
-                outcome = self._step_locally(inv_scale, check_finite)
+                outcome = self._step_locally(inv_scale, check_finite, number)
             else:
                 self.batches.use()
                 outcome = self._commit(inv_scale, check_finite, fetch=True, number=number)
@@ -447,12 +447,12 @@ class Worker(BatchAccounting):
 
     # --- local steps (n_push, n_fetch) ---------------------------------------------------------------------------
 
-    def _step_locally(self, inv_scale: float, check_finite: bool) -> StepOutcome | None:
+    def _step_locally(self, inv_scale: float, check_finite: bool, number: int) -> StepOutcome | None:
         step = self.own_steps
         finite = not self._overflows(check_finite)
         self.batches.use(finite)
         if finite:
-            self._local.step(inv_scale)
+            self._local.step(inv_scale, number)
         pushes, fetches = self._local.pushes(step), self._local.fetches(step)
         outcome = self._push_sum(fetches) if pushes else None
         if fetches and not pushes:

@@ -33,6 +33,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
 from topotrain.training.data.map_dataset import LeaseIterator
 from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received
+from topotrain.training.data.split_loader import SplitLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -689,6 +690,33 @@ def test_workers_that_read_loaders_in_another_order_are_named():
     iter(first).close()
     with pytest.raises(AssertionError, match=r"pass 0 over .* is one over loader 1 on worker 0/1"):
         iter(second.beside(DataLoader(Numbers(12), 3)))
+
+
+# --- a loader to evaluate with ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("replacement", "weighted")])
+def test_a_split_loader_has_every_sample_once_and_moves_random_numbers_as_the_plain_one(kind):
+    if "stream" in kind and kind != "stream, subclass":
+        torch.manual_seed(1)  # its own order is random, and not the same on all workers
+        make = lambda: DataLoader(Stream(11), 4)  # noqa: E731
+    else:
+        make = KINDS[kind]
+    torch.manual_seed(7)
+    plain = [flat(batch) for batch in make()]
+    after = torch.rand(1)
+    read = []
+    for index in range(3):
+        torch.manual_seed(7)
+        part = SplitLoader(make(), DataPlan(0, 1, index, 3, (), "static", False, 3, 1, False))
+        mine = [flat(batch) for batch in part]
+        assert torch.equal(torch.rand(1), after) and all(mine)
+        assert "stream" in kind or len(part) == len(mine)
+        read += chain(*mine)
+    if kind == "shuffled":  # the last samples of the job's order are dropped, and not those of the script's
+        assert len(set(read)) == 8
+    else:
+        assert sorted(read) == sorted(chain(*plain))
 
 
 # --- a worker that comes back -------------------------------------------------------------------------------------

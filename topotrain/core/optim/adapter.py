@@ -56,6 +56,10 @@ _DEVICE_ONLY = ("capturable",)  # applies to the script's own device, not to the
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
+_OPTIONAL = frozenset({"outer", "also"})
+"""Names in a spec's text that may be missing."""
+
+
 class UnsupportedOptimizer(ConfigError):
     """An optimizer that a server cannot run on its part of the parameters."""
 
@@ -68,6 +72,7 @@ class OptimizerSpec:
         name: "torch.optim.Adam" or "module:Class"; of several optimizers, their names with " and " between them.
         groups: the hyper-parameters of each parameter group, of one optimizer after the other.
         assignment: the group of each parameter, -1 if it is not optimized.
+        also: (parameter, group) of a parameter that several optimizers have, for all of them but the first.
         several: of several optimizers, the name and the number of groups of each. Empty: there is one.
         outer: it is no optimizer of the script: it steps with what the workers have learned by their own.
     """
@@ -77,6 +82,7 @@ class OptimizerSpec:
     assignment: tuple[int, ...]
     several: tuple[tuple[str, int], ...] = ()
     outer: bool = False
+    also: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(
@@ -106,8 +112,8 @@ class OptimizerSpec:
         """Return JSON; equal specs give equal texts."""
         # Digests of jobs have this text in them, so that of one optimizer stays as it is.
         named = {"optimizers": self.several} if self.several else {"name": self.name}
-        outer = {"outer": True} if self.outer else {}
-        return _ENCODER.encode({**named, **outer, "groups": self.groups, "assignment": self.assignment})
+        more = {**({"outer": True} if self.outer else {}), **({"also": self.also} if self.also else {})}
+        return _ENCODER.encode({**named, **more, "groups": self.groups, "assignment": self.assignment})
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
@@ -116,14 +122,14 @@ class OptimizerSpec:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError("optimizer", text[:80], f"must be JSON: {error}") from None
-        if not isinstance(data, dict) or data.keys() - {"name", "optimizers", "outer"} != {"groups", "assignment"}:
+        if not isinstance(data, dict) or data.keys() - {"name", "optimizers", *_OPTIONAL} != {"groups", "assignment"}:
             raise ConfigError("optimizer", text[:80], "must have name, groups and assignment")
         groups, assignment = _groups(data["groups"]), data["assignment"]
         several = data.get("optimizers", [[data.get("name"), len(groups)]])
         if not isinstance(data.get("outer", True), bool):
             raise ConfigError("optimizer.outer", data["outer"], "must be true or false")
         if (
-            len(data.keys() - {"outer"}) != 3
+            len(data.keys() - _OPTIONAL) != 3
             or not _are_optimizers(several)
             or sum(count for _, count in several) != len(groups)
         ):
@@ -133,14 +139,32 @@ class OptimizerSpec:
                 raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
         if not isinstance(assignment, list) or not all(type(g) is int and -1 <= g < len(groups) for g in assignment):
             raise ConfigError("optimizer.assignment", assignment, "must be a list of group indices, or -1 for no group")
+        also = data.get("also", [])
+        if not _are_pairs(also, len(assignment), len(groups)):
+            raise ConfigError("optimizer.also", also, "must be pairs of a parameter and a group")
         found = OptimizerSpec.of([(name, count) for name, count in several], groups, tuple(assignment))
-        return replace(found, outer=data.get("outer", False))
+        return replace(found, outer=data.get("outer", False), also=tuple((each, group) for each, group in also))
 
 
 def _are_optimizers(several: Any) -> bool:
     # A peer sends the list, so its lengths are checked before it is read.
     pairs = isinstance(several, list) and bool(several) and all(isinstance(e, list) and len(e) == 2 for e in several)
     return pairs and all(type(count) is int and count >= 0 for _, count in several)
+
+
+def _are_pairs(pairs: Any, *ends: int) -> bool:
+    if not isinstance(pairs, list) or not all(isinstance(e, list) and len(e) == 2 for e in pairs):
+        return False
+    return all(type(n) is int and 0 <= n < end for pair in pairs for n, end in zip(pair, ends, strict=True))
+
+
+def of_optimizer(name: str) -> tuple[int | None, str]:
+    """Split the name of an entry of a parameter's state: the optimizer's number, and its own name.
+
+    None: the first optimizer that has the parameter.
+    """
+    number, space, own = name.partition(" ")
+    return (int(number), own) if space and number.isdecimal() else (None, name)
 
 
 def describe(
@@ -169,11 +193,12 @@ def describe_all(
 
     Raises:
         UnsupportedOptimizer: a class cannot be run on slices, or is not in `import_module`.
-        ConfigError: an optimizer holds a tensor that is not a parameter of the model, or that another one holds.
+        ConfigError: an optimizer holds a tensor that is not a parameter of the model.
     """
     index = {id(p): i for i, p in enumerate(parameters)}
     others = set(map(id, aside))
     assignment = [-1] * len(parameters)
+    also: list[tuple[int, int]] = []
     named, first = [], 0
     for optimizer in optimizers:
         held = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
@@ -190,12 +215,13 @@ def describe_all(
                         "optimizer", tuple(tensor.shape), f"group {number} has a tensor that the model does not have"
                     )
                 if 0 <= assignment[index[id(tensor)]] < first:
-                    accepted = "must be in one optimizer only: this parameter is in two that tt.prepare was given"
-                    raise ConfigError("optimizer", tuple(tensor.shape), accepted)
-                assignment[index[id(tensor)]] = first + number
+                    also.append((index[id(tensor)], first + number))
+                else:
+                    assignment[index[id(tensor)]] = first + number
         named.append((name, len(optimizer.param_groups)))
         first += len(optimizer.param_groups)
-    return OptimizerSpec.of(named, _groups(json.loads(hyper(*optimizers))), tuple(assignment))
+    spec = OptimizerSpec.of(named, _groups(json.loads(hyper(*optimizers))), tuple(assignment))
+    return replace(spec, also=tuple(also))
 
 
 def _name(cls: type, slicing: Slicing, import_module: str) -> str:
@@ -401,32 +427,39 @@ class SliceUpdate:
         self._count = len(spec.groups)
         self._clip = clip
         members: dict[int, list[int]] = {}
+        others: dict[int, list[int]] = {}
+        for each, group in spec.also:
+            others.setdefault(each, []).append(group)
         for key, parameter, value in segments:
             if key in self._values:
                 raise ValueError(f"segment key {key} is used twice")
             self._values[key] = value.detach()  # the same memory, without autograd's history
             if (group := spec.assignment[parameter]) >= 0:
                 members.setdefault(group, []).append(key)
-        self._parts: list[OptimizerPart] = []  # of each optimizer that has segments here
-        self._part_of: dict[int, OptimizerPart] = {}
-        for name, groups in spec.optimizers:
+            for group in others.get(parameter, ()):
+                members.setdefault(group, []).append(key)
+        self._parts: dict[int, OptimizerPart] = {}  # of each optimizer that has segments here
+        self._parts_of: dict[int, dict[int, OptimizerPart]] = {}  # by key and number, the first optimizer first
+        for optimizer, (name, groups) in enumerate(spec.optimizers):
             # Also where there is nothing to optimize: a class that this process does not have is refused.
             cls = _class(name, import_module)
             # torch's groups are the spec's groups that have segments here
             parts = [self._group_of(number, members[number]) for number in groups if number in members]
             made = _make(cls, [{**spec.groups[part.number], "params": list(part.values)} for part in parts])
             if made is not None:
-                self._parts.append(OptimizerPart(made, parts, joins=is_elementwise(name)))
-                self._part_of |= {key: self._parts[-1] for part in parts for key in part.keys}
+                self._parts[optimizer] = OptimizerPart(made, parts, joins=is_elementwise(name))
+                for key in (key for part in parts for key in part.keys):
+                    self._parts_of.setdefault(key, {})[optimizer] = self._parts[optimizer]
         self._hyper = b""
-        self._given: Gradients | None = None  # the gradients that the values have
+        self._given: tuple[Gradients | None, int | None] = None, None  # the gradients that the values have, of a step
 
     def _group_of(self, number: int, keys: Sequence[int]) -> PartGroup:
         # In the order of memory, so that neighbors may be updated as one tensor.
         ordered = sorted(keys, key=lambda key: self._values[key].data_ptr())
-        return PartGroup(number, tuple(ordered), tuple(self._values[key] for key in ordered))
+        # Tensors of its own, since each optimizer leaves its gradients there.
+        return PartGroup(number, tuple(ordered), tuple(self._values[key].detach() for key in ordered))
 
-    def apply(self, hyper: bytes, grads: Gradients, staleness: int = 0) -> None:
+    def apply(self, hyper: bytes, grads: Gradients, staleness: int = 0, optimizer: int | None = None) -> None:
         """Do one step in place. Gradients are only read.
 
         The same mapping may be given again, unchanged but for the elements of its tensors. This is faster, because the
@@ -438,6 +471,7 @@ class SliceUpdate:
         Args:
             hyper: the result of `hyper(*optimizers)`.
             staleness: the number of updates of the values since the gradients were computed.
+            optimizer: the number of the one that steps. None: all that have a gradient.
 
         Raises:
             KeyError: a key is not held here.
@@ -448,68 +482,79 @@ class SliceUpdate:
         if hyper != self._hyper:
             self._set(hyper)
         self._correct_rate(self._correct.rate(staleness))
-        again = grads is self._given and all(part.is_settled for part in self._parts)
-        self._given = None
+        parts = [part for number, part in self._parts.items() if optimizer in (None, number)]
+        given, number = self._given
+        again = grads is given and number == optimizer and all(part.is_settled for part in parts)
+        self._given = None, None
         if not again:
-            self._assign(grads)
-        for part in self._parts:
+            self._assign(grads, parts)
+        for part in parts:
             if len(self._parts) == 1 or part.has_gradient:
                 part.step(again)
         # Clipping makes new tensors, which the next step must not use.
-        self._given = None if self._clip else grads
+        self._given = None if self._clip else grads, optimizer
 
-    def _assign(self, grads: Gradients) -> None:
+    def _assign(self, grads: Gradients, parts: Sequence[OptimizerPart]) -> None:
         """Give the optimizers their gradients."""
         unknown = grads.keys() - self._values.keys()
         if unknown:
             raise KeyError(min(unknown))
-        for part in self._parts:
+        for part in parts:
             part.assign(grads, self._clip)
 
     def _set(self, hyper: bytes) -> None:
         groups = _groups(json.loads(hyper))
         if len(groups) != self._count or not self._parts:
             raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
-        for part in self._parts:
+        for part in self._parts.values():
             part.set(groups, self._correct)
         self._scale = 1.0
         self._hyper = hyper
 
     def _correct_rate(self, scale: float) -> None:
         if scale != self._scale:
-            for part in self._parts:
+            for part in self._parts.values():
                 part.scale_rates(scale)
             self._scale = scale
 
-    def optimizes(self, key: int) -> bool:
-        """Return whether a segment is optimized."""
-        return key in self._part_of
+    def optimizes(self, key: int, name: str = "") -> bool:
+        """Return whether a segment may have an entry of this name: its optimizer is here."""
+        return self._owner(key, name)[0] is not None
+
+    def _owner(self, key: int, name: str) -> tuple[OptimizerPart | None, str]:
+        """The optimizer of an entry, and the name that it has there."""
+        number, own = of_optimizer(name)
+        parts = self._parts_of.get(key, {})
+        return parts.get(min(parts, default=0) if number is None else number), own
 
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
         """Yield (key, name, value): the optimizers' own tensors, and plain numbers."""
         for key in self._values:
-            held = self._part_of[key].state_of(key) if key in self._part_of else {}
-            for name, item in held.items():
-                if item is None:
-                    continue
-                if not isinstance(item, torch.Tensor | float | int):
-                    raise UnsupportedOptimizer(f"optimizer.state.{name}", item, "must be a tensor or a number")
-                yield key, name, item
+            for place, (number, part) in enumerate(self._parts_of.get(key, {}).items()):
+                for name, item in part.state_of(key).items():
+                    if item is None:
+                        continue
+                    if not isinstance(item, torch.Tensor | float | int):
+                        raise UnsupportedOptimizer(f"optimizer.state.{name}", item, "must be a tensor or a number")
+                    yield key, f"{number} {name}" if place else name, item
 
     def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
         """Restore an entry of `state` from a copy. Restore all names of a key, or none."""
-        place, part = self._values[key], self._part_of[key]
+        place, (part, name) = self._values[key], self._owner(key, name)
+        assert part is not None
         if isinstance(value, torch.Tensor):
             if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
                 value = value.view_as(place)
             value = value.detach().clone()
         part.load(key, name, value)
-        self._given = None
+        self._given = None, None
 
-    def forget(self, key: int) -> None:
-        """Drop the state of a key, as if it was never updated."""
-        self._part_of[key].forget(key)
-        self._given = None
+    def forget(self, key: int, name: str = "") -> None:
+        """Drop the state of a key, as if it was never updated; name: as of an entry, of the optimizer alone."""
+        part, _ = self._owner(key, name)
+        assert part is not None
+        part.forget(key)
+        self._given = None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyper-parameters and `state`, each tensor 1-D in the order of its memory."""

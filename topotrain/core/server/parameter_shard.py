@@ -17,7 +17,7 @@ from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.model.schema import BucketValues, BufferMemory, FlatBuffers, Schema, bucket_of, effective, typed
 from topotrain.core.model.shared_windows import VALUES
-from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate
+from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, of_optimizer
 from topotrain.core.optim.updater_block import clip_bounds
 from topotrain.core.server.component_state import State, restore_tensor
 from topotrain.core.server.gradients.backward_means import ArrivalMeans, ReturnedMeans, SharedMemoryMeans
@@ -139,14 +139,13 @@ class OptimizerState:
         """Load one part. An entry counts when all of its pieces are here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._by_piece[bucket.pieces[part.piece]]
-        if not part.key:
-            if unit.update.optimizes(key):
-                unit.update.forget(key)
+        if unit.update.optimizes(key, part.key) and not of_optimizer(part.key)[1]:
+            unit.update.forget(key, part.key)
             return
         names = self._names.setdefault(key, set())
         names.add(part.key)
         # The names come from a worker, and each would allocate memory of the size of the parameter.
-        if len(names) > _MOST_ENTRIES or not unit.update.optimizes(key):
+        if len(names) > _MOST_ENTRIES or not unit.update.optimizes(key, part.key):
             raise m.ProtocolError(f"state {part.key!r} of a parameter that has none such")
         if part.body is None:
             unit.update.load_state(key, part.key, torch.tensor(part.number, dtype=torch.float32))
@@ -292,24 +291,39 @@ class ParameterShard:
         """Update the values with the group's step. Yields each bucket once it is new."""
         if self.on_arrival:  # the values are new already, and have been shown
             return
-        yield from self.apply_gradient(self.staging[group], group, hyper, step_factor(commit, norm), staleness)
+        factor = step_factor(commit, norm)
+        yield from self.apply_gradient(self.staging[group], group, hyper, commit.optimizer, factor, staleness)
 
     def apply_gradient(
-        self, gradient: StagedGradient, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0
+        self,
+        gradient: StagedGradient,
+        group: int,
+        hyper: bytes,
+        optimizer: int | None,
+        factor: float = 1.0,
+        staleness: int = 0,
     ) -> Iterator[Bucket]:
         """Update the values with a gradient times `factor`. Yields each new bucket.
 
         group: the worker group, or a number that is none for a gradient of several.
+        optimizer: the number of the one that steps. None: each that has a gradient.
         """
         # One bucket at a time: it stays in the processor's cache between the sum, the update and the transport.
         for unit in self.units:
             if unit.whole:
                 gradient.sum_all()
-            self._update(unit, gradient, group, hyper, factor, staleness)
+            self._update(unit, gradient, group, hyper, optimizer, factor, staleness)
             yield from unit.buckets
 
     def _update(
-        self, unit: UpdateUnit, gradient: StagedGradient, group: int, hyper: bytes, factor: float, staleness: int
+        self,
+        unit: UpdateUnit,
+        gradient: StagedGradient,
+        group: int,
+        hyper: bytes,
+        optimizer: int | None,
+        factor: float,
+        staleness: int,
     ) -> None:
         """Update one unit with a gradient times `factor`."""
         grads: Mapping[int, torch.Tensor | None] = {}
@@ -322,7 +336,7 @@ class ParameterShard:
             if present:
                 grads = unit.views.of(group, self._scaled(gradient.gradient(bucket), factor), present)
         if any(grad is not None for grad in grads.values()):
-            unit.update.apply(hyper, grads, staleness)
+            unit.update.apply(hyper, grads, staleness, optimizer)
 
     def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the gradient of a bucket times `factor`. The next call may overwrite it."""

@@ -220,7 +220,7 @@ class StepExecution:
         if len(steps) == 1:
             return model.apply(group, hyper, first.first, first.norm, first.staleness)
         sources = {step.decision.group: step.staging for step in steps}
-        return model.apply_gradient(self._hooks.policy.joint_gradient(sources), SEVERAL_GROUPS, hyper)
+        return model.apply_gradient(self._hooks.policy.joint_gradient(sources), SEVERAL_GROUPS, hyper, None)
 
     def _end_step(self, step: "_DecidedStep") -> StepResult:
         """Reply to the workers of a step, and begin the group's next one."""

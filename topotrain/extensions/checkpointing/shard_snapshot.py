@@ -332,7 +332,7 @@ def check_same(parameters: Sequence[Parameter], optimizer: str, source: Snapshot
     if new.name != old.name:
         raise ConfigError("resume", new.name, f"must be {old.name}, the optimizer of snapshot {source.number}")
     # The groups of an outer optimizer have only settings of the job, which may change.
-    if new.assignment != old.assignment and not new.outer:
+    if (new.assignment, new.also) != (old.assignment, old.also) and not new.outer:
         raise ConfigError("resume", new.name, f"has other parameter groups than in snapshot {source.number}")
 
 

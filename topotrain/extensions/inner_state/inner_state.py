@@ -6,9 +6,10 @@ that comes back, or joins, takes that.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,14 +31,34 @@ from topotrain.training.worker_extension import WorkerExtension
 _WHAT = "the state of another worker's optimizer"
 
 
-class InnerState(StateSource, CopyMoment):
-    """The state of an optimizer that steps in this process.
+class OptimizerStates:
+    """The states of several optimizers of a worker, as one object."""
 
-    choices: the steps behind which it is copied. None: whenever another group asks.
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by number."""
+        return {str(number): each.state_dict() for number, each in enumerate(self._optimizers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        for number, each in enumerate(self._optimizers):
+            each.load_state_dict(state[str(number)])
+
+
+class InnerState(StateSource, CopyMoment):
+    """The state of the optimizers that step in this process.
+
+    Args:
+        choices: the steps behind which it is copied. None: whenever another group asks.
+        more: the optimizers besides the first.
     """
 
-    def __init__(self, optimizer: Optimizer, choices: ExchangeChoices | None = None) -> None:
-        self._optimizer, self._changes = optimizer, Lock()
+    def __init__(
+        self, optimizer: Optimizer, choices: ExchangeChoices | None = None, more: Sequence[Optimizer] = ()
+    ) -> None:
+        self._optimizers, self._changes = (optimizer, *more), Lock()
         self._choices = choices or ExchangeChoices()
         self._made = 0  # steps
         self._kept: dict[int, torch.Tensor | None] = {}  # step -> the state behind it, which a replay is to copy
@@ -75,7 +96,7 @@ class InnerState(StateSource, CopyMoment):
         tensors: dict[str, torch.Tensor] = {}
         try:
             with self._changes:
-                packed = pack(Optimizer.state_dict(self._optimizer)["state"], tensors)
+                packed = pack([Optimizer.state_dict(each)["state"] for each in self._optimizers], tensors)
         # Its state is not plain data.
         except UnserializableState:
             return None
@@ -92,17 +113,19 @@ class InnerState(StateSource, CopyMoment):
         try:
             tensors = from_bytes(data.numpy().tobytes(), _WHAT)
             plain = json.loads(tensors.pop("json").numpy().tobytes())
-            state, shapes = unpack(plain["state"], tensors), plain["shapes"]
+            states, shapes = unpack(plain["state"], tensors), plain["shapes"]
         except (ConfigError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             return f"it cannot be read: {error}"
-        if shapes != self._shapes() or not _fits(state, len(shapes)):
+        fits = shapes == self._shapes() and isinstance(states, list) and len(states) == len(shapes)
+        if not (fits and all(map(_fits, states, map(len, shapes)))):
             return "its optimizer has other parameters"
-        own = Optimizer.state_dict(self._optimizer)
-        Optimizer.load_state_dict(self._optimizer, {"state": state, "param_groups": own["param_groups"]})
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            own = Optimizer.state_dict(optimizer)
+            Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": own["param_groups"]})
         return ""
 
-    def _shapes(self) -> list[list[int]]:
-        return [list(p.shape) for group in self._optimizer.param_groups for p in group["params"]]
+    def _shapes(self) -> list[list[list[int]]]:
+        return [[list(p.shape) for group in each.param_groups for p in group["params"]] for each in self._optimizers]
 
 
 def _fits(state: object, parameters: int) -> bool:

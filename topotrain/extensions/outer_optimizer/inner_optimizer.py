@@ -1,7 +1,7 @@
 """The script's optimizer as the inner one, between two rounds of a worker."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,7 @@ class InnerOptimizer(LocalOptimizer):
         embeddings: those of them that are embeddings.
         clock: measures steps. None: that of this process.
         choices: a recording or a replay of what depends on time. None: there is none.
+        more: the script's other optimizers. A step is one of them, or of the first.
 
     Raises:
         ConfigError: the optimizer cannot make its steps this way.
@@ -127,16 +128,17 @@ class InnerOptimizer(LocalOptimizer):
         embeddings: Collection[nn.Parameter] = (),
         clock: Clock | None = None,
         choices: ExchangeChoices | None = None,
+        more: Sequence[Optimizer] = (),
     ) -> None:
         self._choices = choices or ExchangeChoices()
-        self._optimizer, self._weigh = optimizer, cluster.weigh
-        self.shared_state = InnerState(optimizer, self._choices)
+        self._inner, self._weigh = (optimizer, *more), cluster.weigh
+        self.shared_state = InnerState(optimizer, self._choices, more)
         """The optimizer's state, for other worker groups."""
         self._schedule = RoundSchedule(cluster.sync_freq, cluster.fragments, cluster.overlap)
         self._decoupled = cluster.quorum > 0
         self._rule = TakeRule(cluster.keep, cluster.blend) if cluster.trains_in_exchange else None
-        self._make_step = plain_step(type(optimizer))
-        self._trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._make_step = [plain_step(type(each)) for each in self._inner]
+        self._trained = {id(p) for each in self._inner for group in each.param_groups for p in group["params"]}
         assert cluster.outer is not None
         trained = [(name, p) for name, p in named if id(p) in self._trained]
         self.optimizers = outer_optimizers(cluster.outer, trained, cluster.fragments)
@@ -227,10 +229,10 @@ class InnerOptimizer(LocalOptimizer):
             return self._choices.takes(step, over and self._values.is_pushing)
         return self._schedule.takes(step)
 
-    def step(self, inv_scale: float) -> None:
+    def step(self, inv_scale: float, number: int = 0) -> None:
         # Without a fused kernel a GradScaler has unscaled the gradients. With one the kernel does it.
         with self.shared_state.changing():
-            self._make_step(self._optimizer)
+            self._make_step[number](self._inner[number])
         self._untold.step()
         self._values.learn()
         self._buffers.remember()

@@ -5,7 +5,7 @@ import time
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client_context import StepEnd, StepOutcome
 from topotrain.core.events import LocalSteps
-from topotrain.extensions.inner_state.inner_state import share_state
+from topotrain.extensions.inner_state.inner_state import OptimizerStates, share_state
 from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
@@ -73,17 +73,17 @@ class OuterOptimizerExtension(PrepareExtension):
         if cluster.outer is None:
             return None
         check_tables(here)
-        inner = request.only_optimizer("with cluster.outer each worker makes its steps alone")
+        inner, *more = request.optimizers
         # No server has its state.
-        here.kept[INNER] = inner
+        here.kept[INNER] = OptimizerStates(request.optimizers) if more else inner
         named = request.model.named_parameters()
         wanted = inner, cluster, named, embeddings_of(request.model)
         if topology.workers_per_group == 1:
-            self._inner = InnerOptimizer(*wanted, choices=self._choices)
+            self._inner = InnerOptimizer(*wanted, choices=self._choices, more=more)
             return self._inner
         here.alike.add(INNER)
         reduction = GroupReduction(here.me, here.place.job, topology)
-        self._inner = GroupOptimizer(*wanted, reduction, choices=self._choices)
+        self._inner = GroupOptimizer(*wanted, reduction, choices=self._choices, more=more)
         return self._inner
 
     def attach(self, here: Context, worker: Worker) -> None:

@@ -384,7 +384,7 @@ class LoaderCopy:
         self._set("_iterator", None)
         if not isinstance(loader.dataset, IterableDataset):
             self.indices = _Indices()
-            self._set("sampler" if loader.batch_sampler is None else "batch_sampler", self.indices)
+            self.read(self.indices)
         elif loader.batch_sampler is not None and type(loader).__iter__ is DataLoader.__iter__:
             # A subclass that looks at its own batches must see them as its author knows them: sliced after loading.
             self.collates = True
@@ -393,6 +393,10 @@ class LoaderCopy:
     def _set(self, name: str, value: Any) -> None:
         # DataLoader refuses ordinary assignment to most attributes.
         object.__setattr__(self.loader, name, value)
+
+    def read(self, indices: Any) -> None:
+        """Read these indices, instead of those of `indices`."""
+        self._set("sampler" if self.original.batch_sampler is None else "batch_sampler", indices)
 
     def seed(self, seed: int) -> None:
         """Let all workers' copies give the same seeds to their processes."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
-from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.sharding import Parameter, SliceMap, shared_by
 from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import FlatBuffers, ModelBuffer, plain_name
 from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for, move_to
@@ -120,9 +120,13 @@ def describe_model(
     if not tensors and not aside:
         raise ConfigError("model", None, "has no parameters: nothing to train")
     unique = tuple(tensors.values())
-    number_of = {id(p): k for k, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]}
+    numbers: dict[int, set[int]] = {}
+    for number, held in enumerate(optimizers):
+        for key in (id(p) for group in held.param_groups for p in group["params"]):
+            numbers.setdefault(key, set()).add(number)
     described = tuple(
-        replace(_describe(names[key], tensor), optimizer=number_of.get(key, 0)) for key, tensor in tensors.items()
+        replace(_describe(names[key], tensor), optimizer=shared_by(numbers.get(key, {0})))
+        for key, tensor in tensors.items()
     )
     modules = dict(model.named_modules())
     # torch has no public name for this set.

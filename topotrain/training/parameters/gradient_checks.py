@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from topotrain.config.sharding import in_steps_of
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.server.nonfinite import NO_WORKER, all_finite
@@ -51,7 +52,7 @@ class HeldGradients:
     def hold(self, number: int) -> None:
         """The step of this optimizer is about to be committed."""
         described = enumerate(self._parts.parameters)
-        gradients = ((i, self._parts.tensors[i].grad) for i, known in described if known.optimizer == number)
+        gradients = ((i, self._parts.tensors[i].grad) for i, known in described if in_steps_of(known.optimizer, number))
         self._held = [(index, gradient, version_of(gradient)) for index, gradient in gradients if gradient is not None]
 
     def release(self) -> None:

@@ -17,15 +17,16 @@ then leaves at a later hook, or at the end of the backward.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import Bucket, SliceMap, in_steps_of
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
@@ -76,8 +77,9 @@ class GradientPath(ABC):
         """How many backwards, of all steps, have come to their end here."""
         self.resets = 0
         """As `Commit.resets`."""
+        self._hooks = ScriptHooks(self)
         self._places: list[int] = []  # by backward: the batches that the script was given in the step before it
-        # The optimizer of each parameter, and of each bucket, which has parameters of one only.
+        # The optimizers of each parameter, and of each bucket, see `sharding.in_steps_of`.
         self._optimizers = [parameter.optimizer for parameter in parts.parameters]
         self._takes = [slice_map.spaces[bucket.space].optimizer for bucket in slice_map.buckets]
         self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
@@ -126,7 +128,8 @@ class GradientPath(ABC):
                 here.accumulated(index, p)
 
         # It fires once per parameter and backward, also for a tied weight that is used several times.
-        tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        handle = tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        self._hooks.own.add(handle.id)
 
     @property
     def begun(self) -> bool:
@@ -182,8 +185,13 @@ class GradientPath(ABC):
     def _end(self) -> None:
         """Handle the end of a backward."""
 
+    def look(self) -> None:
+        """A backward is about to begin: look which hooks the script has registered."""
+        self._hooks.look()
+
     def _look_what_trains(self) -> None:
         """Look which parameters the script has frozen or thawed since the last backward."""
+        self.look()
         trains = list(map(_REQUIRES_GRAD, self._tensors))
         if trains == self._trains:
             return
@@ -256,7 +264,9 @@ class GradientPath(ABC):
     def _gradients_of(self, optimizer: int) -> dict[int, torch.Tensor]:
         """Return the gradients of one optimizer's parameters, as the script left them."""
         tensors = zip(self._tensors, self._optimizers, strict=True)
-        return {index: t.grad for index, (t, of) in enumerate(tensors) if of == optimizer and t.grad is not None}
+        return {
+            index: t.grad for index, (t, of) in enumerate(tensors) if in_steps_of(of, optimizer) and t.grad is not None
+        }
 
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
@@ -281,6 +291,72 @@ class _SentGradient:
         return gradient is not None and self._gradient() is gradient and self._version == version_of(gradient)
 
 
+class _AfterMean:
+    """A hook of the script on a parameter. It is called with the group's mean, and not in the backward of a share."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], index: int, hooks: "ScriptHooks") -> None:
+        self.hook, self._index, self._hooks = hook, index, ref(hooks)
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor | None:
+        hooks = self._hooks()
+        if hooks is None or hooks.is_private:
+            return self.hook(value)
+        hooks.held.add(self._index)
+        return None
+
+
+class ScriptHooks:
+    """The hooks of a script on parameters, registered at any time.
+
+    Args:
+        path: calls them with the group's mean, except in a private backward.
+    """
+
+    def __init__(self, path: GradientPath) -> None:
+        self._path = ref(path)
+        self.own: set[int] = set()  # the numbers of the path's own hooks
+        self.held: set[int] = set()  # parameters of which hooks were held back in this backward
+        self.of: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}  # by parameter: of its gradient, and behind it
+        self._kept: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
+        self._last: list[int] = []  # the number of each last hook
+
+    @property
+    def is_private(self) -> bool:
+        """Whether backwards are this worker's own."""
+        path = self._path()
+        return path is None or path.private
+
+    def watch(self, index: int, tensor: torch.Tensor) -> None:
+        """Look at the hooks of this parameter, which has one of the path. torch has no public name for its hooks."""
+        self._kept[index] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[assignment]
+
+    def look(self) -> None:
+        """Hold back the hooks that the script has registered since the last look."""
+        last = [next(reversed(hooks), -1) for both in self._kept.values() for hooks in both]
+        if last == self._last:
+            return
+        self._last = last
+        self.of = {index: both for index, both in self._kept.items() if any(hooks.keys() - self.own for hooks in both)}
+        for index, both in self.of.items():
+            for hooks in both:
+                for key in hooks.keys() - self.own:
+                    if not isinstance(hooks[key], _AfterMean):
+                        hooks[key] = _AfterMean(hooks[key], index, self)
+
+    def on_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Call the hooks of a gradient before it is added up; return what they make of it."""
+        for key, held in list(self.of[index][0].items()):
+            made = None if key in self.own else held.hook(gradient)
+            gradient = gradient if made is None else made
+        return gradient
+
+    def behind(self, index: int, tensor: torch.Tensor) -> None:
+        """Call the hooks behind the accumulation of a parameter's gradient."""
+        for key, held in list(self.of.get(index, ({}, {}))[1].items()):
+            if key not in self.own:
+                held.hook(tensor)
+
+
 class MeanPath(GradientPath):
     """Reduces every backward, so that `p.grad` is the group's mean."""
 
@@ -297,15 +373,19 @@ class MeanPath(GradientPath):
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
         self._own_sums = False  # the sums are copies, and not views that the next means overwrite
         self._open = False  # a backward has begun and has not ended
+        self._left: dict[int, _SentGradient] = {}  # the last mean of each parameter, as the script got it
         super().__init__(parts, buffers, gradients, slice_map, batches)
+        self.look()
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def before(_: torch.Tensor) -> None:
             self._before(index, tensor)
 
         # A hook of a leaf itself is called before autograd accumulates into its `.grad`.
-        tensor.register_hook(before)  # type: ignore[no-untyped-call]
+        handle = tensor.register_hook(before)  # type: ignore[no-untyped-call]
+        self._hooks.own.add(handle.id)
         super()._hook(index, tensor)
+        self._hooks.watch(index, tensor)
 
     def _before(self, index: int, tensor: nn.Parameter) -> None:
         # Nothing is to be set aside in a backward that has begun. Most hooks of most scripts end here.
@@ -319,7 +399,8 @@ class MeanPath(GradientPath):
             return
         if self._arm():
             self._begin()
-        if tensor.grad is not None:
+        # To a gradient that the script has made of this share, autograd adds that of this backward.
+        if tensor.grad is not None and not self._is_own(index, tensor.grad):
             local = self._buffers.view("local", index)
             # A backward that raised has left a view of "local" here, which this backward overwrites.
             alias = tensor.grad.data_ptr() == local.data_ptr()
@@ -361,6 +442,7 @@ class MeanPath(GradientPath):
     def _close(self) -> None:
         self._open = False
         self._earlier.clear()
+        self._hooks.held.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
 
@@ -412,28 +494,55 @@ class MeanPath(GradientPath):
             # autograd.grad() calls the hook before accumulation, too, but accumulates nothing.
             for index, gradient in self._earlier.items():
                 self._mirror.set_gradient(index, gradient)
+            held = next(iter(self._hooks.held), None)
             self._close()
+            if held is not None:
+                name = self._parameters[held].name
+                raise RuntimeError(
+                    f"parameter {name} has a hook (register_hook), which is called with the mean of the group, and "
+                    f"torch.autograd.grad gives this worker's own gradient: use one of the two, or `with tt.local():`"
+                )
             return
         for bucket in self._rest():
             self._push(bucket)
         # The end of a backward lists its buckets, so all of them are sent before it.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
-        self._take_means()
+        hooked = self._take_means()
         self._count()
         self._close()
+        self._call_hooks(hooked)
 
     def join(self) -> None:
         self._begin()
         super().join()
-        self._take_means()
+        hooked = self._take_means()
         self._close()
+        self._call_hooks(hooked)
 
-    def _take_means(self) -> None:
+    def _take_means(self) -> dict[int, torch.Tensor | None]:
+        """Show the means; return parameters with hooks of the script and the `.grad` to be added."""
         means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
-        self._mirror.show(shown)
+        hooked = {index: shown[index] for index in sorted(self._hooks.of.keys() & shown)}
+        self._mirror.show(shown | dict.fromkeys(hooked))
+        for index in shown:
+            gradient = self._tensors[index].grad
+            assert gradient is not None
+            self._left[index] = _SentGradient(gradient)
+        return hooked
+
+    @torch.no_grad()
+    def _call_hooks(self, hooked: Mapping[int, torch.Tensor | None]) -> None:
+        """Call the script's hooks, as autograd does. They may make a step."""
+        for index, earlier in hooked.items():
+            gradient = self._tensors[index].grad
+            assert gradient is not None
+            gradient = self._hooks.on_gradient(index, gradient)
+            self._mirror.set_gradient(index, gradient if earlier is None else earlier.add_(gradient))
+        for index in hooked:
+            self._hooks.behind(index, self._tensors[index])
 
     def _note_written(self, written: int) -> set[int]:
         """Record pieces that the servers wrote into "grad" and return their parameters."""
@@ -488,6 +597,8 @@ class MeanPath(GradientPath):
             earlier = self._tensors[index].grad
         # Where an earlier backward of this step has made `.grad` the flat buffer.
         in_place = earlier is not None and earlier.data_ptr() == mine.data_ptr()
+        if in_place and earlier is not None and index in self._hooks.of:
+            earlier, in_place = earlier.clone(), False  # the hooks get the mean of this backward alone
         for bucket, i, part in rows:
             piece = bucket.pieces[i]
             target = self._flats.view("grad", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
@@ -503,6 +614,7 @@ class MeanPath(GradientPath):
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         # The script may call step() after a backward that raised.
         self._give_up()
+        self._reduce_own(self._gradients_of(optimizer))
         edited = dropped = 0
         model, union = self._gradients.model, self._union
         mine = self._gradients_of(optimizer)
@@ -513,7 +625,7 @@ class MeanPath(GradientPath):
             if not spots:  # a parameter without elements
                 continue
             # `.grad` keeps the mean for the step of its own optimizer, which sends it as an edit: the servers forget.
-            if of != optimizer:
+            if not in_steps_of(of, optimizer):
                 dropped |= self._bits(index)
                 continue
             missing = [bit for bucket, bit in spots if not union[bucket.id] & bit]
@@ -534,6 +646,29 @@ class MeanPath(GradientPath):
             edited |= self._edited(compared)
             self._send_edits(step, edited)
         return (), edited, dropped
+
+    def _is_own(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is no mean: the script has made it, of this worker's share."""
+        if any(self._union[bucket.id] & bit for bucket, bit in self._spots[index]):
+            return False
+        left = self._left.get(index)
+        return left is None or not left.is_still(gradient)
+
+    def _reduce_own(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Reduce gradients that no backward has made, as those of a backward are."""
+        views = {index: self._buffers.view("grad", index) for index in gradients}
+        # zero_grad(set_to_none=False) has made the old mean one of zeros.
+        own = [
+            index
+            for index, gradient in gradients.items()
+            if self._is_own(index, gradient)
+            and (gradient.data_ptr() != views[index].data_ptr() or bool(gradient.any()))
+        ]
+        if own:
+            self._begin()
+            for index in own:
+                self._after(index, self._tensors[index])
+            self._end()
 
     def _bits(self, index: int) -> int:
         bits = 0
@@ -657,7 +792,7 @@ class PushPath(GradientPath):
         if self.backwards == self._habits.backwards - 1:
             for bucket in full:
                 # What another optimizer's step takes would be pushed for nothing.
-                if self._takes[bucket.id] != self._habits.optimizer:
+                if not in_steps_of(self._takes[bucket.id], self._habits.optimizer):
                     continue
                 # A revision is one byte, and each backward that raised took one. The last is left for `at_step`.
                 if self._pushes[bucket.id] < NO_REVISION - 2:

@@ -36,7 +36,7 @@ class LocalSgd(LocalSteps):
         """Whether this step (from 1) fetches."""
         return step % self._n_fetch == 0
 
-    def step(self, inv_scale: float) -> None:
+    def step(self, inv_scale: float, number: int = 0) -> None:
         """Make a step of plain SGD, and add the gradients, times a factor, to the sum."""
         # At each step: a scheduler may have changed the rates.
         rate = {id(p): float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}

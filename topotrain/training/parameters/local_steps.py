@@ -52,8 +52,8 @@ class LocalSteps(ABC):
         return False
 
     @abstractmethod
-    def step(self, inv_scale: float) -> None:
-        """Make a step with the gradients times a factor."""
+    def step(self, inv_scale: float, number: int = 0) -> None:
+        """Make a step of the optimizer of this number, with the gradients times a factor."""
 
     def observer(self, holder: ParameterHolder) -> ValueObserver:
         """The observer of new values. holder: takes them into the parameters."""

@@ -121,7 +121,7 @@ def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedO
     """Join the objects of several calls; complete: no more follow.
 
     Raises:
-        ConfigError: there is no model or optimizer, or a parameter is in two optimizers.
+        ConfigError: there is no model or optimizer.
     """
     given = tuple(chain.from_iterable(call.given for call in calls))
     models = _unique(chain.from_iterable(call.models for call in calls))
@@ -129,7 +129,6 @@ def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedO
     loaders = _unique(chain.from_iterable(call.loaders for call in calls))
     stateful = tuple(chain.from_iterable(call.stateful for call in calls))
     made = PreparedObjects(given, models, optimizers, loaders, stateful)
-    _check_apart(made)
     if not complete:
         return made
     if not models:
@@ -142,20 +141,6 @@ def joined(calls: Sequence[PreparedObjects], complete: bool = True) -> PreparedO
         )
         raise ConfigError("tt.prepare", type(models[0]).__name__, accepted)
     return made
-
-
-def _check_apart(made: PreparedObjects) -> None:
-    """Raise ConfigError for a parameter that two optimizers have."""
-    owner: dict[int, Optimizer] = {}
-    for optimizer in made.optimizers:
-        for tensor in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            other = owner.setdefault(id(tensor), optimizer)
-            if other is not optimizer:
-                model = made.model if made.models else nn.Module()
-                names = (name for name, known in model.named_parameters() if known is tensor)
-                kinds = f"{type(other).__name__} and in the {type(optimizer).__name__}"
-                accepted = f"is in the {kinds} that tt.prepare was given: a parameter belongs to one optimizer"
-                raise ConfigError("tt.prepare", next(names, tuple(tensor.shape)), accepted)
 
 
 def _is_loader(thing: object) -> bool:

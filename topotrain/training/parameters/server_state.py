@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain.config.sharding import SliceMap
+from topotrain.config.sharding import SliceMap, first_of
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model.schema import torch_dtype
+from topotrain.core.optim.adapter import of_optimizer
 from topotrain.core.protocol import StatePart
 from topotrain.training.parameters.flat_parameters import ModelParts, version_of
 
@@ -48,31 +49,33 @@ class ServerState:
         whole: set[tuple[torch.Tensor, str]] = set()
         for part in self._client.get():
             segment = self._map.segments[self._map.buckets[part.bucket].pieces[part.piece].segment]
-            if self._map.parameters[segment.parameter].optimizer != number:
+            # Entries of a second optimizer of the parameter have its number in front.
+            owner, key = of_optimizer(part.key)
+            if number != (first_of(self._map.parameters[segment.parameter].optimizer) if owner is None else owner):
                 continue
             tensor = self._parts.tensors[segment.parameter]
             entry = held.setdefault(tensor, {})
             if part.body is None:
                 # A number, such as a count of steps. Each piece has it; the last one counts.
-                entry[part.key] = torch.tensor(part.number)
+                entry[key] = torch.tensor(part.number)
             else:
-                self._place(entry, part, part.body)
-                whole.add((tensor, part.key))
+                self._place(entry, key, part, part.body)
+                whole.add((tensor, key))
         # As in torch: tensors are on the device of their parameter, and numbers stay on the CPU.
         for parameter, key in whole:
             if not parameter.is_meta:
                 held[parameter][key] = held[parameter][key].to(parameter.device)
         return held
 
-    def _place(self, entry: dict[str, torch.Tensor], part: StatePart, body: torch.Tensor) -> None:
+    def _place(self, entry: dict[str, torch.Tensor], key: str, part: StatePart, body: torch.Tensor) -> None:
         piece = self._map.buckets[part.bucket].pieces[part.piece]
         segment = self._map.segments[piece.segment]
-        if part.key not in entry:
+        if key not in entry:
             described = self._map.parameters[segment.parameter]
             # The pieces are in the order of the memory, which strides (channels_last) may permute.
             laid_out = torch.empty(described.count, dtype=torch_dtype(described.dtype))
-            entry[part.key] = laid_out.as_strided(described.shape, described.stride)
-        flat = entry[part.key].as_strided((entry[part.key].numel(),), (1,))
+            entry[key] = laid_out.as_strided(described.shape, described.stride)
+        flat = entry[key].as_strided((entry[key].numel(),), (1,))
         at = segment.start + piece.lo - segment.lo
         flat[at : at + piece.hi - piece.lo] = body.view(flat.dtype)
 
@@ -89,10 +92,10 @@ class ServerState:
             # One worker of the group loads each parameter. In a split model that is not always worker 0.
             if self._map.spaces[space].sending_worker != self._index:
                 continue
-            if not initial:
-                self._put(index, "", 0.0, initial)
-            for key, value in entry.items():
-                self._put(index, key, value, initial)
+            first = number == first_of(self._map.parameters[index].optimizer)
+            cleared = {} if initial else {"": 0.0}
+            for key, value in {**cleared, **entry}.items():
+                self._put(index, key if first else f"{number} {key}", value, initial)
 
     def _put(self, index: int, key: str, value: object, initial: bool) -> None:
         described = self._map.parameters[index]

@@ -1,6 +1,6 @@
 """The inner optimizer of a worker that shares its replica with its group."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -28,7 +28,7 @@ class GroupOptimizer(InnerOptimizer):
     All workers of the group make the same steps with the same gradients, so they have the same values.
 
     Args:
-        optimizer, cluster, named, embeddings, clock, choices: as for `InnerOptimizer`.
+        optimizer, cluster, named, embeddings, clock, choices, more: as for `InnerOptimizer`.
         group: adds up the gradients.
 
     Raises:
@@ -47,8 +47,9 @@ class GroupOptimizer(InnerOptimizer):
         group: GroupReduction,
         clock: Clock | None = None,
         choices: ExchangeChoices | None = None,
+        more: Sequence[Optimizer] = (),
     ) -> None:
-        super().__init__(optimizer, cluster, named, embeddings, clock, choices)
+        super().__init__(optimizer, cluster, named, embeddings, clock, choices, more)
         self._group, self._samples = group, 0
 
     def open(
@@ -84,8 +85,8 @@ class GroupOptimizer(InnerOptimizer):
         # All workers of the group take the new values behind the same step, and not each when it has them.
         return super().settles(step, self._group.settled)
 
-    def step(self, inv_scale: float) -> None:
-        super().step(inv_scale)
+    def step(self, inv_scale: float, number: int = 0) -> None:
+        super().step(inv_scale, number)
         self._samples += self._group.samples
 
     @contextmanager

@@ -42,6 +42,7 @@ class GroupPath(MeanPath):
     def end_backwards(self) -> None:
         """The script calls step(). A backward that raised is over for the others, too."""
         self._give_up()
+        self._reduce_own({i: p.grad for i, p in enumerate(self._tensors) if p.grad is not None})
 
     def end_step(self) -> None:
         """A local step is over."""
