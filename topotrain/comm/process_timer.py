@@ -23,7 +23,6 @@ class ServerClock(TimerHost):
     """
 
     def now(self) -> float:
-        """As `TimerHost.now`."""
         return time.monotonic()
 
     def wake(self, seconds: float, message: Message) -> None:
@@ -37,7 +36,6 @@ class ProcessTimer(ServerClock):
         self._endpoint = endpoint
 
     def wake(self, seconds: float, message: Message) -> None:
-        """As `TimerHost.wake`."""
         # A thread for each message: a server asks for one in a round. It inherits the flushing of denormals.
         # The end of a job waits for none of them.
         threading.Thread(target=self._send, args=(seconds, message), name="timer", daemon=True).start()

@@ -451,7 +451,6 @@ class RoutedSender:
         self._router, self._me, self._routes, self._wait = router, me, routes, wait
 
     def send(self, to: Address, message: Message) -> None:
-        """As `MessageSender.send`."""
         # Not over `Router.send`: this is called for each message of a worker's step.
         transport = self._routes.get((self._me, to))
         if transport is not None:

@@ -71,7 +71,6 @@ class _Caller(RequestClient):
         return bool(data) and len(self._received) <= LINE
 
     def reply(self, said: dict[str, Any]) -> None:
-        """As `RequestClient.reply`."""
         with suppress(OSError):
             # The socket does not block, and its buffer has room for one line. A client that has gone is no error.
             self.channel.send(json.dumps(said).encode() + b"\n")

@@ -126,7 +126,6 @@ class LauncherContext(Notifier):
     held: bool = False
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         self.on_event(Notice("launcher", text))
 
 

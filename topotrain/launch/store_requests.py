@@ -43,7 +43,6 @@ class _StoreClient(RequestClient):
     id: str
 
     def reply(self, said: dict[str, Any]) -> None:
-        """As `RequestClient.reply`."""
         self.requests.put(self.id, said)
 
 

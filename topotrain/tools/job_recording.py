@@ -40,7 +40,6 @@ class JobRecording(JobWatch):
         self._open()
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
-        """As `JobWatch.lead`."""
         self._led = resumed, hosts
         self._open()
 
@@ -63,7 +62,6 @@ class JobRecording(JobWatch):
         return () if self._made is None else self._made.notices()
 
     def summary(self) -> Mapping[str, Any] | None:
-        """As `JobWatch.summary`."""
         return None if self._made is None else self._made.summary()
 
     def end(self, code: int | None) -> None:

@@ -28,7 +28,6 @@ class ModelBufferClient(ClientExtension):
         self._groups = 0  # how many groups have sent buffers; known once all have arrived
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel = channel
 
     def open(self, described: Sequence[ModelBuffer], parameters: int) -> None:

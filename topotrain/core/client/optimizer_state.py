@@ -28,7 +28,6 @@ class OptimizerStateClient(ClientExtension):
         self._ended: dict[Address, int] = {}  # how many parts the server has sent
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._model, self._values = channel, model, values
 
     def get(self) -> list[m.StatePart]:

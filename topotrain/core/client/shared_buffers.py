@@ -18,7 +18,6 @@ class SharedBufferClient(ClientExtension):
         self._provided: dict[int, m.SharedBuffer] = {}
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._model = channel, model
 
     def handle(self, sender: Address, message: m.Message) -> None:

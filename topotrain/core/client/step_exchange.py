@@ -131,7 +131,6 @@ class ServerReduction(GradientExchange):
             self.channel.send(self.model.reducer_of(bucket), message)
 
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
-        """As `GradientExchange.end_backward`."""
         # Again, for a backward without any push.
         self._backward = (step, ordinal)
         for server in self.model.reducers:
@@ -141,7 +140,6 @@ class ServerReduction(GradientExchange):
             self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits, absent))
 
     def wait_means(self) -> tuple[Means, int]:
-        """As `GradientExchange.wait_means`."""
         step = -1 if self._backward is None else self._backward[0]
         with self.channel.spans.span("wait for means"):
             self.channel.wait_until(lambda: self._all_reduced() or self.hooks.overtaken(step) is not None)

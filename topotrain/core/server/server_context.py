@@ -306,7 +306,6 @@ class ServerTimer:
         return 0.0 if self._host is None else self._host.now()
 
     def wake(self, seconds: float, message: Message) -> None:
-        """As `TimerHost.wake`."""
         if self._host is None:
             self._queue.send(self._me, message)
         else:

@@ -122,7 +122,6 @@ class AssignmentServer(ServerExtension, ValueChanger):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """As `ServerExtension.place`."""
         model = self._server.state.model
         # The worker's memory is read where it is. Without a model no size is known.
         if viewable or model is None:
@@ -223,7 +222,6 @@ class AssignmentServer(ServerExtension, ValueChanger):
         return group in self._open and self._open[group].head.follows_step
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         # Snapshots still ask about an assignment when it is over.
         if result.counts:
             self._open.pop(result.group, None)
@@ -254,7 +252,6 @@ class AssignmentServer(ServerExtension, ValueChanger):
         self._open.pop(group, None)
 
     def state_dict(self) -> State:
-        """As `ServerExtension.state_dict`."""
         return {
             "open": {
                 group: {
@@ -269,7 +266,6 @@ class AssignmentServer(ServerExtension, ValueChanger):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """As `ServerExtension.load_state_dict`."""
         self._open = {
             group: _GroupAssignment(
                 now["step"],

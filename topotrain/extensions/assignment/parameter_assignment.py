@@ -22,7 +22,6 @@ class AssignmentExtension(PrepareExtension):
         """Once the script has prepared."""
 
     def attach(self, here: Context, worker: Worker) -> None:
-        """As `PrepareExtension.attach`."""
         place = ScriptPlace(here, worker)
         self.scope = AssignmentScope(worker, place, here.place.topology.worker_groups > 1)
         worker.attach(self.scope)
@@ -30,7 +29,6 @@ class AssignmentExtension(PrepareExtension):
         here.kept["tt.assign places"] = place
 
     def stop_pushing(self, here: Context) -> None:
-        """As `PrepareExtension.stop_pushing`."""
         # From here on the parameters are the script's alone.
         self.scope = None
 

@@ -118,12 +118,10 @@ class BackupWorkers(GradientExtension, StepPolicy):
         self._late: list[int] = []  # of the decided step: workers that had committed it, and are no part of it
 
     def reset_group(self, group: int, ended: bool) -> None:
-        """As `ServerExtension.reset_group`."""
         if group == self._group:
             self._reset()
 
     def reset_worker(self, worker: Address) -> None:
-        """As `ServerExtension.reset_worker`."""
         # The new process may commit a step with the number in which its predecessor counted.
         self._counted.pop(worker.index, None)
         # For a snapshot that is under way the new process has to leave its state, too.
@@ -136,13 +134,11 @@ class BackupWorkers(GradientExtension, StepPolicy):
             self._announce(self._quorum.released())
 
     def gradient_source(self, job: Job, slice_map: SliceMap, settings: SourceSettings) -> GradientSource:
-        """As `GradientExtension.gradient_source`."""
         return QuorumPushes(settings)
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
 
     def enough(self, members: Collection[int]) -> bool:
-        """As `StepPolicy.enough`."""
         return len(members) >= self._quorum.needed
 
     def handle(self, sender: Address, message: Message) -> Outbox:
@@ -152,7 +148,6 @@ class BackupWorkers(GradientExtension, StepPolicy):
         return ()
 
     def on_finish(self, worker: Address, steps: int) -> None:
-        """As `ServerExtension.on_finish`."""
         if self._server.decisions.log is not None:
             self._announce(self._quorum.finish(worker.index))
 
@@ -177,7 +172,6 @@ class BackupWorkers(GradientExtension, StepPolicy):
         return False
 
     def choose(self, staging: GradientSource, decision: StepDecision) -> None:
-        """As `StepPolicy.choose`."""
         assert isinstance(staging, QuorumPushes)
         members = decision.members
         # All shards reported these workers as complete before the decision, so a missing one means a broken protocol.
@@ -187,7 +181,6 @@ class BackupWorkers(GradientExtension, StepPolicy):
         self._late = staging.choose(members)
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         snapshot = result.applied.snapshot
         if snapshot:
             # The number of a snapshot comes with the reply to a step, and late workers get no such reply.

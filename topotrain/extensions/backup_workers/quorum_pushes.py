@@ -15,7 +15,6 @@ class QuorumPushes(CommittedPushes):
     may_differ = ("backwards", "hyper", "marks")  # the workers are not always at the same batch
 
     def forget(self, worker: int) -> None:
-        """As `GradientSource.forget`."""
         super().forget(worker)
         self.members = tuple(member for member in self.members if member != worker)
 

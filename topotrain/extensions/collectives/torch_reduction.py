@@ -105,7 +105,6 @@ class TorchReduction(GradientExchange):
             self._start_sums(step, ordinal, only_full=True)
 
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
-        """As `GradientExchange.end_backward`."""
         # The server of this worker's shard compares it with the others' commits: it can name a worker that left a
         # backward out, while the collectives would only time out.
         server = self.channel.servers[self.channel.me.index]

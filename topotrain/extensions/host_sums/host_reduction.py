@@ -103,7 +103,6 @@ class HostReduction(ServerReduction):
         self._gradients: UnitGradients | None = None
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull, hooks: ClientHooks) -> None:
-        """As `GradientExchange.bind`."""
         super().bind(channel, model, values, hooks)
         self._others = tuple(each for each in self._unit.addresses() if each != channel.me)
         self._writer = SumWriter(model, self._settings, self._unit.workers)
@@ -169,7 +168,6 @@ class HostReduction(ServerReduction):
         return first is not None and step >= first
 
     def close(self) -> None:
-        """As `GradientExchange.close`."""
         self._links.close()
 
     # --- gradients of this worker --------------------------------------------------------------------------------
@@ -184,7 +182,6 @@ class HostReduction(ServerReduction):
         body: torch.Tensor,
         fresh: bool = False,
     ) -> None:
-        """As `GradientExchange.push`."""
         if self._settings.replaces and self._settings.checked:
             (self._infinite.discard if all_finite(body) else self._infinite.add)(bucket.id)
         if bucket.id in self._direct or not self._adds(bucket.shard, step):
@@ -198,7 +195,6 @@ class HostReduction(ServerReduction):
             self._give(bucket.shard, HostGradient(step, ordinal, bucket.id, weight, bits, body=body))
 
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
-        """As `GradientExchange.end_backward`."""
         super().end_backward(step, ordinal, weight, pushed, absent)
         message = HostBackwardEnd(step, ordinal, int_to_bits(pushed, len(self.model.map.buckets)))
         # By lead: it may add up for several servers.
@@ -207,7 +203,6 @@ class HostReduction(ServerReduction):
             self._give(shard, message)
 
     def before_commit(self, step: int, end: StepEnd) -> StepEnd:
-        """As `GradientExchange.before_commit`."""
         if end.revisions:
             counted = (number for number in self._infinite if end.revisions[number] != NO_REVISION)
             finite = next(counted, None) is None
@@ -345,7 +340,6 @@ class HostSumClient(ClientExtension):
         self._unit, self._reduction = unit, reduction
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._me, self._model = channel.me.index, model
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
@@ -356,7 +350,6 @@ class HostSumClient(ClientExtension):
         return None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """As `ClientExtension.handle`."""
         if sender.role is Role.WORKER and sender.index not in self._unit.workers:
             raise m.ProtocolError(f"{sender} is not in the unit of the workers {self._unit.workers}")
         if isinstance(message, HostHello):

@@ -59,13 +59,11 @@ class GroupMembers(RegroupExtension, StepPolicy):
         return self._members[group]
 
     def lacks_workers(self) -> bool:
-        """As `RegroupExtension.lacks_workers`."""
         return any(len(members) < self._workers for members in self._members.values())
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
 
     def on_replace(self, group: int, worker: int) -> None:
-        """As `StepPolicy.on_replace`."""
         self._asked.pop(self._server.worker_groups.workers[group][worker], None)
         # A process that dies before it has joined again has no part in the present step.
         if worker in self._decided.get(group, ()):
@@ -107,7 +105,6 @@ class GroupMembers(RegroupExtension, StepPolicy):
         return message.step not in self._aborted.get(sender.group, ())
 
     def step_over(self, result: StepResult) -> Outbox:
-        """As `ServerExtension.step_over`."""
         if result.group in self._aborted:
             self._aborted[result.group].clear()
         return ()

@@ -29,11 +29,9 @@ class InPlaceClient(ClientExtension):
         """The workers among which the batch of the present step is divided. Empty: all of the group."""
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        """As `ClientExtension.bind`."""
         self._channel, self._values = channel, values
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """As `ClientExtension.handle`."""
         if isinstance(message, StepAborted):
             self._aborted.setdefault(message.step, {})[sender] = message
         elif isinstance(message, GroupEpoch) and message.number == self._questions:

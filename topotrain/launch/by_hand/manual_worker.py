@@ -195,7 +195,6 @@ class _Joined(ProcessOwner, Notifier):
         RemainingThreads(self).watch_after_main()
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         if not self._over:  # after the job the process is an ordinary one
             tell(f"{self._here.me}: {text}")
 

@@ -244,5 +244,4 @@ class Attempts(Notifier):
         return begun
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         self.on_event(Notice("launcher", text))

@@ -74,7 +74,6 @@ class _UnitClient(RequestClient):
     number: int
 
     def reply(self, said: dict[str, Any]) -> None:
-        """As `RequestClient.reply`."""
         self.control.send(self.rank, {"answer": {"number": self.number, "said": said}})
 
 

@@ -258,16 +258,13 @@ class UnitMembership(SampleTransfer):
 
     @property
     def leads(self) -> bool:
-        """As `SampleTransfer.leads`."""
         return self.leader is not None
 
     def send_samples(self, lines: Sequence[str]) -> bool:
-        """As `SampleTransfer.send_samples`."""
         role = self._role
         return isinstance(role, FollowerMembership) and role.send_samples(lines)
 
     def take_samples(self) -> Iterable[Event]:
-        """As `SampleTransfer.take_samples`."""
         role = self._role
         return role.samples.take() if isinstance(role, LeaderMembership) else ()
 

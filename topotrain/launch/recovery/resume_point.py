@@ -47,7 +47,6 @@ class WarningPrinter(Notifier):
     """Prints texts as warnings, before the job has displays."""
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         print(f"topotrain: warning: {text}", file=sys.stderr)
 
 

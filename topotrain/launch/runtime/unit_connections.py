@@ -36,7 +36,6 @@ class UnitConnections(UnitLinks):
         self._urls = tuple(urls)
 
     def begin(self, workers: Sequence[Address], reduction: HostReduction) -> None:
-        """As `UnitLinks.begin`."""
         self._router.publish(self._kind, self._me, self._urls)
         target = self._connect
         threading.Thread(target=target, args=(workers, reduction), name=f"unit of {self._me}", daemon=True).start()
@@ -61,9 +60,7 @@ class UnitConnections(UnitLinks):
         return False
 
     def send(self, to: Address, message: Message) -> None:
-        """As `UnitLinks.send`."""
         self._sender.send(to, message)
 
     def close(self) -> None:
-        """As `UnitLinks.close`."""
         self._closed.set()

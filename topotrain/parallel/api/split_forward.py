@@ -90,7 +90,6 @@ class SplitForward(WorkerExtension):
         return self._runners[key]
 
     def weight(self) -> float:
-        """As `WorkerExtension.weight`."""
         return self.sync.weight() if self._last is None else self._last.counts
 
     def backward_begun(self) -> None:
@@ -98,7 +97,6 @@ class SplitForward(WorkerExtension):
         self.open = False
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `WorkerExtension.before_commit`."""
         self.open = False
         self.sync.stepped()
 
@@ -121,7 +119,6 @@ class _JobSync(WorkerSync):
         self.generator = torch.default_generator if channel.me == 0 else torch.Generator()
 
     def weight(self) -> float:
-        """As `WorkerSync.weight`."""
         return self._batches.weight()
 
     def begun(self) -> None:

@@ -59,7 +59,6 @@ class NetworkChannel(GroupChannel):
 
     @property
     def hello(self) -> Message:
-        """As `GroupChannel.hello`."""
         return ActivationHello()
 
     # --- the channel ---------------------------------------------------------------------------------------------

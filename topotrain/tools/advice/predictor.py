@@ -32,5 +32,4 @@ class RehearsalPredictor(Predictor):
         self._predict, self._seed = predict, seed
 
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
-        """As `Predictor.predict`."""
         return self._predict(job, probe, machines, self._seed)

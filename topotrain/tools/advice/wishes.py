@@ -32,7 +32,6 @@ class MonotonicClock:
     """The clock of this machine."""
 
     def now(self) -> float:
-        """As `SearchClock.now`."""
         return time.monotonic()
 
 

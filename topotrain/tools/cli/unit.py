@@ -199,12 +199,10 @@ class _Window(JobWatch):
             self.outlet.hurry()
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
-        """As `JobWatch.lead`."""
         self.recorded.lead(resumed, hosts)
         self.resumed = resumed
 
     def summary(self) -> Mapping[str, Any] | None:
-        """As `JobWatch.summary`."""
         return self.recorded.summary()
 
     def end(self, code: int) -> None:

@@ -23,7 +23,6 @@ class _Notices(Notifier):
         self._texts: list[str] = []
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         self._texts.append(text)
 
     def take(self) -> Sequence[Notice]:

@@ -31,7 +31,6 @@ class JobRecord(RunFolder):
         self._starts = 0
 
     def fill(self, run_dir: Path) -> None:
-        """As `RunFolder.fill`."""
         self._folder = run_dir / RECORDED
         self._starts += 1
         make_folder(self._folder)

@@ -82,7 +82,6 @@ class ReplayRun(RunFolder):
         """Where the servers leave the values of the last version."""
 
     def fill(self, run_dir: Path) -> None:
-        """As `RunFolder.fill`."""
         if self.folder.name:
             raise ConfigError("", None, "the whole job starts again, which the recording does not have", "replay")
         self.folder = run_dir / REPLAYED

@@ -166,7 +166,6 @@ class BackwardMeans(GradientSource):
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def check(self, sender: Address, message: BackwardEnd | Commit) -> None:
-        """As `GradientSource.check`."""
         if isinstance(message, BackwardEnd):
             check_bits(message.pushed, len(self._buckets), sender, "the buckets of a backward")
         else:
@@ -183,7 +182,6 @@ class BackwardMeans(GradientSource):
         return self._ready(backward, (message.bucket,))
 
     def end(self, worker: int, message: BackwardEnd) -> Iterable[ReducedBucket]:
-        """As `GradientSource.end`."""
         backward = self._backwards.begin(self.step, message.ordinal)
         if worker in backward.ends:
             return ()
@@ -196,7 +194,6 @@ class BackwardMeans(GradientSource):
         return self._ready(backward, [bucket.id for bucket in self._buckets])
 
     def commit(self, worker: int, message: Commit) -> None:
-        """As `GradientSource.commit`."""
         # A commit that comes twice may come when the worker has joined a later backward.
         if self._backwards.made_by(worker) <= message.backwards:
             self._asked.pop(worker, None)
@@ -205,7 +202,6 @@ class BackwardMeans(GradientSource):
             super().commit(worker, message)
 
     def awaited_by(self, worker: int) -> set[int]:
-        """As `GradientSource.awaited_by`."""
         return (
             super()
             .awaited_by(worker)
@@ -213,7 +209,6 @@ class BackwardMeans(GradientSource):
         )
 
     def take_joins(self) -> Iterator[tuple[int, int]]:
-        """As `GradientSource.take_joins`."""
         for worker, commit in self.commits.items():
             ordinal = commit.backwards
             if self._backwards.get(ordinal) is not None and self._asked.get(worker) != ordinal:
@@ -274,7 +269,6 @@ class BackwardMeans(GradientSource):
         return bool(found)
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
-        """As `GradientSource.closed`."""
         backward = self._backwards.get(ordinal)
         # A shard without buckets waits for all workers, too: a worker that still computes expects no answer.
         if backward is None or backward.closed or len(backward.ends) < len(self.participants):
@@ -288,12 +282,10 @@ class BackwardMeans(GradientSource):
 
     @property
     def waits(self) -> bool:
-        """As `GradientSource.waits`."""
         return self._backwards.any_open or super().waits
 
     @property
     def begun(self) -> bool:
-        """As `GradientSource.begun`."""
         return self._backwards.any_begun or super().begun
 
     def _complete(self) -> bool:
@@ -336,7 +328,6 @@ class BackwardMeans(GradientSource):
         return (named or found) if found else {}
 
     def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
         return {**super().state_dict(), "backwards": self._backwards.state_dict(), "nonfinite": self._nonfinite}
 
     def load_state_dict(self, state: State) -> None:
@@ -356,7 +347,6 @@ class ReturnedMeans(BackwardMeans):
         self._doubtful: set[int] = set()  # places of buckets that may not be finite when the step is staged
 
     def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
-        """As `GradientSource.edit`."""
         # The first one counts, as for pushes.
         self._edits.setdefault(message.bucket, body)
 
@@ -397,11 +387,9 @@ class ReturnedMeans(BackwardMeans):
         return True
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`."""
         return self._find_nonfinite({at: {} for at in sorted(self._doubtful)})
 
     def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
         own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful}
         return {**super().state_dict(), **own}
 
@@ -463,12 +451,10 @@ class SharedMemoryMeans(BackwardMeans):
         self._buffer = f"grad {next((each for each in readers if each == self._reader), readers[0])}"
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`."""
         # A script may have changed any gradient in its memory, so all are looked at.
         return self._find_nonfinite({at: self._last.get(at, {}) for at in range(len(self._buckets))})
 
     def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
         return {**super().state_dict(), "last": self._last}
 
     def load_state_dict(self, state: State) -> None:

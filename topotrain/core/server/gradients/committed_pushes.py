@@ -45,7 +45,6 @@ class CommittedPushes(GradientSource):
         self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # by (place of bucket, worker)
 
     def forget(self, worker: int) -> None:
-        """As `GradientSource.forget`."""
         super().forget(worker)
         for pushes in self._pushes.values():
             pushes.pop(worker, None)
@@ -91,7 +90,6 @@ class CommittedPushes(GradientSource):
 
     @property
     def begun(self) -> bool:
-        """As `GradientSource.begun`."""
         return bool(self._pushes) or super().begun
 
     # --- the staged step -----------------------------------------------------------------------------------------
@@ -146,7 +144,6 @@ class CommittedPushes(GradientSource):
         return parts
 
     def nonfinite_workers(self) -> dict[int, int]:
-        """As `GradientSource.nonfinite_workers`."""
         found: dict[int, int] = {}
         for at in sorted(self._unsummed):
             bucket, large = self._buckets[at], False
@@ -170,7 +167,6 @@ class CommittedPushes(GradientSource):
         return look(self._buckets[at], part) if seen is None else seen
 
     def refuse(self, workers: Collection[int]) -> bool:
-        """As `GradientSource.refuse`."""
         for worker in workers:
             # The commit stays, because its batches are applied with the step.
             self.commits[worker] = replace(self.commits[worker], weight=0.0)
@@ -180,14 +176,12 @@ class CommittedPushes(GradientSource):
     # --- the gradient --------------------------------------------------------------------------------------------
 
     def sum_all(self) -> None:
-        """As `GradientSource.sum_all`."""
         # Only for a reader of the whole gradient: a norm, a check, or an optimizer of whole tensors.
         for at in self._unsummed:
             self._mean.write(self._parts(at), self._buffers.view("mean", self._buckets[at]))
         self._unsummed.clear()
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """As `GradientSource.gradient`."""
         at = bucket.id - self._first
         if at in self._unsummed:
             # Summed when the update reads it, so that the sum is still in the processor's cache.
@@ -197,7 +191,6 @@ class CommittedPushes(GradientSource):
     # --- a second copy -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """As `GradientSource.state_dict`."""
         own = {"pushes": self._pushes, "unsummed": self._unsummed, "looked": self._looked}
         return {**super().state_dict(), **own}
 

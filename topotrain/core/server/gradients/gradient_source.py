@@ -346,15 +346,12 @@ class GradientSource(StagedGradient):
         """As `StagedGradient.sum_all`. Nothing to do where the gradient is in one buffer."""
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """As `StagedGradient.gradient`."""
         return self._buffers.view(self._buffer, bucket)
 
     def segment(self, segment: Segment) -> torch.Tensor:
-        """As `StagedGradient.segment`."""
         return self._buffers.segment(self._buffer, segment)
 
     def present(self, bucket: Bucket) -> int:
-        """As `StagedGradient.present`."""
         return self._present[bucket.id - self._first]
 
     # --- a second copy -------------------------------------------------------------------------------------------

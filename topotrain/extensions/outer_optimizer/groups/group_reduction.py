@@ -79,7 +79,6 @@ class PeerChannel(GroupChannel):
 
     @property
     def hello(self) -> m.Message:
-        """As `GroupChannel.hello`."""
         return PeerHello()
 
     def post(self, to: int, message: m.Message) -> None:
@@ -97,13 +96,11 @@ class PeerChannel(GroupChannel):
         self._check(tuple(workers))
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `ClientExtension.place`."""
         if isinstance(message, PeerGradient | PeerMean):
             return self._reduction.landing(sender, message)
         return None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """As `ClientExtension.handle`."""
         if isinstance(message, PeerHello):
             self._connected.add(sender.index)
         elif isinstance(message, PeerGradient):

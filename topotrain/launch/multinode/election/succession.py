@@ -88,7 +88,6 @@ class EventReporter:
         """The last snapshot of a server here."""
 
     def emit(self, event: Event) -> None:
-        """As `EventSink.emit`."""
         data = shortened(json.loads(to_json(event)))
         self._number += 1
         # A step that is not known costs a new leader nothing but the time of a recovery.

@@ -91,7 +91,6 @@ class _Line:
         self._status = status
 
     def stage(self, text: str) -> None:
-        """As `ProbeProgress.stage`."""
         if self._status is None:
             print(f"topotrain: measuring: {text}", file=sys.stderr, flush=True)
         else:

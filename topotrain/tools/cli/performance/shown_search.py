@@ -56,7 +56,6 @@ class SearchLine:
         self._line = ProgressLine(quiet)
 
     def rehearsing(self, number: int, of: int, candidate: "Candidate") -> None:
-        """As `SearchListener.rehearsing`."""
         self._line.show(f"rehearsing {number} of at most {of}: {candidate.label}")
 
     def end(self) -> None:
@@ -71,7 +70,6 @@ class RehearsalLine:
         self._line = ProgressLine(late_s=LATE_S)
 
     def stepped(self, made: int, most: int) -> None:
-        """As `RehearsalListener.stepped`."""
         self._line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
 
     def end(self) -> None:
