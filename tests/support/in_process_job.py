@@ -30,7 +30,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client
@@ -298,10 +298,11 @@ class PlainServerFactory(ServerFactory):
 
     job: Job
     topology: Topology
-    shared: bool = False
+    memory: ProcessMemory | None = None  # that residents see; None: each has its own
 
     def make(self, me: Address, sender: MessageSender) -> Server:
-        return make_server(me, self.job, self.topology, PrivateMemory(), self.shared, sender)
+        memory = self.memory or PrivateMemory()
+        return make_server(me, self.job, self.topology, memory, self.memory is not None, sender)
 
 
 class FailureObserver(HostObserver):
@@ -378,7 +379,9 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
     topology, wire, threads = layout(job.cluster), InProcessTransport(), _JobThreads()
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
-    factory, options = PlainServerFactory(job, topology, shared), HostOptions(FailureObserver(threads.trouble))
+    regions = ProcessMemory()
+    factory = PlainServerFactory(job, topology, regions if shared else None)
+    options = HostOptions(FailureObserver(threads.trouble))
     for me in addresses:
         endpoint = ServerEndpoint(me, factory, wire, threading.Event(), options)  # type: ignore[arg-type]
         servers[me] = endpoint.server
@@ -394,7 +397,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
         for server in dict.fromkeys((*exchange.channel.servers, exchange.channel.first_server)):
             wire.connect(me, server, "local:")
         threads.exchanges[me] = exchange
-        handles.append(_enlist(job, topology, me, build, exchange, PrivateMemory(), describing))
+        handles.append(_enlist(job, topology, me, build, exchange, regions, describing, regions))
     for handle in handles:
         _connect(handle, wire)
     try:
@@ -447,7 +450,8 @@ def run_hosted(
         connections = dict(zip(workers, found, strict=True))
     threads.exchanges.update({me: each.exchange for me, each in connections.items()})
     handles = [
-        _enlist(job, topology, me, build, connections[me].exchange, connections[me], describing) for me in workers
+        _enlist(job, topology, me, build, each.exchange, each, describing, each.memory)
+        for me, each in connections.items()
     ]
     for handle in handles:
         handle.notes["connections"] = connections[handle.me]
@@ -473,6 +477,7 @@ def _enlist(
     exchange: Client,
     memory: BufferMemory,
     describing: Describe,
+    regions: ProcessMemory,
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
@@ -496,7 +501,7 @@ def _enlist(
         describing(me, model, optimizer if local is None else local.optimizers),
         tuple(_optimizers(optimizer)),
         exchange,
-        WorkerMemory(memory),
+        WorkerMemory(memory, regions),
         local,
     )
     return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker, notes={"inner": local})

@@ -216,6 +216,7 @@ class JobRun:
             snapshot=0,
             lazy=False,
             parts=parts,
+            mirror=SimpleNamespace(own=()),
             optimizers=(optimizer,),
             rejoin=lambda taken: None,
             first_uncounted=lambda epoch: epoch,

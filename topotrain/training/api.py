@@ -331,7 +331,7 @@ class _UnitMemory(WorkerMemory):
     """A worker's memory: that of its transports, and values that workers share."""
 
     def __init__(self, here: Context, connections: Connections) -> None:
-        super().__init__(connections)
+        super().__init__(connections, connections.memory)
         self._fd, self._connections = here.shared_values, connections
 
     def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:

@@ -95,8 +95,6 @@ def fetch_final(worker: Worker, folder: Path | None = None, alone: bool = False)
         averaged.append(_averaged(rows))
         if not buffer.is_meta:
             buffer.copy_(averaged[index])
-    # The result is no edit of the script.
-    worker.buffers.remember()
     return averaged
 
 

@@ -50,7 +50,7 @@ def finish(here: Context) -> None:
     if here.continuing is not None:
         here.continuing.finish()
     if here.split is not None:
-        for index, _ in worker.changed():
+        for index in {index for index, _ in worker.buffers.edited()} - worker.mirror.own:
             accepted = "was changed after the last step, and the model is split: change it in `with tt.assign(model):`"
             raise ConfigError("model parameter", worker.parts.parameters[index].name, accepted)
     writes = end_script(worker)

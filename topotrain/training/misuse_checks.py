@@ -92,7 +92,7 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
         if threading.get_ident() != self._thread or any(optimizer is ours for ours in self._worker.optimizers):
             return
         # Another optimizer may train a model of its own, which is no mistake.
-        changed = {id(tensor) for tensor in self._worker.buffers.edited()}
+        changed = {id(tensor) for _, tensor in self._worker.buffers.edited()}
         named = [self._names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in changed]
         if named:
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""

@@ -6,12 +6,13 @@ every server and returns when the new values are in the model's parameters.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.async_momentum import explanation
 from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, NonFinite, Pull
 from topotrain.config.sharding import SliceMap
@@ -52,10 +53,15 @@ def refuse_several(job: Job) -> None:
 
 
 class WorkerMemory:
-    """Allocates a worker's flat buffers; a subclass may put some of them elsewhere."""
+    """Allocates a worker's flat buffers; a subclass may put some of them elsewhere.
 
-    def __init__(self, memory: BufferMemory) -> None:
-        self._memory = memory
+    Args:
+        memory: allocates them.
+        regions: have the memory of the parameters, which the script may write to. None: it does not.
+    """
+
+    def __init__(self, memory: BufferMemory, regions: ProcessMemory | None = None) -> None:
+        self._memory, self.regions = memory, regions
 
     def flat_buffers(self, slice_map: SliceMap) -> FlatBuffers:
         """The worker's flat buffers."""
@@ -102,7 +108,8 @@ class Worker(BatchAccounting):
             accepted = "needs an optimizer with a momentum above 0: there is nothing to take it from"
             raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
-        self.buffers = ModelBuffers(parts, self.map, memory.flat_buffers(self.map), local is not None)
+        flats = memory.flat_buffers(self.map)
+        self.buffers = ModelBuffers(parts, self.map, flats, local is not None, memory.regions)
         self.mirror = self.buffers.mirror
         tensors = (*parts.tensors, *parts.aside)
         self.device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
@@ -131,6 +138,7 @@ class Worker(BatchAccounting):
             self._local = local
             self.path = local.open(parts, self.buffers, client, self.map, self.batches)
             self._hooks.add(local)
+        self._hint = _hint(self.lazy, any(me in members for members in topology.sharing(topology.unit_of(me))))
         self._nonfinite = NonfiniteGradients(me, parts)
         self._limit = NonfiniteLimit(job.nonfinite)
         self.snapshot = 0
@@ -347,18 +355,22 @@ class Worker(BatchAccounting):
     def _check(self) -> None:
         """Raise RuntimeError if the script has changed a parameter or added a group."""
         with self.client.channel.spans.span("check"):
-            self.buffers.check(self.parts.parameters)
+            self.buffers.check(self._hint)
         if [len(optimizer.param_groups) for optimizer in self.optimizers] != self._groups:
             raise RuntimeError(NEW_GROUP)
 
     def _commit(self, inv_scale: float, check_finite: bool, fetch: bool, number: int = 0) -> StepOutcome | None:
         step, steps = self.committed, self.client.steps
+        # A lazily committed step may still read "local", which `at_step` may write.
+        self.client.values.settle()
+        if not self._local.is_used:
+            # Now: the new values may be there as soon as the last worker has committed the step.
+            self._check()
         end, hyper = self._end_of(number, inv_scale, check_finite, fetch)
         for extension in self._hooks.before_commit:
             extension.before_commit(step, end)
         if self._local.defers if self._local.is_used else self.lazy:
             if not self._local.is_used:
-                self._check()
                 # The servers may read these gradients after step() has returned.
                 self._held.hold(number)
             steps.begin(step, end)
@@ -373,8 +385,6 @@ class Worker(BatchAccounting):
             self._undecided = self.batches.first_epoch
         else:
             steps.begin(step, end)
-            if not self._local.is_used:
-                self._check()  # the servers work meanwhile
             outcome = steps.finish(step, end, self._join)
             if not outcome.late:
                 self._count(outcome, self.own_steps)
@@ -401,13 +411,7 @@ class Worker(BatchAccounting):
 
     def _end_of(self, number: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
         """Send the remaining gradients; return the commit and the hyper-parameters."""
-        # A lazily committed step may still read "local", which `at_step` may write.
-        self.client.values.settle()
-        try:
-            revisions, edited, dropped = self.path.at_step(self.committed, number)
-        except RuntimeError:
-            self._check()  # a parameter that was changed explains more
-            raise
+        revisions, edited, dropped = self.path.at_step(self.committed, number)
         updater = self.job.updater
         clip_norm, clip_type = self._clip
         if not clip_norm and updater is not None and updater.clip_norm:
@@ -491,15 +495,6 @@ class Worker(BatchAccounting):
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def changed(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
-        """Yield the parameters, by number, that the script has changed since the last values came."""
-        edited = set(map(id, self.buffers.edited()))
-        for index, tensor in enumerate(self.parts.tensors):
-            if tensor.is_meta or not tensor.numel():
-                continue
-            if id(tensor) in edited or tensor.data_ptr() != self.mirror.address(index):
-                yield index, tensor
-
     def finish(self) -> None:
         """The script has ended: push what is left, and send the model's buffers."""
         self.parts = self.parts.with_present_buffers()
@@ -521,6 +516,13 @@ class Worker(BatchAccounting):
         """Call `left_job` of all extensions."""
         for extension in self._hooks.left_job:
             extension.left_job()
+
+
+def _hint(lazy: bool, shared: bool) -> str:
+    """Return why a value that was put back may still not be the servers'."""
+    if shared:
+        return "; other worker groups change these values meanwhile, so that works with share_memory: false only"
+    return "; with pull: kLazy, values come after step(), so that works with pull: kStep only" if lazy else ""
 
 
 def _path_of(worker: Worker, group_size: int) -> GradientPath:

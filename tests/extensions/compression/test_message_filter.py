@@ -92,7 +92,6 @@ def fetching(t: WorkerHandle, batch: Any) -> None:
     usual_step(t, batch)
     if t.worker.committed % 5 == 3:
         t.exchange.values.fetch()
-        t.worker.buffers.remember()
 
 
 def assert_equal_in_groups(notes: dict[tuple[Address, int], torch.Tensor]) -> None:

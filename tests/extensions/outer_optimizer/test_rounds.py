@@ -105,6 +105,7 @@ class Values:
     def learn(self, by: int) -> None:
         with torch.no_grad():
             for index, tensor in enumerate(self.parts.tensors):
+                tensor.grad = torch.ones_like(tensor)
                 tensor.add_(by)
                 self.learned[index] += by
         self.values.learn()

@@ -121,7 +121,7 @@ def made(request, monkeypatch):
     def mirror(tensors, views, apart=False):
         made = {device: COPIERS[request.param]() for device in {t.device for t in tensors if not t.is_meta}}
         found.extend(made.values())
-        return DeviceParameters(tensors, views, made)
+        return DeviceParameters(tensors, views, made, apart)
 
     monkeypatch.setattr(flat_parameters, "mirror_for", mirror)
     yield found
@@ -340,8 +340,9 @@ def test_parameters_keep_their_memory(made):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m[0].weight.data.__class__ and setattr(m[0].weight, "data", m[0].weight.data.clone()), "no longer"),
+        (lambda m: m[0].weight.data.__class__ and setattr(m[0].weight, "data", torch.zeros(26, 12)[1:]), "no longer"),
         (lambda m: m[0].weight.detach().add_(1.0), "changed outside"),
+        (lambda m: m[0].weight.data.add_(1.0), "changed outside"),
         (lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(25, 12))), "not the one"),
     ],
 )
@@ -373,7 +374,7 @@ def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
 def test_the_choice_is_the_parameters():
     cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
     far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
-    views = SimpleNamespace(view=None, own=None)
+    views = SimpleNamespace(view=None, own=None, regions=None)
     assert isinstance(flat_parameters.mirror_for([cpu], views), HostParameters)
     assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], views), HostParameters), "another worker holds it"
     assert isinstance(flat_parameters.mirror_for([cpu, far], views), DeviceParameters)

@@ -21,9 +21,10 @@ from topotrain.config.job import Grads
 from topotrain.config.sharding import cut
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
+from topotrain.core.model.tensor_bits import same_bits
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters import gradient_hooks
-from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model, same_bits
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker_stats import StepBatches
 

@@ -13,9 +13,11 @@ import tempfile
 import threading
 import weakref
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 
+from topotrain.comm.private_views import PrivateViews
 from topotrain.comm.transport import TransportError
 from topotrain.core.protocol import ProtocolError
 
@@ -67,6 +69,7 @@ class ProcessMemory:
             [],
         )  # by address; replaced, never changed: no lock to read
         self._seen: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
+        self._files: dict[tuple[int, int], int] = {}  # descriptors of those that are still there
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, 1-D, at a multiple of ALIGN bytes."""
@@ -115,8 +118,30 @@ class ProcessMemory:
             return None
         return regions[at], address - bases[at]
 
+    def private_views(self, tensors: Sequence[torch.Tensor]) -> PrivateViews:
+        """Map the memory of these tensors, which lie in regions, once more and privately.
+
+        Raises:
+            TransportError: the memory cannot be mapped.
+        """
+        with self._lock:
+            regions = [(mapped, self._files[key]) for key, mapped in self._seen.items()]
+        regions.sort(key=lambda each: each[0].data_ptr())
+        bases = [mapped.data_ptr() for mapped, _ in regions]
+        parts = []
+        for tensor in tensors:
+            at = bisect_right(bases, tensor.data_ptr()) - 1
+            offset = tensor.data_ptr() - bases[at]
+            assert offset + tensor.nbytes <= regions[at][0].nbytes
+            parts.append((regions[at][1], offset, tensor.nbytes))
+        try:
+            return PrivateViews(parts)
+        except OSError as error:
+            raise TransportError(f"shared memory cannot be mapped privately: {error}") from error
+
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region as 1-D uint8; close `fd`."""
+        """Map a peer's region as 1-D uint8; take `fd`."""
+        kept = False
         try:
             info = os.fstat(fd)
             # An unsealed file could shrink after the check of its size.
@@ -129,11 +154,14 @@ class ProcessMemory:
                 if known is None:
                     known = torch.frombuffer(_mapped(fd, nbytes), dtype=torch.uint8)
                     self._seen[info.st_dev, info.st_ino] = known
+                    self._files[info.st_dev, info.st_ino], kept = fd, True
+                    weakref.finalize(known, os.close, fd)
                 return known
         except OSError as error:
             raise ProtocolError(f"a region that cannot be mapped: {error}") from error
         finally:
-            os.close(fd)
+            if not kept:
+                os.close(fd)
 
     def _make(self, nbytes: int) -> OwnRegion:
         fd = unsized_memfd()
@@ -154,7 +182,7 @@ class ProcessMemory:
         self._made += 1
         info = os.fstat(fd)
         # Connections inside this process name its own regions, too.
-        self._seen[info.st_dev, info.st_ino] = region.bytes
+        self._seen[info.st_dev, info.st_ino], self._files[info.st_dev, info.st_ino] = region.bytes, fd
         regions = sorted([*self._sorted[1], region], key=lambda r: r.bytes.data_ptr())
         # One assignment: `find` reads it without the lock, on every send.
         self._sorted = ([r.bytes.data_ptr() for r in regions], regions)

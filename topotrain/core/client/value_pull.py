@@ -15,6 +15,9 @@ from topotrain.core.model.schema import typed
 class ValueObserver:
     """Actions around a change of "params". Each method does nothing here."""
 
+    def before_fetch(self) -> None:
+        """Values are about to be asked for between two steps."""
+
     def before_values(self) -> None:
         """ "params" is about to be written."""
 
@@ -94,6 +97,7 @@ class ValuePull:
 
         Raises JobError, PeerLost.
         """
+        self._observer.before_fetch()
         self._observer.before_values()
         self._in_part = None
         self._expect(number)

@@ -8,9 +8,9 @@ import torch
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.client.client import Client
+from topotrain.core.model.tensor_bits import differing, same_bits
 from topotrain.core.protocol import int_to_bits
 from topotrain.extensions.assignment.assignment_messages import AssignedBucket, AssignedElements, Assignment
-from topotrain.training.parameters.flat_parameters import differing, same_bits
 
 
 @dataclass(frozen=True, slots=True)

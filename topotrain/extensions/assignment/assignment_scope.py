@@ -57,7 +57,7 @@ class AssignmentScope(WorkerExtension):
         worker.refresh()
         self._check_moment("after backward() and before step()")
         # A change that was made before the block would be lost, or count without a warning.
-        worker.buffers.check(worker.parts.parameters)
+        worker.buffers.check()
         changes = ChangedParameters(worker, indices, self._apart)
         self._open = True
         try:
@@ -69,6 +69,7 @@ class AssignmentScope(WorkerExtension):
             changes.collect()
             self._send(changes)
             worker.commit_change()
+            changes.take()
         finally:
             self._open = False
             changes.give_back()

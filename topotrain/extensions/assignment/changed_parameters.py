@@ -36,6 +36,7 @@ class ChangedParameters:
             move_to(tensor, self._buffers.own(NEW, index))
         if apart:
             self._bring(OLD)
+        self._buffers.lent = self._tensors.keys()
         self._memory = {index: tensor.data for index, tensor in self._tensors.items()}
 
     def _bring(self, name: str) -> None:
@@ -50,12 +51,8 @@ class ChangedParameters:
 
     def outside(self) -> str:
         """The name of a parameter that was changed, and is not one of these; "": none."""
-        edited = {id(tensor) for tensor in self._buffers.edited()}
-        for index, tensor in enumerate(self._worker.parts.tensors):
-            # A change of a tensor without memory changes nothing.
-            if id(tensor) in edited and index not in self._tensors and not tensor.is_meta:
-                return self._worker.parts.parameters[index].name
-        return ""
+        edited = (index for index, _ in self._buffers.edited() if index not in self._worker.mirror.own)
+        return next((self._worker.parts.parameters[index].name for index in edited), "")
 
     def collect(self) -> None:
         """Take what the script has left in the parameters.
@@ -89,9 +86,14 @@ class ChangedParameters:
             if changed is not None:
                 yield changed
 
+    def take(self) -> None:
+        """The servers have the values, which are no edit any more."""
+        self._worker.mirror.take(self._tensors.keys())
+
     def give_back(self) -> None:
         """Connect the parameters to the job again, with the values that are there now."""
         for index, tensor in self._tensors.items():
             if tensor.data_ptr() != self._memory[index].data_ptr():
                 move_to(tensor, self._memory[index])
+        self._buffers.lent = ()
         self._buffers.move_model()

@@ -235,7 +235,6 @@ class InnerOptimizer(LocalOptimizer):
             self._make_step[number](self._inner[number])
         self._untold.step()
         self._values.learn()
-        self._buffers.remember()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:
@@ -282,8 +281,6 @@ class InnerOptimizer(LocalOptimizer):
         self._made += 1
         if self._times is not None:
             self._times.step(self._clock.now())
-        # The values are the worker's own: what the script changes between two steps is learned like a step.
-        self._buffers.remember()
 
     def before_change(self) -> None:
         raise ConfigError("tt.assign", None, "cannot be used with cluster.outer: each worker has values of its own")

@@ -13,6 +13,7 @@ from torch import nn
 from topotrain.config.job import Keep
 from topotrain.config.sharding import SliceMap
 from topotrain.core.client.value_pull import ValueObserver
+from topotrain.core.model.tensor_bits import same_bits
 from topotrain.training.parameters.device_parameters import LOCAL, CopiedParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers
 
@@ -81,6 +82,8 @@ class LocalValues(ValueObserver):
         self._pushed: int | None = None  # the fragment that is being pushed
         self._awaited: int | None = None  # the fragment of which the next received values are. None: of all
         self._kept: set[int] = set()
+        self._untrained = {index for index, tensor in enumerate(tensors) if not tensor.is_meta}
+        self._own: set[int] = set()  # those of them that the script has written: they are neither sent nor received
 
     @property
     def awaited(self) -> int | None:
@@ -94,6 +97,8 @@ class LocalValues(ValueObserver):
 
     def learn(self) -> None:
         """The values have changed here, and no server knows."""
+        self._holder.stepped()
+        self._untrained = {index for index in self._untrained if self._tensors[index].grad is None}
         self._untold.update(self._members)
 
     def push(self, fragment: int) -> None:
@@ -115,6 +120,8 @@ class LocalValues(ValueObserver):
     def _write_difference(self, fragments: Collection[int]) -> None:
         """Write the received values minus the own ones into its buffer."""
         flats, mine = self._buffers.flats, LOCAL
+        view, holder = self._buffers.view, self._holder
+        self._own = {i for i in self._untrained if not same_bits(holder.value(i).cpu(), view("params", i))}
         if not isinstance(self._holder, CopiedParameters):
             mine = self._difference
             # From the device into the buffer itself, which the subtraction then overwrites.
@@ -125,6 +132,8 @@ class LocalValues(ValueObserver):
             if space.optimizer in fragments:
                 received, own = flats.flat("params", space.index), flats.flat(mine, space.index)
                 torch.sub(received, own, out=flats.flat(self._difference, space.index))
+        for index in self._own:
+            view(self._difference, index).zero_()
 
     # --- new values in "params" ------------------------------------------------------------------------------------
 
@@ -140,20 +149,24 @@ class LocalValues(ValueObserver):
     def after_values(self) -> None:
         """As `ValueObserver.after_values`."""
         fragment, self._awaited = self._awaited, None
+        self._holder.own = self._own
         if fragment is not None and (self._rule is not None or len(self._members) > 1):
             self._take(self._members[fragment])
+            self._holder.stepped()
         else:
             self._holder.after_values()
-        for index in (index for kept in sorted(self._kept) for index in self._members[kept]):
+        kept = (index for fragment in sorted(self._kept) for index in self._members[fragment])
+        for index in kept:
             own = self._holder.value(index)
             own.sub_(self._buffers.view(self._difference, index).to(own.device))
+            self._holder.stepped()
         self._kept = set()
-        # New values are no edit of the script.
-        self._buffers.remember()
 
     def _take(self, indices: Iterable[int]) -> None:
         holder, rule = self._holder, self._rule or TakeRule(Keep.kDrop)
         for index in indices:
+            if index in self._own:
+                continue
             own = holder.value(index)
             received = self._buffers.view("params", index).to(own.device)
             rule.take([own], [holder.room(SENT, index)] if rule.needs_sent else [], [received])

@@ -346,14 +346,15 @@ class ScriptResume(ScriptPosition):
 
 
 def _restore_buffers(parts: ModelParts, left: Mapping[str, torch.Tensor]) -> None:
-    for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True):
-        found = left.get(described.name)
+    names = [described.name for each in (parts.buffers, parts.parameters) for described in each]
+    for name, buffer in zip(names, (*parts.buffer_tensors, *parts.tensors), strict=True):
+        found = left.get(name)
         # A meta buffer has no values: the layer is on another worker.
         if buffer.is_meta or found is None:
             continue
         if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
             was, now = (f"{tuple(t.shape)} of {t.dtype}" for t in (found, buffer))
-            raise ConfigError(f"model buffer {described.name}", now, f"must be {was}, as before")
+            raise ConfigError(f"model buffer {name}", now, f"must be {was}, as before")
         with torch.no_grad():
             buffer.copy_(found)
 

@@ -46,6 +46,9 @@ class StateCapture:
             for described, buffer in zip(parts.buffers, parts.buffer_tensors, strict=True)
             if not buffer.is_meta
         }
+        # These are the script's, as buffers are.
+        for index in self._worker.mirror.own:
+            buffers[parts.parameters[index].name] = parts.tensors[index].detach().cpu().contiguous().clone()
         trains = {
             described.name: tensor.requires_grad
             for described, tensor in zip(parts.parameters, parts.tensors, strict=True)

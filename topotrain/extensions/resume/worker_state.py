@@ -38,7 +38,7 @@ class WorkerState:
         ahead: the same before each further batch that the loop had read ahead, and before it used this batch, as
             "<number> <name>" with numbers from 0.
         draw: those of worker (0,0) when the epoch was drawn, if they differ from `begin`.
-        buffers: of the model, by name.
+        buffers: of the model, by name; and parameters without gradients that the script has written.
         tensors: of the packed values.
         uncounted: the first pass with batches that may not be in the values. -1: `passes`.
         interleaved: the script reads two loaders at once.

@@ -24,7 +24,6 @@ from topotrain.core.client.client import Client
 from topotrain.core.client.group_channel import GroupChannel
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.events import Event
-from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.elastic.resize_requests import ServerProcess
@@ -94,7 +93,6 @@ class WorkerConnections(Connections):
     def __init__(self, place: RouterConfig, me: Address, options: HostOptions = HostOptions()) -> None:  # noqa: B008
         self.me = me
         self.memory = ProcessMemory()
-        self._buffers: BufferMemory = self.memory if place.shared else PrivateMemory()
         self._place = place
         reader = InlineReader() if place.topology.inline else None
         self._router = Router(place, self.memory, reader, options.deliveries)
@@ -184,7 +182,7 @@ class WorkerConnections(Connections):
 
         Raises as `join_group`.
         """
-        channel = NetworkChannel(self.exchange, self.group_sender, SendBuffers(self._buffers))
+        channel = NetworkChannel(self.exchange, self.group_sender, SendBuffers(self.memory))
         self.join_group(channel)
         return channel
 
@@ -223,7 +221,7 @@ class WorkerConnections(Connections):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, in memory that the transport can share."""
-        return self._buffers.allocate(numel, dtype)
+        return self.memory.allocate(numel, dtype)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of messages sent and received."""

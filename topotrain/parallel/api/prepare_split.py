@@ -264,6 +264,8 @@ class SplitModel(DividedModel):
         folder = self._here.workspace
         buffers = fetch_final(worker, folder)
         values = [worker.buffers.own("params", index) for index in range(len(self.parts.tensors))]
+        for index, tensor in worker.buffers.edited():
+            values[index] = tensor.data
         restore(self._localised, self._optimizer, values, buffers, folder)
         for hook in self._hooks:
             hook.remove()

@@ -7,15 +7,18 @@ In a split model, a tensor on the meta device is a parameter of another worker. 
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from topotrain.comm.private_views import PrivateViews
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.sharding import Bucket
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
+from topotrain.core.model.tensor_bits import integers, same_bits, version_of
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, copiers_for
 
 
@@ -26,6 +29,9 @@ def move_to(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 
 class ParameterViews(ABC):
     """The parameters' places in the flat buffers."""
+
+    regions: ProcessMemory | None = None
+    """Where "params" lies. None: in memory in which writes of the script are not found."""
 
     @abstractmethod
     def view(self, name: str, index: int) -> torch.Tensor:
@@ -59,6 +65,25 @@ class ParameterHolder(ValueObserver, ABC):
 
     def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
         self._tensors = tensors
+        self.memory: dict[int, torch.Tensor] = {}
+        """The memory that each parameter must have after `move`."""
+        self.own: set[int] = set()
+        """Parameters without gradients that the script has written. New values leave them as they are."""
+
+        self._versions: Sequence[int] = [0] * len(tensors)
+
+    def edited(self) -> Iterable[int]:
+        """Return the parameters that the script has written since the last values or steps of the worker's own."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return [index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) != before]
+
+    def take(self, indices: Collection[int]) -> None:
+        """Let these parameters have the values in "params", whatever the script has written to them."""
+        self.own = self.own.difference(indices)
+
+    def stepped(self) -> None:
+        """The worker has changed the parameters by itself, which is no edit of the script."""
+        self._versions = list(map(version_of, self._tensors))
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Set `.grad` of a parameter."""
@@ -67,10 +92,6 @@ class ParameterHolder(ValueObserver, ABC):
     @abstractmethod
     def move(self) -> None:
         """Take the first values from "params"."""
-
-    @abstractmethod
-    def address(self, index: int) -> int:
-        """Return the address that a parameter must have after `move`."""
 
     @abstractmethod
     def after_values(self) -> None:
@@ -118,25 +139,58 @@ class ParameterHolder(ValueObserver, ABC):
 
 
 class HostParameters(ParameterHolder):
-    """Parameters that are views of the flat buffers, so that nothing is copied."""
+    """Parameters that are views of the flat buffers, so that nothing is copied.
+
+    Other processes may use "params", too. So the parameters are in a private mapping of it: what the script writes is
+    seen here only, until it is given back.
+    """
 
     def __init__(self, tensors: Sequence[nn.Parameter], views: ParameterViews) -> None:
         super().__init__(tensors)
-        self._view, self._own = views.view, views.own
+        self._view, self._own, self._regions = views.view, views.own, views.regions
+        self._private: PrivateViews | None = None
+        self._mapped: list[int] = []  # the parameter of each private view
         self._local: dict[int, tuple[torch.Tensor, int]] = {}  # views of "local" and their addresses, by parameter
         self._own_local: dict[int, torch.Tensor] = {}  # the same memory, see `ParameterViews.own`
 
     def move(self) -> None:
         """Give each parameter memory in "params"."""
-        for index, tensor in enumerate(self._tensors):
+        if not self.memory:
             # A meta tensor belongs to another worker of the group and must not get memory.
-            if not tensor.is_meta:
-                # A storage of its own: torch.save and pickle would write the whole storage of a view.
-                move_to(tensor, self._own("params", index))
+            here = [index for index, tensor in enumerate(self._tensors) if not tensor.is_meta]
+            # A storage of its own: torch.save and pickle would write the whole storage of a view.
+            self.memory = {index: self._own("params", index) for index in here}
+            if self._regions is not None:
+                self._map(self._regions)
+        for index, memory in self.memory.items():
+            move_to(self._tensors[index], memory)
 
-    def address(self, index: int) -> int:
-        """Return the address in "params"."""
-        return self._view("params", index).data_ptr()
+    def _map(self, regions: ProcessMemory) -> None:
+        shared = {index: memory for index, memory in self.memory.items() if memory.numel()}
+        self._private, self._mapped = regions.private_views(list(shared.values())), list(shared)
+        for number, index in enumerate(self._mapped):
+            self.memory[index] = self._private.tensor(number, shared[index])
+
+    def edited(self) -> Iterable[int]:
+        """Return the parameters with other bits than "params". Pages with the same bits are given back."""
+        written = {self._mapped[number] for number in self._private.written()} if self._private is not None else ()
+        found = {index for index in written if not same_bits(self.memory[index], self._view("params", index))}
+        self._give_back({*written} - found)
+        return sorted(found)
+
+    def before_fetch(self) -> None:
+        """Give back what the script has written and put back: it would hide the new values."""
+        self.edited()
+
+    def take(self, indices: Collection[int]) -> None:
+        """Give back all that the script has written to these parameters."""
+        super().take(indices)
+        self._give_back(indices)
+
+    def _give_back(self, indices: Collection[int]) -> None:
+        for number, index in enumerate(self._mapped) if indices else ():
+            if index in indices and self._private is not None:
+                self._private.give_back(number)
 
     def after_values(self) -> None:
         """Do nothing: the parameters are views of "params"."""
@@ -206,21 +260,33 @@ class CopiedParameters(HostParameters):
     They are copied from "params" when there are new values.
     """
 
+    _fresh = False  # the worker has changed nothing since
+
     def move(self) -> None:
         """Give each parameter memory of its own, and the values in "params"."""
         for index, tensor in enumerate(self._tensors):
-            memory = self._own(LOCAL, index)
+            memory = self.memory[index] = self._own(LOCAL, index)
             memory.copy_(self._view("params", index))
             move_to(tensor, memory)
+        self._fresh = True
 
-    def address(self, index: int) -> int:
-        """Return the address in the flat buffer of the copies."""
-        return self._view(LOCAL, index).data_ptr()
+    def stepped(self) -> None:
+        """The copies are no longer those of "params"."""
+        super().stepped()
+        self._fresh = False
+
+    def edited(self) -> Iterable[int]:
+        """Return the parameters that the script has written, as far as that can be known."""
+        if self._fresh:
+            return [i for i, memory in self.memory.items() if not same_bits(memory, self._view("params", i))]
+        return ParameterHolder.edited(self)
 
     def after_values(self) -> None:
-        """Copy all values. This raises no version of a parameter."""
+        """Copy the values."""
         for index in range(len(self._tensors)):
-            self._view(LOCAL, index).copy_(self._view("params", index))
+            if index not in self.own:
+                self._view(LOCAL, index).copy_(self._view("params", index))
+        self._fresh = True
 
     def value(self, index: int) -> torch.Tensor:
         """Return the view in the flat buffer of the copies."""
@@ -244,6 +310,7 @@ class DeviceParameters(ParameterHolder):
 
     Args:
         copiers: a copier for each device. None: those of this machine.
+        apart: the worker changes the parameters by itself, so that writes of the script are not found.
     """
 
     def __init__(
@@ -251,13 +318,15 @@ class DeviceParameters(ParameterHolder):
         tensors: Sequence[nn.Parameter],
         views: ParameterViews,
         copiers: Mapping[torch.device, DeviceCopier] | None = None,
+        apart: bool = False,
     ) -> None:
         super().__init__(tensors)
         self._view = views.view
         self._here = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_meta}
         self._copiers = copiers or copiers_for(tensor.device for tensor in self._here.values())
         self._copier = {index: self._copiers[tensor.device] for index, tensor in self._here.items()}
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._apart = apart
+        self._digests: dict[torch.device, torch.Tensor] = {}
         self._places: dict[tuple[str, int], torch.Tensor] = {}
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
         self._bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -269,17 +338,36 @@ class DeviceParameters(ParameterHolder):
             # An expanded or overlapping tensor cannot be the target of a copy, and gets new memory.
             if tensor.stride() != self._view("params", index).stride():
                 move_to(tensor, self._like("params", index))
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self.memory = {index: tensor.data for index, tensor in self._here.items()}
         self.after_values()
-
-    def address(self, index: int) -> int:
-        """Return the address of the script's memory, or of that made by `move`."""
-        return self._addresses[index]
 
     def after_values(self) -> None:
         """Copy all values to the devices, before later work of theirs."""
-        # Through `.data`, which raises no version: the script's edits are found by versions.
-        self._start_to_device("params", {index: tensor.data for index, tensor in self._here.items()})
+        self._start_to_device("params", {i: tensor.data for i, tensor in self._here.items() if i not in self.own})
+        self.stepped()
+
+    def stepped(self) -> None:
+        """Note the bits that the parameters have."""
+        super().stepped()
+        self._digests = {} if self._apart else self._digest()
+
+    def _digest(self) -> dict[torch.device, torch.Tensor]:
+        """Return the sum of each parameter's bits, by device."""
+        sums: dict[torch.device, list[torch.Tensor]] = {}
+        for memory in self.memory.values():
+            sums.setdefault(memory.device, []).append(integers(memory).sum(dtype=torch.int64))
+        return {device: torch.stack(rows) for device, rows in sums.items()}
+
+    def edited(self) -> Iterable[int]:
+        """Return the parameters with another sum of bits than after the last values. This waits for the devices."""
+        if self._apart:
+            return super().edited()
+        # Not by the version: a write through `.data` raises none, and one that is taken back does.
+        found, now = set(self.own), self._digest()
+        for device, before in self._digests.items():
+            members = [index for index, memory in self.memory.items() if memory.device == device]
+            found.update(members[row] for row in (now[device] != before).nonzero().flatten().tolist())
+        return sorted(found)
 
     def before_values(self) -> None:
         """Wait until the devices have read their copies."""
@@ -399,5 +487,5 @@ class DeviceParameters(ParameterHolder):
 def mirror_for(tensors: Sequence[nn.Parameter], views: ParameterViews, apart: bool = False) -> ParameterHolder:
     """Return the holder of these parameters: copies if one is on a device, or `apart`."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
-        return DeviceParameters(tensors, views)
+        return DeviceParameters(tensors, views, apart=apart)
     return CopiedParameters(tensors, views) if apart else HostParameters(tensors, views)

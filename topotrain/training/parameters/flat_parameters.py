@@ -3,13 +3,14 @@
 A parameter keeps its identity: the script, the optimizer and tied modules hold the same object. Only its memory moves.
 
 The parameters stay connected to the buffers after `load_state_dict`, `deepcopy` and torch.compile. After `.to(dtype)`,
-`p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that.
+`p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that. What the
+script writes into them is its own until the step, which refuses it (`ModelBuffers.check`).
 """
 
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap, shared_by
 from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import FlatBuffers, ModelBuffer, plain_name
+from topotrain.core.model.tensor_bits import same_bits
 from topotrain.training.parameters.device_parameters import HostParameters, ParameterViews, mirror_for, move_to
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
 """Attribute of a parameter: the number of the server that stores it."""
-# Integer dtypes by element size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +183,33 @@ class ModelBuffers(ParameterViews):
 
     Args:
         flats: the worker's flat buffers. "params" becomes the memory of the parameters, or the source of their copies.
-        apart: the parameters are copies in any case.
+        apart: the parameters are copies in any case, which the worker changes by itself.
+        regions: have the memory of "params", see `ParameterViews`.
     """
 
-    def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers, apart: bool = False) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        slice_map: SliceMap,
+        flats: FlatBuffers,
+        apart: bool = False,
+        regions: ProcessMemory | None = None,
+    ) -> None:
         self._parts = parts
         self._map = slice_map
-        self.flats = flats
+        self.flats, self.regions, self._apart = flats, regions, apart
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._own: dict[tuple[str, int], torch.Tensor] = {}
         self.mirror = mirror_for(parts.tensors, self, apart)
-        self._versions: list[int] = []
+        self.lent: Collection[int] = ()
+        """The parameters that the script may change now (`tt.assign`)."""
         self._tables: list[dict[str, Any]] = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]
         # A layer that takes the place of another one has parameters of its own.
         for module in () if parts.model is None else parts.model.modules():
             self._tables += [module._modules] * len(module._modules)
             self._names += module._modules
+        self._homes: list[int] = []  # the addresses of the parameters, as they should be
         self._seen: tuple[list[int], list[int]] = ([], [])  # ids and addresses of the parameters at the last check
 
     def view(self, name: str, index: int) -> torch.Tensor:
@@ -250,33 +261,56 @@ class ModelBuffers(ParameterViews):
     def move_model(self) -> None:
         """Give the parameters the values in "params", as views or copies."""
         self.mirror.move()
-        self.remember()
+        # Not asked for again: `share_memory_` changes the address of memory itself.
+        self._homes = list(map(torch.Tensor.data_ptr, self._parts.tensors))
 
-    def remember(self) -> None:
-        """Record the parameters as unchanged: later changes are the script's."""
-        self._versions = self._count_edits()
+    def edited(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """Yield the parameters, by number, that the script has given other bits than the servers hold.
 
-    def _count_edits(self) -> list[int]:
-        return [version_of(tensor) for tensor in self._parts.tensors]
+        Memory that the script has written, and that has the servers' bits again, is given back.
+        """
+        written = set(self.mirror.edited())
+        for index, tensor in enumerate(self._parts.tensors):
+            moved = tensor.data_ptr() != self._homes[index]
+            if index not in self.lent and (not self._is_copy(index) if moved else index in written):
+                yield index, tensor
 
-    def edited(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the script has changed since `remember`."""
-        for tensor, version in zip(self._parts.tensors, self._versions, strict=True):
-            if version_of(tensor) != version:
-                yield tensor
+    def check(self, hint: str = "") -> None:
+        """Look for parameters that the script has moved, replaced or written since the last values.
 
-    def check(self, names: Iterable[Parameter]) -> None:
-        """Raise RuntimeError if the script has moved, replaced or changed a parameter."""
+        One that has the servers' bits again is put back. One without a gradient is the script's own, as a buffer is.
+
+        Args:
+            hint: ends the error for one that was written.
+
+        Raises:
+            RuntimeError: another parameter was moved, replaced or written.
+        """
         # Every step calls this, so the usual case takes three short passes.
         # Objects compared by id are alive in the model's parts, so no other object can have the same id.
         owned = list(map(id, map(dict.get, self._tables, self._names)))
         places = list(map(torch.Tensor.data_ptr, self._parts.tensors))
-        if (owned, places) != self._seen or self._count_edits() != self._versions:
-            self._look(names)
-            self._seen = owned, places
+        own = set()
+        if (owned, places) != self._seen:
+            self._check_replaced()
+            own = self._put_back(places)
+            self._seen = (owned, places) if not own else ([], [])
+        # A worker that changes its parameters by itself learns what the script changes like a step.
+        for index in () if self._apart else self.mirror.edited():
+            if self._parts.tensors[index].grad is None:
+                own.add(index)
+            elif index not in self.lent and index not in own:
+                raise RuntimeError(
+                    f"parameter {self._parts.parameters[index].name} was changed outside optimizer.step(): the "
+                    f"servers hold its value, so the change would be lost; load or edit parameters before tt.prepare, "
+                    f"or in a block `with tt.assign(model):`; a value that is put in for a while, as an average for "
+                    f"a validation, is put back before step(), bit for bit{hint}"
+                )
+        # Of a worker that changes its parameters by itself, its own rule says which these are.
+        if not self._apart:
+            self.mirror.own = own
 
-    def _look(self, names: Iterable[Parameter]) -> None:
-        """Raise the error for the parameter that has changed."""
+    def _check_replaced(self) -> None:
         for index, _ in self._parts.replaced():
             raise RuntimeError(
                 f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
@@ -288,43 +322,43 @@ class ModelBuffers(ParameterViews):
                 f"parameter {name} is none of those that tt.prepare saw, so it would not be trained: new layers and "
                 f"new parameters must come before tt.prepare"
             )
-        for index, parameter in enumerate(names):
-            tensor = self._parts.tensors[index]
+
+    def _put_back(self, places: list[int]) -> set[int]:
+        """Put parameters back that the script has moved (`p.data = …`); return those that it may keep."""
+        own = set()
+        for index, tensor in enumerate(self._parts.tensors):
             # An empty parameter has no memory, so its address means nothing.
-            if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
+            known = self._parts.parameters[index]
+            if places[index] == self._homes[index] or not known.count or index in self.lent:
+                continue
+            if tensor.grad is None:
+                own.add(index)
+                continue
+            # Memory that something else shows, too, was put there so that both change together.
+            storage = tensor.untyped_storage()
+            alone = storage.nbytes() == tensor.nbytes and not storage.is_shared()
+            if not alone or places.count(places[index]) > 1 or not self._fits(index, tensor):
                 raise RuntimeError(
-                    f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
+                    f"parameter {known.name} is no longer in the memory where topotrain put it: "
                     f".to() and p.data = … must come before tt.prepare; values alone are changed in "
                     f"`with tt.assign(model):`"
                 )
-            if version_of(tensor) != self._versions[index]:
-                raise RuntimeError(
-                    f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
-                    f"so the change would be lost; load or edit parameters before tt.prepare, or in a block "
-                    f"`with tt.assign(model):`"
-                )
+            memory = self.mirror.memory[index]
+            if not same_bits(memory, tensor.data):
+                # For the check that follows this is what the script has written.
+                memory.copy_(tensor.data)
+            move_to(tensor, memory)
+            places[index] = tensor.data_ptr()
+        return own
 
+    def _fits(self, index: int, tensor: torch.Tensor) -> bool:
+        memory = self.mirror.memory[index]
+        return (tensor.shape, tensor.dtype, tensor.device) == (memory.shape, memory.dtype, memory.device)
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place. torch has no public name for it."""
-    return int(tensor._version)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and layout have the same bits."""
-    return torch.equal(_integers(a), _integers(b))
-
-
-def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a bool for each element of two 1-D tensors: whether their bits differ."""
-    found = _integers(a) != _integers(b)
-    return found.any(dim=-1) if a.is_complex() else found
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    # Compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.view(_BITS[real.element_size()])
+    def _is_copy(self, index: int) -> bool:
+        """Whether a parameter that was moved has the servers' bits."""
+        tensor = self._parts.tensors[index]
+        return self._fits(index, tensor) and same_bits(tensor.data.cpu(), self.view("params", index))
 
 
 class FileMemory:

@@ -7,8 +7,9 @@ import torch
 from topotrain.config.sharding import in_steps_of
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.core.model.tensor_bits import version_of
 from topotrain.core.server.nonfinite import NO_WORKER, all_finite
-from topotrain.training.parameters.flat_parameters import ModelParts, version_of
+from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.worker_stats import SkippedStep
 
 Gradients = Sequence[torch.Tensor | None]  # by parameter

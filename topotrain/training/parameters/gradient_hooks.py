@@ -28,10 +28,11 @@ from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap, in_steps_of
 from topotrain.core.client.step_exchange import GradientExchange
+from topotrain.core.model.tensor_bits import same_bits, version_of
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, same_bits, version_of
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -4,7 +4,7 @@ The main worker's values are the job's result, as those of plain Python are. A c
 would be lost, so it ends the job with an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -27,9 +27,11 @@ class LastWrites:
 
     Attributes:
         values: copies of them, by number.
+        own: those that were the script's own before, and may differ on workers.
     """
 
     values: Mapping[int, torch.Tensor]
+    own: Collection[int] = ()
 
     def result(self, worker: Worker) -> tuple[ModelParts, str]:
         """Worker (0,0): copy the job's result into the model.
@@ -45,7 +47,8 @@ class LastWrites:
 
     def digests(self, count: int) -> torch.Tensor:
         """Return the body of a `LastWrites` message about a model of so many parameters."""
-        body = b"".join(_digest(self.values[i]) if i in self.values else bytes(_DIGEST) for i in range(count))
+        told = self.values.keys() - self.own
+        body = b"".join(_digest(self.values[i]) if i in told else bytes(_DIGEST) for i in range(count))
         return torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
     def _complaint(self, worker: Worker) -> str:
@@ -75,13 +78,15 @@ def end_script(worker: Worker) -> LastWrites:
 
     The changes count in no step, nor in a round of an outer optimizer.
     """
-    found = {index: tensor.detach().clone() for index, tensor in worker.changed()}
+    found = {index: tensor.detach().clone() for index, tensor in worker.buffers.edited()}
     if found and worker.runs_optimizers:
         # A round that is under way is added to the worker's own values.
         worker.client.values.settle()
         for index in found:
             worker.mirror.value(index).copy_(worker.buffers.view("params", index))
-    writes = LastWrites(found | {index: tensor.detach() for index, tensor in worker.parts.replaced()})
+    writes = LastWrites(
+        found | {index: tensor.detach() for index, tensor in worker.parts.replaced()}, worker.mirror.own
+    )
     if writes.values and worker.me != _MAIN:
         worker.client.buffers.tell_writes(writes.digests(len(worker.parts.parameters)))
     worker.finish()

@@ -48,6 +48,7 @@ class LocalSgd(LocalSteps):
             self._holder.room("accrued", index).add_(gradient)
             self._summed.add(index)
             self._holder.value(index).add_(gradient, alpha=-rate.get(id(tensor), 0.0))
+        self._holder.stepped()
 
     @contextmanager
     def sum_as_gradient(self) -> Iterator[None]:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from topotrain.config.sharding import SliceMap, first_of
 from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model.schema import torch_dtype
+from topotrain.core.model.tensor_bits import version_of
 from topotrain.core.optim.adapter import of_optimizer
 from topotrain.core.protocol import StatePart
-from topotrain.training.parameters.flat_parameters import ModelParts, version_of
+from topotrain.training.parameters.flat_parameters import ModelParts
 
 NEW_GROUP = (
     "add_param_group after tt.prepare: give the optimizer all its groups before, also those of layers that train "
