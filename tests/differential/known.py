@@ -27,15 +27,11 @@ KNOWN: tuple[Known, ...] = (
     *(Known(blocks, SHARED, racy=True) for blocks in RACY),
     Known("flow=no_graph", "a worker without a backward sees no mean in p.grad before step()"),
     Known("flow=no_backward", "a worker without a backward sees no mean in p.grad before step()"),
-    Known("hooks=clamp_before", "a hook sees or edits the gradient of a share"),
-    Known("hooks=clamp_after", "a hook sees or edits the gradient of a share"),
-    Known("hooks=post_before", "a hook sees or edits the gradient of a share"),
-    Known("hooks=post_after", "a hook sees or edits the gradient of a share"),
-    Known("gradients=autograd", "a gradient that no backward made"),
-    Known("gradients=vmap", "a gradient that no backward made"),
-    Known("gradients=func", "a gradient that no backward made"),
-    Known("gradients=create_graph", "a gradient that no backward made"),
-    Known("gradients=set", "a gradient that no backward made"),
+    Known("gradients=autograd", "p.grad that no backward made is the share's until step(), also where it is clipped"),
+    Known("gradients=vmap", "p.grad that no backward made is the share's until step(), also where it is clipped"),
+    Known("gradients=func", "p.grad that no backward made is the share's until step(), also where it is clipped"),
+    Known("gradients=create_graph", "a mean in p.grad has no graph"),
+    Known("gradients=set", "p.grad that no backward made is the share's until step(), also where it is clipped"),
 )
 
 
