@@ -11,6 +11,8 @@ from topotrain.training.data.data_messages import DrawnBatches, DrawRequest
 
 # Chunks that a worker has yet to fetch, and numbers in them. These limits bound the memory that peers can take.
 _MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23
+_RECENT = 64
+"""Epochs of which the last fetched chunk is remembered."""
 
 Replies = list[tuple[Address, Message]]
 
@@ -68,6 +70,7 @@ class DrawnChunks:
         self._drawn = 0  # numbers in all chunks that are kept
         self._kept = False  # worker (0,0) has asked to keep some
         self._ended: int | None = None  # the steps of worker (0,0), once its script has ended
+        self._over: dict[int, int] = {}  # the last chunk of recent epochs that all workers have fetched
 
     def put(self, put: DrawnBatches) -> Replies:
         """Store a chunk, and reply to the workers that wait for it.
@@ -106,6 +109,8 @@ class DrawnChunks:
         key = (ask.epoch, ask.chunk)
         if self._first is not None and ask.epoch < self._first:
             return [(sender, _nothing_of(key))]
+        if ask.chunk <= self._over.get(ask.epoch, -1):
+            return []  # delivered twice
         held = self._chunk(key).held
         self._absent.discard(sender)
         if sender not in held:
@@ -175,6 +180,8 @@ class DrawnChunks:
             else:
                 self._drawn -= _numbers(put)
                 del self._chunks[key]
+                self._over = {epoch: last for epoch, last in self._over.items() if epoch > key[0] - _RECENT}
+                self._over[key[0]] = key[1]
         return replies
 
     def state_dict(self) -> State:
@@ -188,6 +195,7 @@ class DrawnChunks:
             "drawn": self._drawn,
             "kept": self._kept,
             "ended": self._ended,
+            "over": self._over,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -198,3 +206,4 @@ class DrawnChunks:
         }
         self._absent = set(state["absent"])
         self._drawn, self._kept, self._ended = state["drawn"], state["kept"], state["ended"]
+        self._over = dict(state["over"])

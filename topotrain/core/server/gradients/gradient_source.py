@@ -5,6 +5,7 @@ bucket. `ParameterShard` has one source per worker group. The sources of the cor
 `backward_means`; an extension may bring another (`GradientExtension.gradient_source`).
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ _MUST_AGREE = {
     "counts": "whether this is a step (True) or a change of parameters in tt.assign (False)",
     "optimizer": "the optimizer (its number, from 0) that makes the step",
     "backwards": "the number of backwards",
-    "hyper": "the optimizer's hyper-parameters, or how often its state was changed",
+    "hyper": "the optimizer's hyper-parameters",
     "inv_scale": "the loss scale",
     "resets": "how often gradients were dropped before another backward (by zero_grad, or as backward() has raised)",
     "edited": "which gradients the script changed",
@@ -74,6 +75,34 @@ def other_batches(one: int, first: Commit, other: int, second: Commit) -> str:
         f"workers {one} and {other} of a group take different batches into step {first.step + 1}: worker {one} makes "
         f"it {batches(first)}, worker {other} {batches(second)}; {SAME_BATCHES}"
     )
+
+
+def _apart(name: str, one: object, other: object) -> str:
+    """Name the difference of two values of a field of `Commit`."""
+    if name != "hyper":
+        return f"{_short(one)} and {_short(other)}"
+    # A worker sends its hyper-parameters only when they have changed.
+    here, there = (_settings(value) if isinstance(value, bytes) and value else {} for value in (one, other))
+    differ = [key for key in {**here, **there} if here.get(key, 0) != there.get(key, 0)]
+    found = "; ".join(f"{key} {here.get(key, 'as before')} and {there.get(key, 'as before')}" for key in differ[:3])
+    return (
+        f"{found}. All workers of a group must set the same; a value that a worker computes from its share of the "
+        f"data, such as a loss, is the same on all of them as tt.mean(value)"
+    )
+
+
+def _settings(hyper: bytes) -> dict[str, object]:
+    """Take the text of `adapter.hyper` apart: values by name, with the number of the group where there are several."""
+    try:
+        groups = json.loads(hyper)
+        several = len(groups) > 1
+        return {
+            f"{name} of group {number}" if several else name: value
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+        }
+    except (ValueError, AttributeError, TypeError):  # a peer may send any bytes
+        return {"settings": _short(hyper)}
 
 
 def _short(value: object) -> str:
@@ -269,7 +298,7 @@ class GradientSource(StagedGradient):
                     raise StepError(other_batches(first, theirs, worker, message))
                 raise StepError(
                     f"workers {first} and {worker} of a group disagree about {words} in step {message.step + 1}: "
-                    f"{_short(getattr(theirs, name))} and {_short(getattr(message, name))}"
+                    f"{_apart(name, getattr(theirs, name), getattr(message, name))}"
                 )
         if "marks" not in differs:
             self._check_ages(first, worker)
