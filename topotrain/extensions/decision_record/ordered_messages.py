@@ -5,6 +5,7 @@ apart for each worker group, and added up in the order of the workers. Messages 
 """
 
 import zlib
+from dataclasses import replace
 
 import torch
 
@@ -19,9 +20,13 @@ _END = "Fail StepDecisionRequest HostReady Drained FinalValue FinalRequest Model
 _START = frozenset({"SchemaPart", "SharedBuffer", "Init", "StateRequest", "StatePart"})
 _SNAPSHOTS = "SnapshotRequest SnapshotPart Remainder"
 _TIMES = "StepTime ExchangeTime"
+_COMPARED = "WorkerValue PassedCall PassBegun"
+"""Values that workers add up, or compare, in the order of the workers."""
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
 _SUMMED = frozenset({"Push", "GradientOverride", "HostPush"})
 _ASIDE = frozenset({"InnerStateRequest", "InnerStatePart"})
+_FIXED = 75
+"""Bytes of the fixed fields of a commit in the first recordings."""
 _SAMPLED = 64
 """Elements of a bucket's gradient that its check reads, about."""
 
@@ -34,7 +39,7 @@ class MessageOrder:
     """
 
     def __init__(self, job: Job) -> None:
-        free = f"{_END} {_SNAPSHOTS} {_TIMES}".split()
+        free = f"{_END} {_SNAPSHOTS} {_TIMES} {_COMPARED}".split()
         # Otherwise a gradient changes nothing before its step is decided.
         self._free = frozenset([*free, *(() if job.apply is Apply.kOnArrival else _GRADIENTS.split())])
 
@@ -84,7 +89,7 @@ class StepChecks:
 
     def commit(self, sender: Address, message: m.Commit) -> bytes:
         """Return the checks of a step: of the commit, and of the gradient."""
-        meta = zlib.crc32(m.encode(message)[1])
+        meta = zlib.crc32(_first_fields(message))
         made = bytes((meta & 0xFF, self._sums.pop(sender, 0) % 0xFB))
         assert len(made) == CHECKS
         return made
@@ -92,3 +97,10 @@ class StepChecks:
     def forget(self, sender: Address) -> None:
         """The process of a worker is gone."""
         self._sums.pop(sender, None)
+
+
+def _first_fields(message: m.Commit) -> bytes:
+    """Return the bytes of the fields that commits have had since the first recordings, which stay readable."""
+    meta = m.encode(replace(message, ages=(), resets=0))[1]
+    # `resets` is the last of the fixed fields, 8 bytes; `ages` is the last of the others, here only its length of 4.
+    return meta[:_FIXED] + meta[_FIXED + 8 : -4]

@@ -218,8 +218,8 @@ class HostParameters(ParameterHolder):
         if local is None:
             local = self._own_local[index] = self._own("local", index)
         # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
-        if gradient is not None and gradient is not local and gradient.grad_fn is None:
-            self.set_gradient(index, local)
+        if gradient is not None and gradient.data_ptr() != local.data_ptr() and gradient.grad_fn is None:
+            self._give(index, local)
 
     def then(self, push: QueuedPush) -> None:
         """Send at once: the gradients are here."""
@@ -232,7 +232,15 @@ class HostParameters(ParameterHolder):
         """Set `.grad` to "grad" itself, or add "grad" to the script's own tensor."""
         for index, before in earlier.items():
             mean = self._view("grad", index)
-            self.set_gradient(index, mean if before is None else before.add_(mean))
+            if before is None:
+                self._give(index, mean)
+            else:
+                self.set_gradient(index, before.add_(mean))
+
+    def _give(self, index: int, gradient: torch.Tensor) -> None:
+        """Set `.grad` to memory of the flat buffers, as an object of the script's own."""
+        # `model.double()` gives the object other memory, which that of this class must not get.
+        self.set_gradient(index, gradient.detach())
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Return the gradients themselves."""
