@@ -311,7 +311,7 @@ def test_roots_that_are_no_number_are_none_of_the_losses() -> None:
     worker: Any = SimpleNamespace(
         lazy=False,
         optimizers=[None],
-        path=SimpleNamespace(private=False),
+        path=SimpleNamespace(private=False, look=lambda: None),
         tally=SimpleNamespace(add_backward=lambda losses: None),
         client=SimpleNamespace(channel=SimpleNamespace(spans=SILENT)),
     )
