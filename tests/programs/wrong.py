@@ -21,10 +21,10 @@ loader = DataLoader(Subset(data, range(tt.rank(), 64, 2)) if how == "divided" el
 if how == "no_prepare":
     sys.exit(0)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
-if how == "twice":
-    tt.prepare(model, optimizer, loader)
 said = False
 for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
+    if how == "twice" and epoch == 1:
+        tt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if how == "unprepared":
         loader = DataLoader(data, batch_size=16)
     if how == "leave" and tt.is_main() and epoch == 1:
