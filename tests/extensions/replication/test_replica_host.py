@@ -197,8 +197,8 @@ def run(
         )
     processes.job_threads.exchanges.update({me: each.exchange for me, each in connections.items()})
     handles = [
-        _enlist(job, processes.topology, me, building(), connections[me].exchange, connections[me], whole)
-        for me in workers
+        _enlist(job, processes.topology, me, building(), each.exchange, each, whole, each.memory)
+        for me, each in connections.items()
     ]
     barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
 
