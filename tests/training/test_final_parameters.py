@@ -46,4 +46,4 @@ def test_tensors_of_many_sizes_leave_no_class_behind() -> None:
     before = classes()
     for size in range(2, 52):
         to_bytes({"text": torch.zeros(size, dtype=torch.uint8)})
-    assert classes() == before
+    assert classes() <= before  # those of earlier tests may go meanwhile
