@@ -160,11 +160,10 @@ def test_a_job_in_fragments_goes_on_from_its_snapshot(runner: JobRunner) -> None
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("../../examples/gan.py", "tt.prepare = 'Adam and Adam': must be one optimizer"),
         ("../../examples/embedding.py", "cluster.outer: must not be given where the model has tables"),
         ("assigning.py after", "tt.assign: cannot be used with cluster.outer"),
     ],
-    ids=["several optimizers", "tables", "tt.assign"],
+    ids=["tables", "tt.assign"],
 )
 def test_what_a_script_cannot_have_is_named(runner: JobRunner, program: str, words: str) -> None:
     ended = runner.run(ROUNDS, *program.split(), code=2)
