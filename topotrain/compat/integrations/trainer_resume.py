@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from topotrain.compat.integrations import external_loop
+from topotrain.training.data.sampling import AS_IS
 from topotrain.training.data.script_position import ScriptPosition
 
 
@@ -133,6 +134,7 @@ class PartialEpoch:
 class _Batches(IterableDataset[Any]):
     def __init__(self, loader: Any, epoch: int, skipped: int) -> None:
         self._loader, self._epoch, self._skipped = loader, epoch, skipped
+        vars(self)[AS_IS] = False  # its batches are those of the prepared loader
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._skipped):

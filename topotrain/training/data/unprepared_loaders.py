@@ -95,7 +95,9 @@ class UnpreparedLoaders(WorkerExtension):
 
         def watched(loader: DataLoader[Any]) -> Any:
             batches = original(loader)
-            ours = threading.get_ident() == self._thread and getattr(loader, AS_IS, True)
+            # The dataset, too: a library may make a new loader over batches that are divided already.
+            plain = getattr(loader, AS_IS, True) and getattr(loader.dataset, AS_IS, True)
+            ours = threading.get_ident() == self._thread and plain
             return _Pass(batches, loader, self) if ours else batches
 
         at_close.callback(setattr, DataLoader, "__iter__", original)
