@@ -32,7 +32,7 @@ CHUNK = 4096
 KEY = -(1 << 32)  # in a chunk's sizes: one index that is no list (`batch_size=None`)
 
 AS_IS = "_topotrain_as_is"
-"""Attribute of a loader that is not divided, since the script says so. False: it is a copy that is divided already."""
+"""Attribute of a loader that is not divided, since the script says so. False: it or its dataset is divided already."""
 
 Bounds = tuple[tuple[int, int], ...]
 Chunk = tuple[tuple[int, ...], tuple[int, ...], bool]
