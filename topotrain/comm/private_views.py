@@ -15,8 +15,10 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-_PRIVATE = mmap.MAP_PRIVATE
-_NO_RESERVE, _FIXED = 0x4000, 0x10  # of mmap(2), which Python's module does not name
+from topotrain.core.transport_contract import TransportError
+
+_PRIVATE, _ACCESS = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+_NO_RESERVE, _FIXED, _NO_ACCESS = 0x4000, 0x10, 0x0  # of mmap(2), which Python's module does not name
 # Bits of the last byte of an entry of pagemap.
 _PRESENT_OR_SWAPPED, _OF_A_FILE = 0xC0, 0x20
 
@@ -36,7 +38,7 @@ class PrivateViews:
         parts: (file descriptor, offset, size in bytes) of each part. The size is above 0.
 
     Raises:
-        OSError: the memory cannot be mapped.
+        TransportError: the memory cannot be mapped, here or in `tensor`.
     """
 
     def __init__(self, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -46,17 +48,20 @@ class PrivateViews:
         self._firsts = [0, *self._ends.tolist()]
         # One range of addresses, so that one look finds the copies of all parts.
         nbytes = max(1, self._firsts[-1]) * page
-        self._base = base = _map(None, nbytes, _PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0)
+        self._base = base = _map(None, nbytes, _PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0, _NO_ACCESS)
         memory = (ctypes.c_char * nbytes).from_address(base)
         # When the last tensor over it is gone. Not at the exit of the process, where threads may still read.
         weakref.finalize(memory, _libc.munmap, base, nbytes).atexit = False
         self._memory = memory
-        for first, (fd, begin, end) in zip(self._firsts, spans, strict=False):
-            _map(base + first * page, (end - begin) * page, _PRIVATE | _FIXED, fd, begin * page)
+        self._spans = spans
         self._offsets = [f * page + o % page for f, (_, o, _) in zip(self._firsts, parts, strict=False)]
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a part as a tensor with a storage of its own, and the dtype, shape and strides of `like`."""
+        """Map a part; return it as a tensor with a storage of its own, and the dtype, shape and strides of `like`."""
+        # Not before: limits of a process count it, and the parameter may still have other memory.
+        fd, begin, end = self._spans[number]
+        address = self._base + self._firsts[number] * mmap.PAGESIZE
+        _map(address, (end - begin) * mmap.PAGESIZE, _PRIVATE | _FIXED, fd, begin * mmap.PAGESIZE)
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=self._offsets[number])
         return flat.as_strided(like.shape, like.stride())
 
@@ -81,9 +86,8 @@ class PrivateViews:
         _libc.madvise(self._base + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
 
 
-def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = _ACCESS) -> int:
+    found = _libc.mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+        raise TransportError(f"shared memory cannot be mapped privately: {os.strerror(ctypes.get_errno())}")
     return int(found)

@@ -149,7 +149,9 @@ def prepare(*objects: object) -> Any:
         if optimizer not in here.adopted:
             here.adopted[optimizer] = AdoptedOptimizer(optimizer, process.use)
     here.given.extend((*call.models, *call.optimizers, *call.stateful))
-    process.first_use(lambda calls: _begin(here, calls), call)
+    process.first_use(
+        lambda calls: _begin(here, calls), call, [model for model in call.models if here.will_split(model)]
+    )
     return call.returned(lambda loader: _divide(here, loader))
 
 

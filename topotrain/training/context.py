@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,19 +186,26 @@ class FirstUse:
         self.calls: list[PreparedObjects] = []
         self._forwards: list[RemovableHandle] = []
         self._states: list[RemovableHandle] = []
+        self._replaced: list[nn.Module] = []
 
-    def follow(self, call: PreparedObjects) -> None:
-        """Watch the models of one more call."""
+    def follow(self, call: PreparedObjects, split: Collection[nn.Module]) -> None:
+        """Watch the models of one more call; the job gives the models in `split` another forward."""
         self.calls.append(call)
         for model in call.models:
             # A script may call a part of its model. Functions of this module: the hooks go into copies of the model.
-            self._forwards += [module.register_forward_pre_hook(use) for module in model.modules()]
+            self._forwards += [module.register_forward_pre_hook(_use_module) for module in model.modules()]
             self._states.append(model.register_state_dict_pre_hook(_use_state))  # type: ignore[no-untyped-call]
+            if model in split and "forward" not in vars(model):
+                # torch looks the forward up before it calls the hooks: this one finds the job's.
+                model.forward = lambda *args, model=model, **kwargs: model.forward(*args, **kwargs)
+                self._replaced.append(model)
 
     def begin(self, reads: bool) -> None:
         """The script uses an object; reads: torch goes over the hooks of a state dict."""
         for handle in (*self._forwards, *(() if reads else self._states)):
             handle.remove()
+        while self._replaced:
+            del self._replaced.pop().forward
         # An evaluation may come first, and what the job makes must not belong to it.
         with torch.inference_mode(False):
             self._begin(self.calls)
@@ -460,12 +467,20 @@ def again(call: PreparedObjects) -> ConfigError:
     return ConfigError("tt.prepare", names, accepted)
 
 
-def first_use(begin: Callable[[Sequence[PreparedObjects]], object], call: PreparedObjects) -> None:
-    """Note a call of `tt.prepare`; `begin` is called when the script first uses an object of any call."""
+def first_use(
+    begin: Callable[[Sequence[PreparedObjects]], object], call: PreparedObjects, split: Collection[nn.Module] = ()
+) -> None:
+    """Note a call of `tt.prepare`; `begin` is called when the script first uses an object of any call.
+
+    Args:
+        begin: is given all calls.
+        call: this call.
+        split: those of its models that will be divided over the workers of a group.
+    """
     global _unused
     if _unused is None:
         _unused = FirstUse(begin)
-    _unused.follow(call)
+    _unused.follow(call, split)
 
 
 def so_far() -> Sequence[PreparedObjects]:
@@ -479,6 +494,14 @@ def use(*_: Any) -> None:
     Every function that needs the job's worker calls this first. Raises the errors of `tt.prepare`.
     """
     _begin(False)
+
+
+def _use_module(module: nn.Module, *_: Any) -> None:
+    _begin(False)
+    cut = None if _current is None else _current.split
+    # As with a state dict below.
+    if cut is not None and not cut.over:
+        cut.check_call(module)
 
 
 def _use_state(module: nn.Module, *_: Any) -> None:

@@ -10,6 +10,7 @@ from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
+from topotrain.core.server.nonfinite import all_finite
 from topotrain.training import context as process
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
@@ -103,7 +104,8 @@ def _spoiled(here: Context, parts: ModelParts) -> list[str]:
         return []
     # A frozen parameter has the value that the script gave it, such as a mask of -inf.
     described = zip(parts.parameters, parts.tensors, strict=True)
-    return [known.name for known, value in described if known.trainable and not bool(torch.isfinite(value).all())]
+    # Without a copy: a process may have no memory for one more parameter.
+    return [known.name for known, value in described if known.trainable and not all_finite(value.detach().reshape(-1))]
 
 
 def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) -> str:

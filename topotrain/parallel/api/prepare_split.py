@@ -194,11 +194,10 @@ class SplitModel(DividedModel):
         self.metadata = metadata_of({whole.names[0]: whole.names[1:] for whole in division.parameters})
         """Metadata for a file with the tensors that `gather` returns."""
         self._forward = SplitForward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
-        names = {module: name for name, module in model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         self._hooks: list[RemovableHandle] = [
-            # Only the whole model can be called: other workers take part in its forward, not in that of a module alone.
-            module.register_forward_pre_hook(_Elsewhere(self._forward, names[module], where))
-            for module, where in localised.absent.items()
+            module.register_forward_pre_hook(lambda module, args: self.check_call(module))
+            for module in localised.absent
         ]
         self._hooks.append(model.register_state_dict_pre_hook(_no_state))  # type: ignore[no-untyped-call]
         # On the object, so that the forward of the class is there again when the attribute is deleted.
@@ -218,6 +217,14 @@ class SplitModel(DividedModel):
     def is_of(self, model: nn.Module) -> bool:
         """Return whether `model` is the model that was split."""
         return model is self._model
+
+    def check_call(self, module: nn.Module) -> None:
+        """As `DividedModel` has it."""
+        # Only the whole model can be called: other workers take part in its forward, not in that of a module alone.
+        where = self._localised.absent.get(module)
+        if where and not self._forward.inside:
+            accepted = f"is {where} of its group; call the whole model, on all workers of the group"
+            raise ConfigError("model", self._names[module], accepted)
 
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:
         """Collect the current parameters and buffers on worker 0 of the group.
@@ -272,18 +279,6 @@ class SplitModel(DividedModel):
         del self._model.forward
         self.over = True
         return describe_model(self._model)
-
-
-class _Elsewhere:
-    """Refuses calls of a module that this worker holds not at all or in part."""
-
-    def __init__(self, forward: SplitForward, name: str, where: str) -> None:
-        self._forward, self._name, self._where = forward, name, where
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not self._forward.inside:
-            accepted = f"is {self._where} of its group; call the whole model, on all workers of the group"
-            raise ConfigError("model", self._name, accepted)
 
 
 def _no_state(*_: Any) -> NoReturn:

@@ -149,8 +149,9 @@ def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
 
 def _parts(needs: Sequence[ProcessNeed]) -> str:
     sizes = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
-    shared = sum(need.shared for need in needs)
-    return sizes + (f"; {_mb(shared)} of it shared" if shared else "")
+    shared, views = sum(need.shared for need in needs), sum(need.views for need in needs)
+    more = f", and {_mb(views)} of that mapped once more" if views else ""
+    return sizes + (f"; {_mb(shared)} of it shared{more}" if shared else "")
 
 
 def _advice(needs: Sequence[ProcessNeed]) -> str:

@@ -52,6 +52,7 @@ class ProcessNeed:
         shared: bytes of the above in memory that processes of the host share.
         passed: bytes of `shared` with values for other workers, which no server maps.
         seen: shared memory of other processes that this process maps.
+        views: values that a worker maps once more, where writes of its script are seen by nobody else.
         peers: connections, each with threads that read and write.
     """
 
@@ -67,6 +68,7 @@ class ProcessNeed:
     shared: int = 0
     passed: int = 0
     seen: int = 0
+    views: int = 0
     peers: int = 0
 
     @property
@@ -87,13 +89,13 @@ class ProcessNeed:
 
     @property
     def private(self) -> int:
-        """Bytes that RLIMIT_DATA counts: all without shared memory."""
-        return self.total - self.shared
+        """Bytes that RLIMIT_DATA counts: all without shared memory, but with the views of it."""
+        return self.total - self.shared + min(self.views, self.shared)
 
     @property
     def resident(self) -> int:
         """All bytes that the process maps."""
-        return self.total + self.seen
+        return self.total + self.seen + self.views
 
 
 def loads(costs: CostReport, schedule: Schedule) -> tuple[WorkerLoad, ...]:
@@ -194,7 +196,9 @@ def _worker(
     elif job.microbatches > 1:
         moving += sum(trained)  # gradients of all micro-batches are added up before a push
     peers = topology.shards + topology.workers_per_group - 1
-    made = ProcessNeed((who,), values=load.buffers, gradients=held, activations=load.activations, peers=peers)
+    made = ProcessNeed(
+        (who,), values=load.buffers, gradients=held, activations=load.activations, views=held, peers=peers
+    )
     if not seeing:
         coded = 0 if job.cluster.compression is Compression.kNone else 2 * held
         return replace(made, values=made.values + held, exchange=moving + coded)
@@ -202,9 +206,9 @@ def _worker(
     making = max(0, held - load.activations - moving)  # parameters of the script are copied into shared memory
     exchange = held + moving + making  # `held`: a window for the servers' replies, beside the gradients
     shared = 2 * held + own + load.passed
-    return replace(
-        made, values=made.values + own, exchange=exchange, shared=shared, passed=load.passed, seen=held - own
-    )
+    # Each parameter of the script is free when its view is mapped.
+    made = replace(made, values=made.values + own, exchange=exchange, views=held - making)
+    return replace(made, shared=shared, passed=load.passed, seen=held - own)
 
 
 def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float, who: Address) -> ProcessNeed:

@@ -170,6 +170,8 @@ class HostParameters(ParameterHolder):
         self._private, self._mapped = regions.private_views(list(shared.values())), list(shared)
         for number, index in enumerate(self._mapped):
             self.memory[index] = self._private.tensor(number, shared[index])
+            # At once, so that the memory that the parameter had is free before the next view counts as taken.
+            move_to(self._tensors[index], self.memory[index])
 
     def edited(self) -> Iterable[int]:
         """Return the parameters with other bits than "params". Pages with the same bits are given back."""

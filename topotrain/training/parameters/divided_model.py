@@ -46,6 +46,10 @@ class DividedModel(ABC):
         """Whether this is the division of that model."""
 
     @abstractmethod
+    def check_call(self, module: nn.Module) -> None:
+        """The script calls this module of the model. Raises ConfigError if that is not possible for it alone."""
+
+    @abstractmethod
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:
         """The whole model by first names on worker 0 of the group, None on the others.
 

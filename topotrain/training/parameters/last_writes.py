@@ -48,8 +48,10 @@ class LastWrites:
     def digests(self, count: int) -> torch.Tensor:
         """Return the body of a `LastWrites` message about a model of so many parameters."""
         told = self.values.keys() - self.own
-        body = b"".join(_digest(self.values[i]) if i in told else bytes(_DIGEST) for i in range(count))
-        return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        found = torch.zeros(count, _DIGEST, dtype=torch.uint8)
+        for index in told:
+            found[index] = torch.frombuffer(bytearray(_digest(self.values[index])), dtype=torch.uint8)
+        return found.view(-1)
 
     def _complaint(self, worker: Worker) -> str:
         mine = self.digests(len(worker.parts.parameters)).view(-1, _DIGEST)
