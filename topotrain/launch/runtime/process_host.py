@@ -213,7 +213,7 @@ class ServerEndpoint(MessageSender):
             for message in self._snapshots.messages():
                 try:
                     self._handle(self.server.me, message)
-                except ProtocolError as error:  # this process's own fault, not that of a peer whose message was handled
+                except ProtocolError as error:  # the fault is in this process, not in the message
                     raise RuntimeError(f"a message of the snapshot writer was refused: {error}") from error
 
     def _notify_if_done(self) -> None:

@@ -155,7 +155,7 @@ class ScriptPasses:
         self.recorder: ResumeRecorder | None = None
         self.loaders = 0
         self.leading: ShardedLoader | None = None
-        """The loader whose passes are the progress of the script."""
+        """Return the loader that counts as the progress of the script."""
         # Weak references: a pass that the script drops must be collected, because `__del__` gives its batches back.
         self._live: list[Callable[[], _Pass | None]] = []
         self.divided: WeakSet[ShardedLoader] = WeakSet()

@@ -54,7 +54,7 @@ class ModelParts:
     model: nn.Module | None = None
 
     def replaced(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield the numbers of parameters in whose places the model has other ones now, and those."""
+        """Yield (number, parameter) where the model now has another parameter than the described one."""
         if self.model is None:
             held = ((index, table.get(name)) for table, name, index in self.owners)
         else:

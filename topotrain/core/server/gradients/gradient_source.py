@@ -48,7 +48,7 @@ SAME_BATCHES = (
 
 
 def ended_first(worker: int, steps: int) -> str:
-    """The error of a worker whose script has ended too early."""
+    """Return the error for a script that has ended before those of other workers of its group."""
     return (
         f"worker {worker} ended its script after {steps} steps while others of its group go on; "
         f"all workers of a synchronous group must take the same steps"
