@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_targets import wait_for
 from process_pool import Forked
+from shells import Shells, alive, ended
 
 pytestmark = pytest.mark.journey
 ROOT = Path(__file__).parents[2]
@@ -93,3 +96,38 @@ def test_the_scripts_own_error_is_shown(check: Any) -> None:
 def test_the_examples_are_plain_scripts_but_for_their_noise(check: Any, name: str, words: str) -> None:
     _, out = check(TWO, program=ROOT / "examples" / f"{name}.py", options=("--steps", "8"))
     assert words in out
+
+
+ENDLESS = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import topotrain as tt
+from topotrain.training import context
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=12))
+in_job = context.current() is not None
+for _ in tt.epochs(10**6 if sys.argv[1] == "plain" or in_job else 1):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if in_job or sys.argv[1] == "plain":
+            open(f"{sys.argv[2]}/pid-{os.getpid()}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("stage", ["plain", "job"])
+def test_ctrl_c_leaves_no_process(shells: Shells, stage: str) -> None:
+    (shells.folder / "train.py").write_text(ENDLESS)
+    (shells.folder / "job.conf").write_text(TWO)
+    # With a forkserver of its own, which must be gone, too.
+    words = ("-m", "topotrain", "check", "--whole", "job.conf", "train.py", stage, str(shells.folder))
+    shell = shells.python(*words)
+    wait_for(lambda: any(shells.folder.glob("pid-*")), 60)
+    shell.send_signal(signal.SIGINT)
+    ended([shell], [130])
+    pids = [int(file.name.removeprefix("pid-")) for file in shells.folder.glob("pid-*")]
+    wait_for(lambda: not alive(pids), 20)
