@@ -31,7 +31,9 @@ def train(
         with torch.no_grad():
             for agreed, *own in zip(model.parameters(), *(i.parameters() for i in islands), strict=True):
                 agreed.grad = reduce(torch.add, [agreed - p for p in own]) / len(own)
-            outer.step()
+            if full := first + sync_freq <= len(batches[0]):
+                outer.step()
             for agreed, *own in zip(model.parameters(), *(i.parameters() for i in islands), strict=True):
+                agreed.sub_(0.0 if full else agreed.grad)  # a last round of fewer steps is the mean of the islands
                 for p in own:
                     p.copy_(agreed)

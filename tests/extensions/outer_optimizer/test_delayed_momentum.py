@@ -64,7 +64,7 @@ def test_fragments_count_for_themselves() -> None:
     assert_same_bits(many.values, one.values)
     (server,) = one.servers
     steps = [value for unit in server.model.units for _, name, value in unit.update.state() if name == "step"]
-    assert steps and {float(value) for value in steps} == {4.0, 5.0}
+    assert steps and {float(value) for value in steps} == {4.0}, "steps that are left are no step of the optimizer"
 
 
 def test_with_a_quorum_every_arrival_counts() -> None:
@@ -72,7 +72,9 @@ def test_with_a_quorum_every_arrival_counts() -> None:
     found = run_local(delayed(3, quorum=1), building(mlp, adamw), script(batches, 3))
     (server,) = found.servers
     steps = {float(v) for unit in server.model.units for _, name, v in unit.update.state() if name == "step"}
-    assert steps == {float(server.state.version)} and all(bool(v.isfinite().all()) for v in found.values.values())
+    (made,), version = steps, server.state.version
+    assert version - 3 <= made <= version, "what a group has left at its end is no step of the optimizer"
+    assert all(bool(v.isfinite().all()) for v in found.values.values())
 
 
 # --- snapshots -------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Islands:
         return self.members[self.rounds % len(self.members)]
 
     @torch.no_grad()
-    def push(self) -> None:
+    def push(self, last: bool = False) -> None:
         agreed, own = list(self.agreed.parameters()), [list(model.parameters()) for model in self.models]
         self.sent = [[mine[i].clone() for i in self.now] for mine in own]
         for i in self.now:
@@ -53,7 +53,10 @@ class Islands:
             for mine in own[1:]:
                 total = total + (agreed[i] - mine[i])
             agreed[i].grad = total / len(own)
-        self.outer[self.rounds % len(self.members)].step()
+            if last:
+                agreed[i].sub_(agreed[i].grad)
+        if not last:
+            self.outer[self.rounds % len(self.members)].step()
 
     @torch.no_grad()
     def take(self, meanwhile: bool) -> None:
@@ -98,7 +101,7 @@ def expected(
         islands.take(True)
     while since[islands.rounds % fragments]:
         since[islands.rounds % fragments] = 0
-        islands.push()
+        islands.push(last=True)
         islands.rounds += 1
     return {name: value.detach() for name, value in islands.agreed.named_parameters()}
 

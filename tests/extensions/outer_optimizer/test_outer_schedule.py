@@ -90,7 +90,7 @@ def test_each_fragment_counts_its_own_rounds(monkeypatch: pytest.MonkeyPatch) ->
     assert [each.rounds for each in islands.outer] == [6, 6, 6]
     # The reference pushes what is left in two more rounds.
     for _ in range(2):
-        islands.push()
+        islands.push(last=True)
         islands.rounds += 1
     found = run_local(scheduled(2, outer, fragments=3), building(mlp, adamw), script(batches, 2))
     assert_same_bits(found.values, dict(islands.agreed.named_parameters()))

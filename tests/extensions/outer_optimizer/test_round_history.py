@@ -40,13 +40,19 @@ def test_a_group_that_came_later_has_no_age_at_first() -> None:
     assert history.age_sum == 1 and history.made == [9]
 
 
-def test_a_round_has_a_share_of_the_groups_that_take_part() -> None:
+def test_a_round_has_a_share_of_the_groups_that_there_are() -> None:
     history = RoundHistory(range(3), (0, 0))
     shares = [history.add(0, groups).share for groups in ((0,), (1,), (2,), (0, 1), (2,))]
     assert shares == [1 / 3, 1 / 3, 1 / 3, 2 / 3, 1 / 3], "one turn of all moves the values as far as a round of all"
-    assert history.add(1, (0, 1, 2)).share == 1.0, "fragments are counted apart"
-    # Groups 0 and 2 are gone.
-    assert [history.add(0, (1,)).share for _ in range(4)] == [1 / 3, 1 / 2, 1.0, 1.0]
+    assert history.add(1, (0, 1, 2)).share == 1.0
+    # Group 2 is slow.
+    assert {history.add(0, (number % 2,)).share for number in range(20)} == {1 / 3}
+    history.change(2, False)
+    assert [history.add(0, groups).share for groups in ((1,), (0, 1))] == [1 / 2, 1.0]
+    history.change(0, False)
+    history.change(2, True)
+    assert history.add(0, (1,)).share == 1 / 2
+    assert history.add(0, (0,)).share == 1 / 3, "it came back before the start, without a decision"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 4), min_size=1)), max_size=150))

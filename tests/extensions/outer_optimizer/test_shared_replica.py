@@ -211,7 +211,7 @@ def test_groups_are_weighed_by_the_samples_of_all_their_workers() -> None:
 
     class Weighed(Groups):
         @torch.no_grad()
-        def push(self) -> None:
+        def push(self, last: bool = False) -> None:
             own = [list(model.parameters()) for model in self.models]
             weights = [(steps * size) ** 2 / steps for size in (24, 12)]
             self.sent = own

@@ -315,6 +315,18 @@ class ParameterShard:
             self._update(unit, gradient, group, hyper, optimizer, factor, staleness)
             yield from unit.buckets
 
+    def subtract(self, gradient: StagedGradient, rate: float) -> Iterator[Bucket]:
+        """Subtract a gradient times `rate` from the values, without an optimizer. Yields each new bucket."""
+        for bucket in self.buckets:
+            present = gradient.present(bucket)
+            if present:
+                values, mean = self.values(bucket.id), gradient.gradient(bucket)
+                for at, piece in enumerate(bucket.pieces):
+                    if present >> at & 1:
+                        part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                        values[part].add_(mean[part], alpha=-rate)
+            yield bucket
+
     def _update(
         self,
         unit: UpdateUnit,

@@ -56,10 +56,11 @@ class StepPolicy:
         """The gradient of an update that these worker groups' staged steps make together."""
         raise NotImplementedError
 
-    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
+    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes | float:
         """An update is about to be made of a step of each of these groups, on this shard.
 
-        first: a commit of it. hyper: as it was sent. Returns the hyper-parameters to use.
+        first: a commit of it. hyper: as it was sent. Returns the hyper-parameters to use, or a rate: the gradient times
+        it is then subtracted from the values, and the optimizer makes no step.
         """
         return hyper
 

@@ -217,10 +217,13 @@ class StepExecution:
         group = first.decision.group
         groups = [step.decision.group for step in steps]
         hyper = self._hooks.policy.before_update(groups, first.first, self._hyper.of_group[group])
-        if len(steps) == 1:
+        if len(steps) == 1 and isinstance(hyper, bytes):
             return model.apply(group, hyper, first.first, first.norm, first.staleness)
         sources = {step.decision.group: step.staging for step in steps}
-        return model.apply_gradient(self._hooks.policy.joint_gradient(sources), SEVERAL_GROUPS, hyper, None)
+        gradient = self._hooks.policy.joint_gradient(sources) if len(steps) > 1 else first.staging
+        if isinstance(hyper, float):
+            return model.subtract(gradient, hyper)
+        return model.apply_gradient(gradient, SEVERAL_GROUPS, hyper, None)
 
     def _end_step(self, step: "_DecidedStep") -> StepResult:
         """Reply to the workers of a step, and begin the group's next one."""

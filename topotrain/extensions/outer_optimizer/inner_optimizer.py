@@ -148,6 +148,7 @@ class InnerOptimizer(LocalOptimizer):
         self._untold = UntoldSteps(cluster.fragments)
         self._exchanges: ExchangeTimes | None = None
         self._turn = self._fragment = 0  # of the next push, and of the last one
+        self._due = False  # the last answer of `pushes`
         self._times = StepTimes() if cluster.paces_by_time else None
         self._clock = clock or ProcessClock()
         self._seconds = 0.0  # of a step, before the last push
@@ -206,7 +207,8 @@ class InnerOptimizer(LocalOptimizer):
         return bool(self._untold.pending) or self._batches.samples > 0
 
     def pushes(self, step: int) -> bool:
-        return self._choices.pushes(step, self._is_due) if self._decoupled else self._schedule.pushes(step)
+        self._due = self._choices.pushes(step, self._is_due) if self._decoupled else self._schedule.pushes(step)
+        return self._due
 
     @property
     def _is_due(self) -> bool:
@@ -218,7 +220,8 @@ class InnerOptimizer(LocalOptimizer):
         return self.named != OWN_TURN or self._made - self._pushed_at >= self.interval
 
     def fetches(self, step: int) -> bool:
-        return self.pushes(step)
+        # As `pushes` has said: a message may have come since.
+        return self._due
 
     @property
     def defers(self) -> bool:

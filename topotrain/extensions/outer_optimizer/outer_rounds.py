@@ -7,9 +7,12 @@ local SGD with an outer optimizer (FedOpt: Reddi et al., 2021; DiLoCo: Douillard
 Rule: a round is decided when every live group has pushed, or (with `quorum`) so many groups have. The coordinator
 decides all its steps in one run of decisions, so all shards make the update of the same groups. A group that dies
 before has no part in the round, and with a quorum one that is late has a part in a later one (Decoupled DiLoCo).
+
+A round of groups whose scripts have all ended is the mean of what they have left: no round follows that would bring
+back what a step with momentum overshoots.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +21,9 @@ import torch
 from topotrain.config.job import Job, Reduce, UpdaterType
 from topotrain.config.sharding import Bucket, Segment, SliceMap
 from topotrain.core.events import Event, Rounds
-from topotrain.core.protocol import Commit
+from topotrain.core.protocol import Commit, StepDecision
 from topotrain.core.server.component_state import State
+from topotrain.core.server.consistency import IS_BACK, RESTARTS
 from topotrain.core.server.gradients.gradient_source import (
     GradientSource,
     GroupBuffers,
@@ -28,7 +32,7 @@ from topotrain.core.server.gradients.gradient_source import (
 )
 from topotrain.core.server.ordered_sum import OrderedMean, Part
 from topotrain.core.server.server import Server
-from topotrain.core.server.server_extension import GradientExtension, ReportingExtension, StepPolicy
+from topotrain.core.server.server_extension import GradientExtension, Outbox, ReportingExtension, StepPolicy
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotParticipant
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
@@ -36,6 +40,11 @@ from topotrain.extensions.outer_optimizer.groups.shared_pushes import SharedPush
 from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
 from topotrain.extensions.outer_optimizer.round_history import RoundHistory
 from topotrain.extensions.outer_optimizer.rounds import rearmost
+
+
+def is_left_over(sources: Iterable[GradientSource]) -> bool:
+    """Whether all these steps are of ended scripts, which are given no values any more."""
+    return not any(source.first.fetch for source in sources)
 
 
 class RoundGradient(StagedGradient):
@@ -96,6 +105,8 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         before: of each fragment, the number of its rounds in the run that this job continues. Empty: there were none.
     """
 
+    decrees = (RESTARTS, IS_BACK)
+
     def __init__(
         self, server: Server, job: Job, windows: RoundWindows | None = None, before: Sequence[int] = ()
     ) -> None:
@@ -107,8 +118,8 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         self._schedule = OuterSchedule(job.cluster.outer)
         # What each worker has learned counts as much as in a round of all, whichever others are in the round. Delayed
         # momentum divides by its own number of updates.
-        mean, delayed = job.reduce is Reduce.kMean, job.cluster.outer.type is UpdaterType.kDelayedNesterov
-        self._by_share = mean and not delayed and self._quorum > 0
+        self._means, delayed = job.reduce is Reduce.kMean, job.cluster.outer.type is UpdaterType.kDelayedNesterov
+        self._by_share = self._means and not delayed and self._quorum > 0
         fragments = job.cluster.fragments
         # A run with other fragments has counted the rounds of other parts of the model.
         self.history = RoundHistory(server.groups, before if len(before) == fragments else [0] * fragments)
@@ -138,9 +149,12 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         # All wait, and for different fragments. Those that are behind come to the others.
         return [by_fragment[rearmost(by_fragment, self._fragments)]]
 
-    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes:
+    def before_update(self, groups: Sequence[int], first: Commit, hyper: bytes) -> bytes | float:
         """As `StepPolicy.before_update`: a round begins."""
         made = self.history.add(first.optimizer, groups)
+        staging = self._server.state.known.staging
+        if self._means and is_left_over(staging[group] for group in groups):
+            return made.share if self._quorum else 1.0
         spec = self._server.state.known.schema.optimizer
         share = made.share if self._by_share else None
         return self._schedule.settings(hyper, spec, made.fragment, made.number, share)
@@ -153,6 +167,11 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
 
     def reset_group(self, group: int, ended: bool) -> None:
         self.history.forget(group)
+
+    def on_decree(self, decision: StepDecision) -> Outbox:
+        """As `ServerExtension.on_decree`: a group is gone, or is there again."""
+        self.history.change(decision.group, decision.change == IS_BACK)
+        return ()
 
     def facts(self) -> Mapping[str, Any]:
         return {"rounds": list(self.history.made)}

@@ -1,6 +1,6 @@
 """The rounds of a job: their numbers and members, and the age of pushes. Pure."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Round:
         fragment: the part of the model.
         number: of this round of the fragment, from 0, over all starts of the job.
         groups: those with a part in it.
-        share: their share of the groups that take part in rounds of the fragment.
+        share: their share of the groups that there are.
     """
 
     fragment: int
@@ -45,11 +45,7 @@ class RoundHistory:
         """The number of rounds of this start with so many groups."""
         self.last: deque[Round] = deque(maxlen=MOST_LISTED)
         found = tuple(groups)
-        self._groups = len(found)
-        # If each of them pushes as often as the others, so many rounds have had all.
-        self._recent = [deque[tuple[int, ...]](maxlen=self._groups) for _ in before]
-        self._times = [Counter[int]() for _ in before]
-        """Of each fragment, how often a group is in the recent rounds."""
+        self._there = set(found)
         self.ages, self.age_sum, self.age_max = 0, 0, 0
         self._base = {(group, fragment): made for group in found for fragment, made in enumerate(before)}
 
@@ -66,21 +62,16 @@ class RoundHistory:
             self._base[group, fragment] = number + 1
         self.made[fragment] += 1
         self.members[len(groups)] = self.members.get(len(groups), 0) + 1
-        made = Round(fragment, number, tuple(groups), self._share(fragment, groups))
+        # One that came back before the start of the job has no decision about its return.
+        self._there.update(groups)
+        made = Round(fragment, number, tuple(groups), len(groups) / len(self._there))
         self.last.append(made)
         return made
 
-    def _share(self, fragment: int, groups: Sequence[int]) -> float:
-        # From the rounds alone, and not from the groups that live now: all servers must find the same.
-        recent, times = self._recent[fragment], self._times[fragment]
-        if len(recent) == self._groups:
-            for group in recent[0]:
-                times[group] -= 1
-                if not times[group]:
-                    del times[group]
-        recent.append(tuple(groups))
-        times.update(groups)
-        return len(groups) / (self._groups if len(recent) < self._groups else len(times))
+    def change(self, group: int, there: bool) -> None:
+        """A decision says that a group is gone, or is there again. A group that rests is there."""
+        # From the decisions alone, and not from what a server sees of the groups: all must find the same share.
+        (self._there.add if there else self._there.discard)(group)
 
     def forget(self, group: int) -> None:
         """The group has new processes, which begin with the present values."""
@@ -95,7 +86,7 @@ class RoundHistory:
             "last": [(each.fragment, each.number, each.groups, each.share) for each in self.last],
             "ages": (self.ages, self.age_sum, self.age_max),
             "base": self._base,
-            "recent": (self._groups, [list(each) for each in self._recent]),
+            "there": self._there,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -103,6 +94,4 @@ class RoundHistory:
         self.made, self.members, self._base = list(state["made"]), dict(state["members"]), dict(state["base"])
         self.last = deque((Round(*each) for each in state["last"]), maxlen=MOST_LISTED)
         self.ages, self.age_sum, self.age_max = state["ages"]
-        self._groups, recent = state["recent"]
-        self._recent = [deque((tuple(groups) for groups in each), maxlen=self._groups) for each in recent]
-        self._times = [Counter(group for groups in each for group in groups) for each in self._recent]
+        self._there = set(state["there"])

@@ -20,7 +20,7 @@ from topotrain.core.server.ordered_sum import OrderedMean, ScratchBuffers
 from topotrain.core.server.server import Server
 from topotrain.core.server.step_execution import SEVERAL_GROUPS
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
-from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient
+from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient, is_left_over
 from topotrain.extensions.outer_optimizer.radial.radial_average import (
     Products,
     average_factors,
@@ -217,6 +217,8 @@ class RadialRounds(OuterRounds):
         self._rows[decision.group] = unpack_rows(decision.measured, len(self._groups), divided)
 
     def joint_gradient(self, sources: Mapping[int, GradientSource]) -> StagedGradient:
+        if is_left_over(sources.values()):
+            return super().joint_gradient(sources)
         model, tensors = self._server.state.known, self._of_model()
         divided = tensors.divided(next(iter(sources.values())).first.optimizer)
         products = joined_products({group: self._rows[group] for group in sources}, self._groups, divided)
