@@ -6,7 +6,7 @@
     I5   workers are killed in turn: samples per second, and the longest gap between two steps of the others
     I6   workers of different speed, against the sum of the speeds
     I7   a server is killed, with and without a second copy
-    I8   `topotrain simulate`: 10,000 islands, and the layouts with a published goodput
+    I8   `benchmarks.goodput`: 10,000 islands, and the layouts with a published goodput
     I9   kE3M0: encoding and decoding of 1 MB
     I10  memory of a worker over that of the plain script
 
@@ -22,17 +22,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks import goodput
 from benchmarks.compression import BODY, Bodies, clocked
+from benchmarks.goodput import PUBLISHED, ChipFailures
 from benchmarks.harness import ROUNDS, Figure, Row, Samples, absent, interleave, row
 from benchmarks.learning import run_program
 from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import text
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, cluster, gather, topotrain
+from benchmarks.sides import Refused, Side, Sides, cluster, gather
 from benchmarks.slow_link import MBIT, shaped_ddp
 
 NAME, TITLE = "islands", "Islands"
@@ -338,25 +339,18 @@ def simulated() -> list[Row]:
     """I8: the time for many islands, and the goodput of the published layouts."""
     many = f"{MANY} simulated islands of 1.2 M chips"
     published = "simulated goodput of the published layouts, beside the published figures"
-    try:
-        seconds, _ = _simulate(str(MANY), "--chips", "1.2M")
-        _, layouts = _simulate("published")
-    except Refused as reason:
-        return [absent("I8", many, "s", str(reason), "<= 60"), absent("I8", published, "points", str(reason), "<= 2")]
-    away = [100 * abs(each["goodput"] - each["published"]) for each in layouts]
-    figures = ", ".join(f"{100 * each['goodput']:.0f}/{100 * each['published']:.0f}" for each in layouts)
+    began = time.perf_counter()
+    goodput.simulated(ChipFailures(1_200_000), MANY)
+    seconds = time.perf_counter() - began
+    shares = [
+        (goodput.simulated(ChipFailures(chips), islands).share, paper) for (chips, islands), paper in PUBLISHED.items()
+    ]
+    away = [100 * abs(share - paper) for share, paper in shares]
+    figures = ", ".join(f"{100 * share:.0f}/{100 * paper:.0f}" for share, paper in shares)
     return [
         row("I8", many, seconds, "s", "<= 60"),
         row("I8", published, Figure(max(away), min(away), max(away)), "points, at worst", "<= 2", f"in %: {figures}"),
     ]
-
-
-def _simulate(*words: str) -> tuple[float, Sequence[Mapping[str, Any]]]:
-    """Run the command; its seconds, and its layouts. Raises Refused."""
-    say(f"  topotrain simulate --islands {' '.join(words)}")
-    began = time.perf_counter()
-    said = topotrain("simulate", "--islands", *words, "--json")
-    return time.perf_counter() - began, json.loads(said)["layouts"]
 
 
 # --- I9, I10 ---

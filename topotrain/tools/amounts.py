@@ -1,4 +1,4 @@
-"""Amounts in options of the command line: times, counts, sizes, and links."""
+"""Amounts in options of the command line: times, sizes, and links."""
 
 import math
 import re
@@ -8,8 +8,6 @@ from topotrain.config.job import ConfigError, Link
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
 _TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0, "": 1.0}
 _TIME = re.compile(rf"{_NUMBER}(s|min|h|d|y|)")
-_COUNTS = {"k": 1e3, "M": 1e6, "": 1.0}
-_COUNT = re.compile(rf"{_NUMBER}(k|M|)")
 _SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(rf"{_NUMBER}([kmgt]i?b)")
 _LINK_FIELDS = {
@@ -41,18 +39,6 @@ def seconds(option: str, text: str) -> float:
     if not 0 < length < math.inf:
         raise ConfigError(option, text, "must be a time above 0, such as 18, 5min, 12h, 30d or 1y")
     return length
-
-
-def count(option: str, text: str) -> int:
-    """Return the number of "4096", "512k" or "1.2M".
-
-    Raises ConfigError for anything else, and for 0.
-    """
-    found = _COUNT.fullmatch(text.strip())
-    number = round(_finite(found[1]) * _COUNTS[found[2]]) if found else 0
-    if number < 1:
-        raise ConfigError(option, text, "must be a number above 0, such as 4096, 512k or 1.2M")
-    return number
 
 
 def nbytes(option: str, text: str) -> int:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.amounts import seconds
-from topotrain.tools.cli.goodput_report import goodput, layouts
 from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.live_terminal import redraws
 from topotrain.tools.simulator.one_core import one_core
@@ -24,7 +22,6 @@ EXAMPLE = """\b
 Example:
   topotrain simulate --seed 7 --layout examples/conf/downpour.conf
   topotrain simulate --seeds 1000
-  topotrain simulate --islands 8 --chips 1.2M
 """
 _SHOWN = 20
 """Wrong seeds that are listed at most."""
@@ -47,32 +44,6 @@ def register(app: typer.Typer) -> None:
             str,
             typer.Option("--only", metavar="I,J", help="Only these of the seed's faults; a - alone: none."),
         ] = "",
-        islands: Annotated[
-            str,
-            typer.Option(
-                "--islands",
-                metavar="M|published",
-                help="Instead: the goodput of so many worker groups with chips that fail.",
-            ),
-        ] = "",
-        chips: Annotated[
-            str, typer.Option("--chips", metavar="N", help="With --islands: chips of the whole job, such as 1.2M.")
-        ] = "",
-        mtbi: Annotated[
-            str, typer.Option("--mtbi", metavar="TIME", help="With --islands: mean time between failures of a chip.")
-        ] = "1y",
-        stall: Annotated[
-            str, typer.Option("--stall", metavar="TIME", help="With --islands: how long a failure stops an island.")
-        ] = "18s",
-        base: Annotated[
-            float,
-            typer.Option(
-                "--base", metavar="SHARE", min=0.0, max=1.0, help="With --islands: share that is lost in any case."
-            ),
-        ] = 0.05,
-        quorum: Annotated[
-            int, typer.Option("--quorum", metavar="K", help="With --islands: as in the cluster block.")
-        ] = 1,
         as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
     ) -> None:
         """Simulate a job under faults, on a simulated network in virtual time.
@@ -81,15 +52,6 @@ def register(app: typer.Typer) -> None:
         lost or counted twice, or if a process would wait for ever.
         """
         with refusing():
-            if islands:
-                _only_goodput(seeds, where, only)
-                from topotrain.tools.simulator.goodput import ChipFailures
-
-                failures = ChipFailures(0, seconds("--mtbi", mtbi), seconds("--stall", stall), base)
-                with one_core():
-                    raise typer.Exit(goodput(layouts(islands, chips, failures), quorum, seed, as_json))
-            if chips:
-                raise ConfigError("--chips", chips, "needs --islands, the number of worker groups")
             job = _job(where)
             if seeds > 1 and only:
                 raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
@@ -97,13 +59,6 @@ def register(app: typer.Typer) -> None:
                 if seeds > 1:
                     raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
                 raise typer.Exit(_one(seed, job, where, only, as_json))
-
-
-def _only_goodput(seeds: int, where: str, only: str) -> None:
-    """Raise ConfigError for options that the goodput does not use."""
-    for option, value, given in (("--seeds", seeds, seeds > 1), ("--layout", where, where), ("--only", only, only)):
-        if given:
-            raise ConfigError(option, value, "must not be given with --islands, which simulates no ledger")
 
 
 def _job(where: str) -> "Job | None":

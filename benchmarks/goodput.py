@@ -1,4 +1,4 @@
-"""Goodput of worker groups with failures of chips, in virtual time.
+"""Goodput of worker groups with failures of chips, in virtual time: `python -m benchmarks.goodput`.
 
 Each worker group has its share of the chips, and makes rounds of computing and of a push. The failures of chips are a
 Poisson process. A group stands still for a while when one of its chips fails. Failures while it stands still change
@@ -10,7 +10,7 @@ does not compute.
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -78,20 +78,6 @@ class Goodput:
     rounds: int
     stalls: int
     seconds: float
-
-    def as_data(self) -> Mapping[str, float | int]:
-        """Return the data for JSON."""
-        return {
-            "islands": self.islands,
-            "chips": self.failures.chips,
-            "quorum": self.quorum,
-            "goodput": self.share,
-            "formula": self.failures.formula(self.islands),
-            "pushes": self.pushes,
-            "rounds": self.rounds,
-            "stalls": self.stalls,
-            "virtual_seconds": self.seconds,
-        }
 
 
 PUBLISHED: Mapping[tuple[int, int], float] = {
@@ -177,8 +163,8 @@ class GoodputSimulation:
         self._events = [(self._period(), group) for group in range(islands)]
         heapify(self._events)
 
-    def run(self, pushes: int) -> Iterator[int]:
-        """Go on until so many pushes were made. Yields their number now and then."""
+    def run(self, pushes: int) -> Goodput:
+        """Go on until so many pushes were made; the result so far."""
         while self._pushes < pushes:
             self._now, group = heappop(self._events)
             self._ends[group] = self._now
@@ -190,11 +176,6 @@ class GoodputSimulation:
                 self._push(group)
             if self._quorum:
                 heappush(self._events, (self._now + self._period(), group))
-            if self._computed % 1000 == 0:
-                yield self._pushes
-
-    def found(self) -> Goodput:
-        """Return the result so far."""
         share = (1 - self._failures.base) * self._computed * ROUND_S / math.fsum(self._ends)
         counts = (self._pushes, self._server.rounds, self._stalls)
         return Goodput(self._failures, self._islands, self._quorum, share, *counts, self._now)
@@ -240,8 +221,19 @@ def pushes_for(failures: ChipFailures, islands: int) -> int:
     return max(min(math.ceil(stalls / (rate * ROUND_S)), _MOST_PUSHES), LEAST_ROUNDS * islands)
 
 
-def published_layouts(failures: ChipFailures) -> Sequence[tuple[ChipFailures, int]]:
-    """The published layouts with these failures of each chip."""
-    return [
-        (ChipFailures(chips, failures.mtbi_s, failures.stall_s, failures.base), islands) for chips, islands in PUBLISHED
-    ]
+def simulated(failures: ChipFailures, islands: int, quorum: int = 1, pushes: int = 0) -> Goodput:
+    """Simulate these failures, with as many pushes as the goodput needs, or with so many."""
+    return GoodputSimulation(failures, islands, quorum).run(pushes or pushes_for(failures, islands))
+
+
+def main() -> None:
+    """Print the goodput of the published layouts."""
+    print(f"{'chips':>11}  {'islands':>7}  {'published':>9}  {'formula':>7}  {'simulated':>9}")
+    for (chips, islands), paper in PUBLISHED.items():
+        found = simulated(ChipFailures(chips), islands)
+        formula = found.failures.formula(islands)
+        print(f"{chips:>11,}  {islands:>7,}  {paper:>9.0%}  {formula:>7.1%}  {found.share:>9.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
