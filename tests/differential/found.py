@@ -7,6 +7,7 @@ FOUND = tuple(
         *("writes=data_first", "writes=load_first", "writes=copy_first", "writes=replaced"),
         *("state=clear", "state=new", "state=zero", "state=delete", "state=empty", "state=read_own"),
         *("flow=break_stopped", "phases=second", "phases=second_prepared", "wrapper=lookahead", "wrapper=sam"),
+        *("wrapper=sam_class",),
         *("hooks=clamp_before", "hooks=clamp_after", "hooks=post_before", "hooks=post_after"),
         *("data=second", "data=second_own", "data=renewed", "data=as_is", "end=layer"),
     )

@@ -49,3 +49,24 @@ def test_data_parallel_on_one_device_is_the_model(job) -> None:  # type: ignore[
     here, model = job(), nn.DataParallel(small())
     train(*tt.prepare(model, unfused(model), loader()), 1)
     here.finish()
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM is written: another optimizer inside makes the steps."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, 0.1)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+def test_an_optimizer_with_another_one_inside_names_the_one_to_prepare(job) -> None:  # type: ignore[no-untyped-def]
+    here, model = job(), small()
+    sharp = Sharp(model.parameters())
+    with pytest.raises(ConfigError, match=r"makes the steps: give tt\.prepare that one, optimizer\.base"):
+        tt.prepare(model, sharp, loader())
+    model, sharp.base, batches = tt.prepare(model, sharp.base, loader())
+    train(model, sharp, batches, 1)
+    here.finish()

@@ -35,7 +35,7 @@ from topotrain.training.data.split_loader import SplitLoader
 from topotrain.training.data.unprepared_loaders import UnpreparedLoaders
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_watch import LossWatch, watch_losses
-from topotrain.training.misuse_checks import MisuseChecks, refuse_wrapped
+from topotrain.training.misuse_checks import MisuseChecks, refuse_nested, refuse_wrapped
 from topotrain.training.parameters.divided_model import STATE_IN_PARTS, DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
@@ -131,6 +131,7 @@ def prepare(*objects: object) -> Any:
             raise process.again(call)
         return call.returned(lambda loader: _divide(here, loader))
     refuse_wrapped(call.models)
+    refuse_nested(call.optimizers, here.place.job.import_)
     if call.needs_updater:
         call = call.with_built(_build(here, call.model))
     made = joined((*process.so_far(), call), complete=False)

@@ -50,6 +50,22 @@ def refuse_wrapped(models: Sequence[nn.Module]) -> None:
             raise ConfigError(f"model parameter {name}", "a DTensor", accepted)
 
 
+def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
+    """Raise ConfigError for an optimizer whose steps another one makes, such as SAM's.
+
+    imported: the job's `import`, of which the servers make an optimizer as a whole.
+    """
+    for optimizer in optimizers:
+        inside = [(name, each) for name, each in vars(optimizer).items() if isinstance(each, Optimizer)]
+        if inside and (not imported or type(optimizer).__module__ != imported):
+            name, inner = inside[0]
+            accepted = (
+                f"has another optimizer inside, {type(inner).__name__}, which makes the steps: give tt.prepare that "
+                f"one, optimizer.{name}, and call the methods of {type(optimizer).__name__} as before"
+            )
+            raise ConfigError("tt.prepare", type(optimizer).__name__, accepted)
+
+
 class MisuseChecks(WorkerExtension, TrainingChecks):
     """Watches the steps of a script until this worker's part ends."""
 

@@ -1,5 +1,6 @@
 """Entry points without a launcher: which peers are accepted and waited for, what is refused, where parameters are."""
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -322,9 +323,27 @@ def test_a_cluster_spec_is_tensorflows():
 
 def test_a_cluster_spec_takes_tensorflows_own_spelling():
     plain = tt.train.ClusterSpec({"ps": ["a:1"], "worker": ["b:2"]})
+    assert tt.train.ClusterSpec(plain.as_cluster_def()) == plain
     assert tt.train.ClusterSpec({"ps": ["grpc://a:1"], "worker": {0: "tcp://b:2"}}) == plain
     with pytest.raises(ConfigError, match=r"address 'http://a:1'"):
         tt.train.ClusterSpec({"ps": ["http://a:1"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("MonitoredTrainingSession", "tt.prepare and an ordinary loop"),
+        ("get_or_create_global_step", "tt.global_step()"),
+        ("AdamOptimizer", "torch.optim"),
+        ("latest_checkpoint", "tt.save"),
+        ("StopAtStepHook", "a line of the script's loop"),
+        ("TFConfigClusterResolver", "TF_CONFIG"),
+        ("import_meta_graph", "docs/coming-from.md"),
+    ],
+)
+def test_names_of_tensorflow_that_are_not_here_lead_to_what_is(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=f"tt.train has no {name}: .*{re.escape(words)}"):
+        getattr(tt.train, name)
 
 
 GOOD = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
@@ -339,7 +358,7 @@ GOOD = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
         ({5: ["a:1"]}, "ps", 0, "names of jobs"),
         (GOOD, "chief", 0, 'must be "ps" or "worker"'),
         ({"worker": ["a:1"]}, "worker", 0, 'at least one task of the job "ps"'),
-        ({**GOOD, "chief": ["a:1"]}, "worker", 0, "and no other"),
+        ({**GOOD, "chief": ["a:1"]}, "worker", 0, "a chief or master is the first task"),
         ({**GOOD, "worker": {1: "a:1"}}, "worker", 1, "must name every task"),
     ],
 )
@@ -368,7 +387,7 @@ def test_a_servers_other_messages(wrong):
 
 def test_a_ps_task_is_no_worker():
     server = tt.train.Server(GOOD, "ps", 0, "grpc", None, False)
-    assert server.target == "tcp://127.0.0.1:1"
+    assert server.target == "grpc://127.0.0.1:1"
     server.start()
     assert process.current() is None
     with pytest.raises(ConfigError, match="create_local_server"):
@@ -391,6 +410,8 @@ def test_a_worker_task_may_join_later(monkeypatch):
 def test_a_sync_replicas_optimizer_takes_tensorflows_arguments():
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     assert tt.train.SyncReplicasOptimizer(optimizer, 2, 2, use_locking=True, name="mnist_sync") is optimizer
+    with pytest.raises(ConfigError, match=r"each step\(\) waits for the gradients of all workers"):
+        optimizer.make_session_run_hook(True)
     with pytest.raises(ConfigError, match="variable_averages"):
         tt.train.SyncReplicasOptimizer(optimizer, 2, variable_averages=object())
 

@@ -42,6 +42,10 @@ class ClusterSpec:
             for job, tasks in self._tasks.items()
         }
 
+    def as_cluster_def(self) -> dict[str, Any]:
+        """Return the same as `as_dict`: `ClusterSpec` and `Server` take plain data."""
+        return self.as_dict()
+
     @property
     def jobs(self) -> list[str]:
         """The names of the jobs."""

@@ -5,6 +5,7 @@ of its own unless all tasks have `sync=True`.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -51,12 +52,34 @@ __all__ = [
 
 byte_size = byte_size_load_fn
 
+_INSTEAD = (
+    (
+        r"Monitored\w*|Supervisor|SessionManager|Scaffold|\w*SessionCreator",
+        "tt.prepare and an ordinary loop take its place",
+    ),
+    (r"\w*global_step|assert_global_step", "tt.global_step() is the number of steps of the job"),
+    (
+        r"\w*Optimizer|exponential_decay|\w+_decay",
+        "torch.optim has optimizers and schedules, which tt.prepare is given",
+    ),
+    (r"\w*Saver\w*|\w*[cC]heckpoint\w*", "tt.save(tt.state_dict(model), path) saves; a job takes snapshots by itself"),
+    (r"\w*Hook", "what it does is a line of the script's loop, such as `if tt.global_step() >= steps: break`"),
+    (
+        r"\w*ClusterResolver|TFConfig\w*",
+        'json.loads(os.environ["TF_CONFIG"]) has "cluster", for tt.train.ClusterSpec, and "task"',
+    ),
+    (r"ExponentialMovingAverage", "torch.optim.swa_utils.AveragedModel keeps an average of the weights"),
+    (r"Coordinator|\w*[qQ]ueue_?[rR]unner\w*|\w*batch\w*|\w*producer", "a DataLoader reads, which tt.prepare is given"),
+)
+"""Names of TensorFlow's module that are not here, and what a script has instead."""
+
 
 def __getattr__(name: str) -> Any:
     # The client session is a package of its own, imported when it is used.
     if name in ("TrainOp", "minimize"):
         return getattr(import_module("topotrain.compat.tensorflow.session.session_client"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    words = next((words for names, words in _INSTEAD if re.fullmatch(names, name)), "docs/coming-from.md has what is")
+    raise AttributeError(f"tt.train has no {name}: {words}")
 
 
 COMPARE = 'the ClusterSpec (jobs "ps" and "worker", in this order everywhere) and sync'
@@ -108,7 +131,10 @@ class Server:
         self.sync, self.session = sync, session
         self._ps, workers = (_complete(self.cluster, name) for name in ("ps", "worker"))
         if sorted(self.cluster.jobs) != ["ps", "worker"]:
-            raise ConfigError("cluster", self.cluster.as_dict(), 'must have the jobs "ps" and "worker", and no other')
+            accepted = (
+                'must have the jobs "ps" and "worker", and no other: a chief or master is the first task of "worker"'
+            )
+            raise ConfigError("cluster", self.cluster.as_dict(), accepted)
         if job_name not in ("ps", "worker"):
             raise ConfigError("job_name", job_name, 'must be "ps" or "worker"')
         if len(set(self._ps)) < len(self._ps):
@@ -161,8 +187,8 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The URL of this task."""
-        return f"tcp://{self.address}"
+        """The URL of this task, as TensorFlow writes it; `tt.Session` takes it."""
+        return f"grpc://{self.address}"
 
     @property
     def server_def(self) -> dict[str, Any]:
@@ -277,6 +303,7 @@ def SyncReplicasOptimizer(
         if average is not None:
             raise ConfigError(given, type(average).__name__, "must be None: keep an average in the loop of the script")
     del use_locking, name
+    opt.make_session_run_hook = _no_hook  # type: ignore[attr-defined]
     here = process.current()
     if here is None:
         return opt
@@ -289,6 +316,11 @@ def SyncReplicasOptimizer(
         if value not in (None, workers):
             raise ConfigError(given, value, f"must be {workers}, the number of workers: each one counts in every step")
     return opt
+
+
+def _no_hook(is_chief: bool = False, num_tokens: int = -1) -> Any:
+    accepted = "is not there, and needs no counterpart: each step() waits for the gradients of all workers"
+    raise ConfigError("make_session_run_hook", None, accepted)
 
 
 # --- placement of variables on ps tasks --------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class AssignmentScope(WorkerExtension):
         if self._worker.path.begun:
             raise RuntimeError(
                 f"tt.assign {when}: gradients of the step were sent already; change parameters before the backward, "
-                f"or after step()"
+                f"or after step(); values for a backward only (SAM) need no tt.assign: put copies back before step()"
             )
 
     def _indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:

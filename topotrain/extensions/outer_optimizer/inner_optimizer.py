@@ -286,7 +286,8 @@ class InnerOptimizer(LocalOptimizer):
             self._times.step(self._clock.now())
 
     def before_change(self) -> None:
-        raise ConfigError("tt.assign", None, "cannot be used with cluster.outer: each worker has values of its own")
+        accepted = "cannot be used with cluster.outer, where the script may change parameters without it, as its own"
+        raise ConfigError("tt.assign", None, accepted)
 
 
 def outer_optimizers(outer: Updater, named: list[tuple[str, nn.Parameter]], fragments: int) -> tuple[Optimizer, ...]:

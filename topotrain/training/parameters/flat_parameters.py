@@ -304,7 +304,7 @@ class ModelBuffers(ParameterViews):
                     f"parameter {self._parts.parameters[index].name} was changed outside optimizer.step(): the "
                     f"servers hold its value, so the change would be lost; load or edit parameters before tt.prepare, "
                     f"or in a block `with tt.assign(model):`; a value that is put in for a while, as an average for "
-                    f"a validation, is put back before step(), bit for bit{hint}"
+                    f"a validation or the shift of SAM, is put back from a copy before step(), bit for bit{hint}"
                 )
         # Of a worker that changes its parameters by itself, its own rule says which these are.
         if not self._apart:

@@ -68,7 +68,7 @@ class Session:
     The target computes the modules without a place. The token is that of the cluster (TOPOTRAIN_TOKEN, or its file).
 
     Args:
-        target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222" ("grpc://worker7:2222" means the
+        target: a worker's `tt.train.Server.target`, such as "grpc://worker7:2222" ("tcp://worker7:2222" means the
             same). "": this process computes itself.
 
     Raises:
