@@ -131,6 +131,8 @@ def test_a_loop_until_the_job_has_made_so_many_steps_ends_for_all(runner: JobRun
     ended = runner.run(ALLREDUCE, "until.py", "20", name="together")
     assert values(ended.workspace, ended.out, "until") == dict.fromkeys(range(3), "20")
     assert "tt.report mine is the main worker's own, 0, with 1 on worker 0/1, 2 on worker 0/2" in ended.err
+    wrote = f"2 workers wrote {runner.folder / 'all.pt'}, one over the other's: use tt.save"
+    assert wrote in ended.err and any(wrote in notice for notice in ended.report["notices"])
     ended = runner.run(DOWNPOUR, "until.py", "20", name="apart")
     assert 20 <= ended.report["metrics"]["all"] <= 22
     assert torch.load(runner.folder / "until.pt", weights_only=True)["rank"] == 0

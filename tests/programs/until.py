@@ -24,5 +24,8 @@ while tt.global_step() < wanted:
         if tt.global_step() >= wanted:
             break
 tt.save({"own": own, "rank": tt.rank()}, "until.pt")
+torch.save({"own": own}, f"{tt.rank()}.pt")
+if tt.rank() != 1:
+    torch.save({"own": own}, "all.pt")
 print(f"values until {tt.rank()}: {tt.global_step()}", flush=True)
 tt.report(mine=float(tt.rank()), all=tt.sum(own / int(tt.sum(1)), over="job"))

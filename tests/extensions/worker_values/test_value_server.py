@@ -139,12 +139,14 @@ def test_the_first_buffers_are_the_main_workers_and_travel_only_where_they_diffe
     assert bytes_to(buffers(D, "d"), D) == [7]
 
 
-def test_a_metric_that_differs_between_the_workers_of_the_main_group_is_said():
+def test_a_metric_that_differs_and_a_file_of_several_workers_are_said():
     calls = Calls()
-    for who, metrics in ((A, "loss=0.5\nsame=2"), (B, "loss=0.25\nsame=2\nmine=3"), (C, "loss=7")):
+    files = "\n/w/a=b.pt=1\n/w/c.pt=1"
+    for who, metrics in ((A, f"loss=0.5\nsame=2{files}"), (B, "loss=0.25\nsame=2\nmine=3"), (C, f"loss=7{files}")):
         calls.tell(who, PassedCall(False, 0, 9, True, metrics))
-    (notice,) = calls.values.events()
+    notice, wrote = calls.values.events()
     assert "tt.report loss is the main worker's own, 0.5, with 0.25 on worker 0/1: tt.mean" in notice.text
+    assert "2 workers wrote /w/a=b.pt and 1 more, one over the other's: use tt.save" in wrote.text
 
 
 def test_impossible_numbers_are_refused():

@@ -68,7 +68,8 @@ class PassedCall(Message):
 
     Attributes:
         over: its script has ended, and it makes no call any more.
-        metrics: the numbers of its `tt.report` then, a line "name=number" for each.
+        metrics: the numbers of its `tt.report` then, a line "name=number" for each, and "path=1" for each file that it
+            has written.
     """
 
     job: bool

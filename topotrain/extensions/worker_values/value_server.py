@@ -4,13 +4,15 @@ A call is complete when every worker of it has sent its value. The server comput
 of all, in the order of the workers, so that the result is the same on each and from run to run.
 """
 
+import os
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.events import Notice
+from topotrain.core.events import LastingNotice, Notice
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.component_state import State
 from topotrain.core.server.server import Server
@@ -46,7 +48,7 @@ class ValueServer(RegroupExtension, ReportingExtension):
         self._server, self._topology = server, topology
         self._calls = {scope: _Call() for scope in (JOB, *range(topology.worker_groups))}
         self._ended: dict[Address, int] = {}  # workers that make no call any more, and the steps of their scripts
-        self._metrics: dict[int, str] = {}  # of the workers of group 0, as they have ended
+        self._metrics: dict[Address, str] = {}  # of workers that have ended, as in `PassedCall`
         self._buffers: dict[int, WorkerValue] = {}  # of the main worker when the job began, by part
         self._asked: list[tuple[Address, WorkerValue]] = []  # for parts that are not here yet
         for group in absent:
@@ -114,9 +116,7 @@ class ValueServer(RegroupExtension, ReportingExtension):
 
     def _passed(self, sender: Address, message: PassedCall) -> Outbox:
         if message.over:
-            self._ended[sender] = message.steps
-            if sender.group == 0:
-                self._metrics[sender.index] = message.metrics
+            self._ended[sender], self._metrics[sender] = message.steps, message.metrics
             return [*self._left(sender.group, [sender]), *self._left(JOB, [sender])]
         scope = JOB if message.job else sender.group
         call = self._calls[scope]
@@ -145,22 +145,30 @@ class ValueServer(RegroupExtension, ReportingExtension):
         return [(worker, Fail(text, config=config)) for worker in workers]
 
     def events(self) -> list[Notice]:
-        """The metrics that are of the main worker's share, and not of all."""
+        """The metrics that are of the main worker's share, and the files of several workers."""
         told = {
-            index: dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-            for index, text in self._metrics.items()
+            worker: dict(line.rsplit("=", 1) for line in text.splitlines() if "=" in line)
+            for worker, text in sorted(self._metrics.items())
         }
-        found = []
-        for name, mine in told.get(0, {}).items():
+        writers = Counter(name for each in told.values() for name in each if os.path.isabs(name))
+        found: list[Notice] = []
+        for name, mine in told.get(Address(Role.WORKER, 0, 0), {}).items():
             others = [
-                f"{theirs[name]} on worker 0/{index}"
-                for index, theirs in sorted(told.items())
-                if theirs.get(name, mine) != mine
+                f"{theirs[name]} on {worker}"
+                for worker, theirs in told.items()
+                if worker.group == 0 and theirs.get(name, mine) != mine
             ]
             if others:
                 own = f"tt.report {name} is the main worker's own, {mine}, with {', '.join(others[:3])}"
                 text = f"{own}: tt.mean, tt.sum or tt.gather make one value of all workers"
                 found.append(Notice(str(self._server.me), text))
+        writers = Counter(name for each in told.values() for name in each if os.path.isabs(name))
+        twice = [path for path, count in writers.items() if count > 1]
+        if twice:
+            more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+            wrote = f"{writers[twice[0]]} workers wrote {twice[0]}{more}, one over the other's"
+            text = f"{wrote}: use tt.save, or write it in `if tt.is_main():`"
+            found.append(LastingNotice(str(self._server.me), text))
         return found
 
     # --- the workers -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from topotrain.extensions.resume.state_serialization import UnserializableState,
 from topotrain.extensions.worker_values.group_batch_norm import normalize_over_group
 from topotrain.extensions.worker_values.value_client import CallPlace, ValueClient
 from topotrain.extensions.worker_values.value_messages import LARGEST
+from topotrain.extensions.worker_values.written_files import WrittenFiles
 from topotrain.training import context as process
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.final_parameters import from_bytes, to_bytes
@@ -70,6 +71,7 @@ class ValueExtension(PrepareExtension):
 
         self._model = nn.Module()
         self.places: CallPlaces | None = None
+        self._files: WrittenFiles | None = None
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
         self._model = request.model
@@ -78,6 +80,7 @@ class ValueExtension(PrepareExtension):
 
     def attach(self, here: Context, worker: Worker) -> None:
         client = worker.client.extension(ValueClient)
+        self._files = WrittenFiles(here.at_close)
         self.places = CallPlaces(here, worker, client)
         worker.attach(self.places)
         # The parts of a split model have buffers of their own.
@@ -87,13 +90,16 @@ class ValueExtension(PrepareExtension):
     def stop_pushing(self, here: Context) -> None:
         self.over = True
         if here.connections is not None and _several(here):
-            here.connections.exchange.extension(ValueClient).end(_numbers(here))
+            files = [] if self._files is None else self._files.lines
+            here.connections.exchange.extension(ValueClient).end(_told(here, files))
 
 
-def _numbers(here: Context) -> str:
-    """The numbers of `tt.report` of this worker, as they are compared."""
+def _told(here: Context, files: Sequence[str]) -> str:
+    """The numbers of `tt.report` of this worker and the files, as they are compared."""
     found = {name: value for name, value in here.metrics.items() if not callable(value)}
-    return "\n".join(f"{name}={float(value):.6g}" for name, value in found.items())[: MAX_TEXT // 4]
+    text = "\n".join([*(f"{name}={float(value):.6g}" for name, value in found.items()), *files])
+    # What does not fit is left out; without its last line, which may be a part of one.
+    return text if len(text.encode()) <= MAX_TEXT // 4 else text[: MAX_TEXT // 16].rpartition("\n")[0]
 
 
 def _several(here: Context) -> bool:
