@@ -108,7 +108,7 @@ def recipes() -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner, number: int) -> None:
     script = runner.folder / "recipe.py"
     script.write_text(recipes()[number])

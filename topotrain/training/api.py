@@ -63,8 +63,8 @@ T = TypeVar("T")
 
 _OTHER_VALUES = (
     "the script has made other initial values here than on the main worker, whose values count: seed it alike on all "
-    "workers (torch.manual_seed). What it has copied from single parameters since tt.prepare, such as an average, "
-    "has the values of this worker"
+    "workers (torch.manual_seed). What it has read from single parameters or buffers since tt.prepare, such as for an "
+    "average, are the values of this worker"
 )
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 

@@ -5,6 +5,7 @@ same on all workers, and from run to run.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from numbers import Integral, Real
@@ -22,7 +23,7 @@ from topotrain.extensions.resume.state_serialization import UnserializableState,
 from topotrain.extensions.worker_values.group_batch_norm import normalize_over_group
 from topotrain.extensions.worker_values.value_client import CallPlace, ValueClient
 from topotrain.extensions.worker_values.value_messages import LARGEST
-from topotrain.extensions.worker_values.written_files import WrittenFiles
+from topotrain.extensions.worker_values.written_files import watch_saves
 from topotrain.training import context as process
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.final_parameters import from_bytes, to_bytes
@@ -71,7 +72,7 @@ class ValueExtension(PrepareExtension):
 
         self._model = nn.Module()
         self.places: CallPlaces | None = None
-        self._files: WrittenFiles | None = None
+        self._files: set[str] = set()
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
         self._model = request.model
@@ -80,7 +81,7 @@ class ValueExtension(PrepareExtension):
 
     def attach(self, here: Context, worker: Worker) -> None:
         client = worker.client.extension(ValueClient)
-        self._files = WrittenFiles(here.at_close)
+        self._files = watch_saves(here.at_close)
         self.places = CallPlaces(here, worker, client)
         worker.attach(self.places)
         # The parts of a split model have buffers of their own.
@@ -90,14 +91,14 @@ class ValueExtension(PrepareExtension):
     def stop_pushing(self, here: Context) -> None:
         self.over = True
         if here.connections is not None and _several(here):
-            files = [] if self._files is None else self._files.lines
-            here.connections.exchange.extension(ValueClient).end(_told(here, files))
+            here.connections.exchange.extension(ValueClient).end(_told(here, self._files))
 
 
-def _told(here: Context, files: Sequence[str]) -> str:
-    """The numbers of `tt.report` of this worker and the files, as they are compared."""
+def _told(here: Context, paths: set[str]) -> str:
+    """The numbers of `tt.report` of this worker and the files that are there, as they are compared."""
     found = {name: value for name, value in here.metrics.items() if not callable(value)}
-    text = "\n".join([*(f"{name}={float(value):.6g}" for name, value in found.items()), *files])
+    found |= dict.fromkeys((path for path in sorted(paths) if path.isprintable() and os.path.isfile(path)), 1.0)
+    text = "\n".join(f"{name}={float(value):.6g}" for name, value in found.items())
     # What does not fit is left out; without its last line, which may be a part of one.
     return text if len(text.encode()) <= MAX_TEXT // 4 else text[: MAX_TEXT // 16].rpartition("\n")[0]
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -11,31 +10,19 @@ SAVERS = ("torch", "save"), ("safetensors.torch", "save_file")
 """Functions whose second argument is a path. They write outside of Python, so that no audit event names the file."""
 
 
-class WrittenFiles:
-    """The files that this worker's script writes.
+def watch_saves(at_close: ExitStack) -> set[str]:
+    """Return the paths that the script saves to, as it does; `at_close` gives the libraries their functions back."""
+    paths: set[str] = set()
+    for module, name in SAVERS:
+        original = getattr(sys.modules[module], name)
 
-    Args:
-        at_close: gives the libraries their own functions back.
-    """
-
-    def __init__(self, at_close: ExitStack) -> None:
-        self._paths: dict[str, None] = {}
-        for module, name in ((sys.modules[module], name) for module, name in SAVERS):
-            original = getattr(module, name)
-            at_close.callback(setattr, module, name, original)
-            setattr(module, name, self._noting(original))
-
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
+        def save(*args: Any, original: Any = original, **kwargs: Any) -> Any:
             path = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             if isinstance(path, str | os.PathLike):
-                self._paths[os.path.abspath(path)] = None
+                paths.add(os.path.abspath(path))
             return original(*args, **kwargs)
 
-        return save
-
-    @property
-    def lines(self) -> list[str]:
-        """A line "path=1" for each file that is there."""
-        return [f"{path}=1" for path in self._paths if path.isprintable() and os.path.isfile(path)]
+        at_close.callback(setattr, sys.modules[module], name, original)
+        setattr(sys.modules[module], name, save)
+    return paths

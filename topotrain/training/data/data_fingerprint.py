@@ -16,8 +16,6 @@ from topotrain.training.data.sampling import digest, hash_of, index_sampler
 from topotrain.training.rng_state import RngState, stand
 
 _MOST = 1 << 16  # elements of one tensor that are looked at
-
-
 ANY = -1
 """In the place of a fingerprint of random number generators: the sampler draws from none."""
 
@@ -75,9 +73,8 @@ def first_indices(loader: DataLoader[Any]) -> tuple[int, int]:
         for start in (stand(), 1):
             with RngState(start):
                 # A copy: the sampler may have random numbers of its own.
-                found.append(
-                    digest([next(iter(deepcopy(index_sampler(loader), {id(loader.dataset): loader.dataset})))])
-                )
+                sampler = deepcopy(index_sampler(loader), {id(loader.dataset): loader.dataset})
+                found.append(digest([next(iter(sampler))]))
     except Exception:  # a sampler that cannot be copied
         return 0, 0
     return found[0], ANY if found[0] == found[1] else dice()
