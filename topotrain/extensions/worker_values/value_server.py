@@ -150,7 +150,6 @@ class ValueServer(RegroupExtension, ReportingExtension):
             worker: dict(line.rsplit("=", 1) for line in text.splitlines() if "=" in line)
             for worker, text in sorted(self._metrics.items())
         }
-        writers = Counter(name for each in told.values() for name in each if os.path.isabs(name))
         found: list[Notice] = []
         for name, mine in told.get(Address(Role.WORKER, 0, 0), {}).items():
             others = [
