@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import JobRunner
+from job_runner import Ended, JobRunner
 from killed_jobs import killed, resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
@@ -97,3 +97,25 @@ def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(runn
     for snapshot in (workspace, early):
         cells = resumed(runner, snapshot).final["cells"]
         assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)
+
+
+def test_what_may_be_edited_since_a_snapshot(runner: JobRunner) -> None:
+    """A frozen layer keeps its values. In the middle of an epoch its batches must stay what they are."""
+    runner.run(INLINE, "edited.py", "", extra="checkpoint_freq: 4 snapshot_s: 0")
+    snapshots = runner.folder / "job" / "manifests"
+
+    def edited(edit: str, step: int, code: int = 0) -> Ended:
+        options = ("--resume", str(snapshots / f"step-{step}"))
+        return runner.run(INLINE, "edited.py", edit, extra="checkpoint_freq: 8", code=code, options=options)
+
+    for edit, words in (
+        ("batch", "loader.batch_size = 16: must be 8, as when the snapshot was taken: 4 batches of this epoch"),
+        ("data", "len(loader.dataset) = 80: must be 64, as when the snapshot was taken"),
+        ("excluded", "has other parameter groups than in snapshot 1: 0.weight differs; a layer that is frozen since"),
+    ):
+        ended = edited(edit, 4, 2)
+        assert words in ended.err and "Traceback" not in ended.err, ended.err
+    early = load_file(snapshots / "step-4" / "model.safetensors")
+    found = edited("frozen", 4).final
+    assert {name for name in early if torch.equal(found[name], early[name])} == {"0.weight", "0.bias"}
+    assert edited("batch", 8).report["steps"] == 8 + 2 * 4, "of an epoch that had not begun"

@@ -245,7 +245,6 @@ class EventNotifier(Notifier):
         self._sink, self._process = sink, process
 
     def notify(self, text: str) -> None:
-        """As `Notifier.notify`."""
         self._sink.emit(Notice(self._process, text))
 
 

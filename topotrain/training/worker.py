@@ -205,7 +205,6 @@ class Worker(BatchAccounting):
         return self._spec.momentum([group for each in self._served for group in each.param_groups])
 
     def drawn(self, stream: int, seq: int, weight: float | None, samples: int, made: int = 0) -> None:
-        """Implement `BatchAccounting.drawn`."""
         self.tally.start(time.monotonic())
         self.client.channel.spans.since("data")
         self.tally.add_batch(0 if made else samples)
@@ -213,7 +212,6 @@ class Worker(BatchAccounting):
         self._made = made
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """Implement `BatchAccounting.left_early`."""
         if any(extension.leave_epoch(epoch) for extension in self._hooks.leave_epoch):
             return
         if not self.path.backwards:  # no batch that was given since the last step has a gradient
@@ -221,11 +219,9 @@ class Worker(BatchAccounting):
         self.client.channel.exit_loop(self.committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
-        """Implement `BatchAccounting.lost`."""
         self.tally.add_lost(batches)
 
     def first_uncounted(self, epoch: int) -> int:
-        """Implement `BatchAccounting.first_uncounted`."""
         uncommitted = self.batches.first_epoch
         return min(each for each in (epoch, uncommitted, self._undecided) if each is not None)
 

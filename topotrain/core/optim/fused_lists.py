@@ -53,12 +53,10 @@ class SgdLists(GroupLists):
         self._momenta = self.entries("momentum_buffer") if group["momentum"] else []
 
     def takes(self, group: Group) -> bool:
-        """Implement `GroupLists.takes`."""
         # A schedule may begin with momentum 0, where there are no buffers.
         return bool(group["momentum"]) == bool(self._momenta)
 
     def run(self, group: Group) -> None:
-        """Implement `GroupLists.run`."""
         torch._fused_sgd_(
             self.values,
             self.gradients,
@@ -89,11 +87,9 @@ class AdamLists(GroupLists):
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def takes(self, group: Group) -> bool:
-        """Implement `GroupLists.takes`."""
         return bool(group["amsgrad"]) == self._amsgrad
 
     def run(self, group: Group) -> None:
-        """Implement `GroupLists.run`."""
         self._counts.add_(1)
         first, second = group["betas"]
         self._kernel(

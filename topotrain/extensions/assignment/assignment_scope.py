@@ -29,12 +29,10 @@ class AssignmentScope(WorkerExtension):
     # --- the worker's hooks ----------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """As `WorkerExtension.before_step`."""
         if self._open:
             raise RuntimeError("optimizer.step() inside tt.assign: the block may only change parameters")
 
     def repeats_change(self) -> bool:
-        """As `WorkerExtension.repeats_change`."""
         return self._place.next().repeated
 
     # --- the scope -------------------------------------------------------------------------------------------------

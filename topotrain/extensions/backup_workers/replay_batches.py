@@ -50,7 +50,6 @@ class LateSteps(WorkerExtension):
     # --- calls by the worker
 
     def before_clip(self) -> None:
-        """As `WorkerExtension.before_clip`."""
         raise RuntimeError(
             f"cluster.backup = {self._backup}: the servers cannot clip, since a step's workers are decided before "
             f"their gradients are added up; clip none, or use cluster.backup: 0"
@@ -71,18 +70,15 @@ class LateSteps(WorkerExtension):
         return self._worker.job.cluster.backup
 
     def after_commit(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_commit`."""
         self._verdict = outcome is None or not outcome.late
         if not self._verdict:
             # The batch is computed again and counts then, so its loss must not be reported twice.
             self._worker.tally.drop_step(self._worker.batches.last_samples, self._losses)
 
     def step_reported(self) -> None:
-        """As `WorkerExtension.step_reported`."""
         self._losses = self._worker.tally.loss_state()
 
     def leave_epoch(self, epoch: int) -> bool:
-        """As `WorkerExtension.leave_epoch`."""
         # The script has left the loop while its last batch was late, so nothing computes that batch again.
         if self.counts_given() is False:
             self._worker.tally.drop_batch()
@@ -91,7 +87,6 @@ class LateSteps(WorkerExtension):
         return True
 
     def rejoin(self, taken: int) -> StepOutcome:
-        """As `WorkerExtension.rejoin`."""
         return self._client.catch_up()
 
 

@@ -333,7 +333,11 @@ def check_same(parameters: Sequence[Parameter], optimizer: str, source: Snapshot
         raise ConfigError("resume", new.name, f"must be {old.name}, the optimizer of snapshot {source.number}")
     # The groups of an outer optimizer have only settings of the job, which may change.
     if (new.assignment, new.also) != (old.assignment, old.also) and not new.outer:
-        raise ConfigError("resume", new.name, f"has other parameter groups than in snapshot {source.number}")
+        differ = (
+            p.name for p, now, then in zip(parameters, new.assignment, old.assignment, strict=True) if now != then
+        )
+        named = f"other parameter groups than in snapshot {source.number}: {next(differ, 'a shared parameter')} differs"
+        raise ConfigError("resume", new.name, f"has {named}; a layer that is frozen since stays in its group")
 
 
 def _names(names: Mapping[str, object]) -> str:

@@ -118,7 +118,6 @@ class RepeatedSteps(WorkerExtension):
         return PeerLost(f"a worker of the group is lost, and the step cannot be repeated: {self._reason}")
 
     def rejoin(self, taken: int) -> None:
-        """As `WorkerExtension.rejoin`."""
         self._taken = taken
         # If the whole group restarts, all its workers are members from the first step on.
         self._absent = not self._client.group_epoch().joined
@@ -142,7 +141,6 @@ class RepeatedSteps(WorkerExtension):
         self._thaws = thaws
 
     def before_commit(self, step: int, end: StepEnd) -> None:
-        """As `WorkerExtension.before_commit`."""
         self._next = step + 1
         # A scaler adapts its scale to the outcome of the step.
         if end.check_finite or end.inv_scale != 1.0:
@@ -170,11 +168,9 @@ class RepeatedSteps(WorkerExtension):
         self._done, self._waits_since = now, None
 
     def step_reported(self) -> None:
-        """As `WorkerExtension.step_reported`."""
         self._losses = self._worker.tally.loss_state()
 
     def leave_epoch(self, epoch: int) -> bool:
-        """As `WorkerExtension.leave_epoch`."""
         # The workers of a group count these exits, and a new process would count from 0.
         self.refuse("the script leaves a loop over the loader before its end")
         if self._repeat:
@@ -194,7 +190,6 @@ class RepeatedBatches(PassReplay):
         self._steps, self._members = steps, steps.members
 
     def next(self, fresh: BatchSource) -> LoadedBatch:
-        """As `PassReplay.next`."""
         repeat = self.repeats = self._steps.take_repeat()
         if repeat or self._members != self._steps.members:
             self._members = self._steps.members
@@ -211,7 +206,6 @@ class StepReplay(BatchReplay):
     steps: RepeatedSteps
 
     def plan_for(self, loader: DataLoader[Any], plan: DataPlan) -> DataPlan:
-        """As `BatchReplay.plan_for`."""
         reason = _loader_refusal(loader, plan)
         if reason:
             self.steps.refuse(reason)
@@ -219,15 +213,12 @@ class StepReplay(BatchReplay):
         return replace(plan, repeats=True)
 
     def opening(self, epoch: int, point: ResumePoint) -> ResumePoint:
-        """As `BatchReplay.opening`."""
         return self.steps.opening(epoch, point)
 
     def begin(self, epoch: int) -> RepeatedBatches:
-        """As `BatchReplay.begin`."""
         return RepeatedBatches(self.steps)
 
     def interleaved(self) -> None:
-        """As `BatchReplay.interleaved`."""
         self.steps.refuse("the script reads two loaders at once")
 
 

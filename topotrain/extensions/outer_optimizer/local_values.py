@@ -138,7 +138,6 @@ class LocalValues(ValueObserver):
     # --- new values in "params" ------------------------------------------------------------------------------------
 
     def before_values(self) -> None:
-        """As `ValueObserver.before_values`."""
         self._holder.before_values()
         self._awaited = self._pushed
         # Values that are asked for between two rounds do not contain what was learned since.
@@ -147,7 +146,6 @@ class LocalValues(ValueObserver):
             self._write_difference(self._kept)
 
     def after_values(self) -> None:
-        """As `ValueObserver.after_values`."""
         fragment, self._awaited = self._awaited, None
         self._holder.own = self._own
         if fragment is not None and (self._rule is not None or len(self._members) > 1):

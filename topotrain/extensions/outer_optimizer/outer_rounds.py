@@ -193,9 +193,7 @@ class OuterRounds(ReportingExtension, GradientExtension, SnapshotParticipant, St
         return Rounds(str(self._server.me), counts, mean, history.age_max, ())
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return self.history.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self.history.load_state_dict(state)

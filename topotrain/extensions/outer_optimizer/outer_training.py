@@ -39,18 +39,15 @@ class LocalStepReport(WorkerExtension):
         self._due = 0.0
 
     def after_step(self, outcome: StepOutcome | None) -> None:
-        """As `WorkerExtension.after_step`."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + INTERVAL_S
             self._report()
 
     def left_job(self) -> None:
-        """As `WorkerExtension.left_job`."""
         self._report()
 
     def job_over(self) -> None:
-        """As `WorkerExtension.job_over`."""
         self._report()
 
     def _report(self) -> None:

@@ -153,12 +153,10 @@ class PrimaryEndpoint(MessageSender):
     # --- calls by the transport ----------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """See `wire.Endpoint.place`."""
         with self._lock:
             return self.primary.landing.place(self.server, sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """See `wire.Endpoint.handle`."""
         if sender == self.primary.standby:
             # Before the lock, which the thread holds that may go on with this ack.
             self._early.arrived(message)
@@ -170,7 +168,6 @@ class PrimaryEndpoint(MessageSender):
             raise fault
 
     def lost(self, peer: Address, reason: str) -> None:
-        """See `wire.Endpoint.lost`."""
         if peer == self.primary.standby:
             if not self._router.has_route(self.me, peer):  # else a new standby is connected already
                 self._on_standby_lost()

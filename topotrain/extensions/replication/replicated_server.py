@@ -106,7 +106,6 @@ class ReplicatedServer(MessageSender):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self.events = state["events"]
         self.server.load_state_dict(state["server"])
         self.channels = {

@@ -1,7 +1,8 @@
 """The earlier processes of a worker, in this run of the job or in an earlier one."""
 
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
 
@@ -35,6 +36,7 @@ class PreviousRun:
         past: the snapshot from which the job continues.
         main: the state of worker (0,0) in it.
         lead: the state of worker 0 of the group, for objects that are the same on all workers of it.
+        data: the loader's settings in the passes that were under way in the snapshot.
     """
 
     condition: WorkerState | None = None
@@ -49,6 +51,7 @@ class PreviousRun:
     past: Manifest | None = None
     main: WorkerState | None = None
     lead: WorkerState | None = None
+    data: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def restores(self, epoch: int) -> bool:
         """Whether the state is restored at the begin of this pass."""
@@ -67,8 +70,10 @@ class PreviousRun:
         # Generators of another worker, or of another pass, would draw other masks.
         mine = begun if begun is not None and self.own and begun.passes == start.epoch else None
         drawn, source = self._drawn(start, mine)
+        done = () if self.past is None else self.past.runs(start.epoch)
+        self._check_data(start, sum(last - first for first, last in done))
         return ResumePoint(
-            done=() if self.past is None else self.past.runs(start.epoch),
+            done=done,
             returned=self.has_read(start.epoch),
             # "": in the plan's own way, with the generators as they are.
             drawn="" if drawn == start.drawn else drawn,
@@ -78,6 +83,16 @@ class PreviousRun:
             restored=mine is not None,
             unfinished=self.unfinished and start.epoch == self.first,
         )
+
+    def _check_data(self, start: EpochStart, done: int) -> None:
+        """Raise ConfigError if the batches that are done would be others now."""
+        for name, was in self.data.get(start.epoch, {}).items() if done else ():
+            if start.data.get(name) != was:
+                accepted = (
+                    f"must be {was}, as when the snapshot was taken: {done} batches of this epoch are trained, and "
+                    f"the others could not be told from them; an epoch that has not begun may have another one"
+                )
+                raise ConfigError(name, start.data.get(name), accepted)
 
     def _drawn(self, start: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
         """Return how an epoch was first drawn, and the state with its generators."""
@@ -140,7 +155,8 @@ def find(here: Context, worker: Worker) -> PreviousRun:
         # A state is saved when the script asks for a batch. A step after that may be one of several with the batch.
         saved = later or before
         unfinished = len(worker.optimizers) > 1 and (saved is None or saved.steps < steps)
-    return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main, lead)
+    data = {each.passes: each.data for each in conditions.values()}
+    return PreviousRun(before, later, own, alive, returned, first, steps, taken, unfinished, past, main, lead, data)
 
 
 def _stepped_within(here: Context, worker: Worker) -> list[str]:

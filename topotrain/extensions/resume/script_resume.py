@@ -101,7 +101,6 @@ class ScriptResume(ScriptPosition):
             self._here.emit(Unrepeatable(str(self._worker.me), INTERLEAVED, job=True))
 
     def batches_left(self, epoch: int, loader: ShardedLoader | None = None) -> int:
-        """See `map_dataset.ResumeRecorder`."""
         earlier, loader = self._earlier, loader or self._here.loader
         assert loader is not None
         done = () if earlier.past is None else earlier.past.runs(epoch)
@@ -147,6 +146,7 @@ class ScriptResume(ScriptPosition):
             self._at,
             passes=start.epoch,
             drawn=opening.drawn or start.drawn,
+            data=dict(start.data),
             fresh=opening.fresh if opening.drawn else fresh,
             begin=begin or stand(start.generators, device),
             # Stored only where they differ: generator states take kilobytes in every saved state.

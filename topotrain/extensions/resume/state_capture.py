@@ -21,6 +21,8 @@ class StateCapture:
         self._here, self._worker, self._rates = here, worker, rates
         self.passes = PassStates(worker.client.extension(WorkerStateClient), worker)
         """The states at the begins of passes."""
+        # As the script has them. One that goes on with an edited script may freeze others.
+        self._trained = [tensor.requires_grad for tensor in worker.parts.tensors]
 
     def whole(self, at: WorkerState) -> WorkerState:
         """Return the state at this position.
@@ -51,7 +53,8 @@ class StateCapture:
             buffers[parts.parameters[index].name] = parts.tensors[index].detach().cpu().contiguous().clone()
         trains = {
             described.name: tensor.requires_grad
-            for described, tensor in zip(parts.parameters, parts.tensors, strict=True)
+            for described, tensor, before in zip(parts.parameters, parts.tensors, self._trained, strict=True)
+            if tensor.requires_grad != before
         }
         steps = self._worker.tally.steps
         return self._rates.pack(replace(at, steps=steps, trains=trains, kept=kept, buffers=buffers, tensors=tensors))

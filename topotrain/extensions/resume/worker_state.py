@@ -31,7 +31,8 @@ class WorkerState:
         groups: the optimizer's parameter groups without their parameters, packed, by index.
         schedulers: LR schedulers, packed, by class.
         within: the names of schedulers that have stepped within a pass, and not only after it.
-        trains: by parameter, whether it trains or is frozen.
+        trains: whether a parameter trains, of those that the script has frozen or thawed since the job began.
+        data: settings of the loader of this pass, see `map_dataset.EpochStart`.
         kept: the objects of `tt.keep` and `tt.prepare`, packed, by name.
         begin: random number generators before the pass began.
         now: the same before this batch, if it is not the first one.
@@ -55,6 +56,7 @@ class WorkerState:
     schedulers: dict[str, Any] = field(default_factory=dict)
     within: list[Any] = field(default_factory=list)
     trains: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     begin: Stand = field(default_factory=dict)
     now: Stand = field(default_factory=dict)

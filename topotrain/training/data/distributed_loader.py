@@ -335,7 +335,8 @@ class ShardedLoader:
             return PLAIN
         dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
         generators = tuple(generators_of(self._loader))
-        opening, kept = self._recorder.opening(EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators))
+        start = EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators, _settings(self._loader))
+        opening, kept = self._recorder.opening(start)
         # The earlier process kept its iterator, which draws no seed when a pass begins. A new iterator does, so it
         # gets a generator of its own to draw from.
         if kept and inner.fresh:
@@ -492,6 +493,13 @@ def _batch_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
         return loader.batch_size, _length(loader.dataset)
     sampler = index_sampler(loader)
     return (sampler.batch_size, _length(sampler.sampler)) if isinstance(sampler, BatchSampler) else (None, None)
+
+
+def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The settings with which the batches of an epoch are numbered, as far as they are known."""
+    size, samples = _batch_of(loader)
+    order = None if isinstance(loader.dataset, IterableDataset) else type(loader.sampler).__name__
+    return {"loader.batch_size": size, "len(loader.dataset)": samples, "loader.sampler": order}
 
 
 class _Pass(Iterator[Any]):

@@ -281,7 +281,6 @@ class LeaseQueue(RegroupExtension):
         raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
     def draw_awaited(self, worker: Address) -> Message | None:
-        """As `ServerExtension.draw_awaited`."""
         return self._draws.awaited(worker)
 
     def _compare(self, sender: Address, begun: PassBegun) -> str:

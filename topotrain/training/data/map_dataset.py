@@ -6,9 +6,9 @@ own runs ahead of the script, so some batches are drawn and not read yet.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import count, islice
@@ -192,12 +192,14 @@ class EpochStart:
         drawn: from the generators of worker (0,0)'s script, or from the job's seed.
         fresh: with a new iterator.
         generators: the loader's own.
+        data: settings of the loader, by name, with which its batches are counted.
     """
 
     epoch: int
     drawn: Literal["dice", "seed"]
     fresh: bool
     generators: tuple[torch.Generator, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ResumeRecorder(ABC):
@@ -257,7 +259,6 @@ class EpochReader(ABC):
 
     @property
     def whole(self) -> bool:
-        """As `DataPlan.whole`."""
         return self._plan.whole
 
     def counted(self, samples: int) -> int:

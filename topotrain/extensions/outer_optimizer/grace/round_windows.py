@@ -101,5 +101,4 @@ class RoundWindows(TimedExtension):
         return {"open": self._open, "over": self._over, "windows": self._windows}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._open, self._over, self._windows = dict(state["open"]), set(state["over"]), state["windows"]
