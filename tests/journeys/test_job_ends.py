@@ -203,3 +203,8 @@ def test_two_jobs_at_once_do_not_disturb_each_other(runner: JobRunner, endless: 
     assert "workspace" in third.stderr
     first.process.terminate()
     assert first.end()[0] == 143
+
+
+def test_a_copy_that_loses_a_bit_is_named(runner: JobRunner) -> None:
+    ended = runner.run("nworkers_per_group: 2 server_worker_separate: true transport: kTcp", "drifting.py", code=1)
+    assert "worker 0/1 has other bits in parameter weight than server 0/0, after 3 steps" in ended.err, ended.err

@@ -115,7 +115,7 @@ NUMBERS = {
     138: "SeparateGradients HostMean HostValues",
     150: "PeerHello PeerGradient PeerBackwardEnd PeerMean PeerPause",
     156: "WindowOver ExchangeTime StepTime NextRound InnerStateRequest InnerStatePart DonorSilent",
-    170: "WorkerValue AwaitedCall PassedCall",
+    170: "WorkerValue AwaitedCall PassedCall CopySums",
 }
 
 

@@ -27,3 +27,9 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
     # Compared as numbers, NaN differs from itself, and -0.0 equals 0.0.
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return real.view(_BITS[real.element_size()])
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """Return the sum of the bits of all elements as integers, modulo their size. One other bit is another sum."""
+    bits = integers(tensor)
+    return int(bits.sum(dtype=bits.dtype))

@@ -3,6 +3,7 @@
 # Here, and not inside the function: a forkserver imports them once for all workers that it forks.
 from topotrain.extensions.assignment.parameter_assignment import AssignmentExtension
 from topotrain.extensions.backup_workers.replay_batches import BackupExtension
+from topotrain.extensions.drift.drift_check import DriftExtension
 from topotrain.extensions.in_place_recovery.repeated_steps import InPlaceExtension
 from topotrain.extensions.outer_optimizer.exchange_choices import ExchangeChoices
 from topotrain.extensions.outer_optimizer.outer_training import OuterOptimizerExtension
@@ -25,6 +26,7 @@ def prepare_extensions(choices: ExchangeChoices | None = None) -> tuple[PrepareE
         BackupExtension(),
         InPlaceExtension(),
         AssignmentExtension(),
+        DriftExtension(),
         ValueExtension(),
         ResumeExtension(),
     )

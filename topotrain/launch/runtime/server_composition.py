@@ -130,6 +130,10 @@ def _extensions(
         from topotrain.extensions.assignment.assignment_server import AssignmentServer
 
         yield AssignmentServer(server)
+    if installed("extensions.drift"):
+        from topotrain.extensions.drift.drift_server import DriftServer
+
+        yield DriftServer(server)
     # One queue for the whole job: a batch must not be handed out twice.
     if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
         from topotrain.training.data.lease_queue import LeaseQueue

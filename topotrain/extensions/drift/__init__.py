@@ -1,0 +1,1 @@
+"""Copies of the parameters that have drifted away from the servers' values."""
