@@ -17,10 +17,9 @@ then leaves at a later hook, or at the end of the backward.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 from weakref import ref
 
 import torch
@@ -33,6 +32,7 @@ from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.script_hooks import ScriptHooks
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -290,72 +290,6 @@ class _SentGradient:
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether this is the same gradient, without a change in place."""
         return gradient is not None and self._gradient() is gradient and self._version == version_of(gradient)
-
-
-class _AfterMean:
-    """A hook of the script on a parameter. It is called with the group's mean, and not in the backward of a share."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], index: int, hooks: "ScriptHooks") -> None:
-        self.hook, self._index, self._hooks = hook, index, ref(hooks)
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor | None:
-        hooks = self._hooks()
-        if hooks is None or hooks.is_private:
-            return self.hook(value)
-        hooks.held.add(self._index)
-        return None
-
-
-class ScriptHooks:
-    """The hooks of a script on parameters, registered at any time.
-
-    Args:
-        path: calls them with the group's mean, except in a private backward.
-    """
-
-    def __init__(self, path: GradientPath) -> None:
-        self._path = ref(path)
-        self.own: set[int] = set()  # the numbers of the path's own hooks
-        self.held: set[int] = set()  # parameters of which hooks were held back in this backward
-        self.of: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}  # by parameter: of its gradient, and behind it
-        self._kept: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
-        self._last: list[int] = []  # the number of each last hook
-
-    @property
-    def is_private(self) -> bool:
-        """Whether backwards are this worker's own."""
-        path = self._path()
-        return path is None or path.private
-
-    def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Look at the hooks of this parameter, which has one of the path. torch has no public name for its hooks."""
-        self._kept[index] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[assignment]
-
-    def look(self) -> None:
-        """Hold back the hooks that the script has registered since the last look."""
-        last = [next(reversed(hooks), -1) for both in self._kept.values() for hooks in both]
-        if last == self._last:
-            return
-        self._last = last
-        self.of = {index: both for index, both in self._kept.items() if any(hooks.keys() - self.own for hooks in both)}
-        for index, both in self.of.items():
-            for hooks in both:
-                for key in hooks.keys() - self.own:
-                    if not isinstance(hooks[key], _AfterMean):
-                        hooks[key] = _AfterMean(hooks[key], index, self)
-
-    def on_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Call the hooks of a gradient before it is added up; return what they make of it."""
-        for key, held in list(self.of[index][0].items()):
-            made = None if key in self.own else held.hook(gradient)
-            gradient = gradient if made is None else made
-        return gradient
-
-    def behind(self, index: int, tensor: torch.Tensor) -> None:
-        """Call the hooks behind the accumulation of a parameter's gradient."""
-        for key, held in list(self.of.get(index, ({}, {}))[1].items()):
-            if key not in self.own:
-                held.hook(tensor)
 
 
 class MeanPath(GradientPath):
