@@ -21,6 +21,7 @@ ONE = {
     "fresh": "True",
     "due": "True",
     "gradients": "def gradients(a, b):\n    loss = loss_of(a, b)\n    scaled(loss).backward()\n    return loss",
+    "read": "look([p.grad for p in model.parameters()])",
     "step": "optimizer.step()",
     "zero": "optimizer.zero_grad()",
 }
@@ -31,6 +32,8 @@ DOCUMENTED = {
     "BatchNorm in training": "statistics of a worker's share: docs/exactness.md",
     "a sum over samples, or a mean over something else": "shares weigh by samples: tt.weight in docs/python.md",
     "pairs of samples": "a worker sees its share only: docs/exactness.md",
+    "p.grad, read before step(), that no backward of the worker made": "a share's, or None: docs/exactness.md",
+    "buffers that each forward changes, on workers that make none": "those of worker 0: docs/exactness.md",
     "random numbers beside the loader's": "each worker draws its own: docs/exactness.md",
 }
 """Differences to plain Python: what, and why and where it is documented. No block makes them."""

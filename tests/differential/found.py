@@ -9,6 +9,15 @@ FOUND = tuple(
         *("flow=break_stopped", "phases=second", "phases=second_prepared", "wrapper=lookahead", "wrapper=sam"),
         *("wrapper=sam_class",),
         *("hooks=clamp_before", "hooks=clamp_after", "hooks=post_before", "hooks=post_after"),
-        *("data=second", "data=second_own", "data=renewed", "data=as_is", "end=layer"),
+        *("data=second", "data=second_own", "data=renewed", "data=as_is", "end=layer", "end=scale", "end=best"),
+        *("writes=data", "writes=data_step", "writes=numpy", "writes=numpy_step", "average=swa"),
+        *("gradients=autograd", "gradients=vmap", "gradients=func", "gradients=set", "gradients=create_graph"),
+        *(
+            "gradients=autograd clipping=norm",
+            "gradients=func clipping=by_hand",
+            "gradients=vmap clipping=ours",
+            "flow=no_graph",
+            "flow=no_backward",
+        ),
     )
 )

@@ -12,8 +12,6 @@ class Known:
     blocks: str
     reason: str
     layout: str = "allreduce"
-    racy: bool = False
-    """Workers race: it may also pass."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -21,18 +19,7 @@ class Known:
         return frozenset(self.blocks.split())
 
 
-SHARED = "values written beside tt.assign are shared by the workers of a host"
-RACY = ("writes=data", "writes=data_step", "writes=numpy", "writes=numpy_step", "average=swa", "end=scale", "end=best")
-KNOWN: tuple[Known, ...] = (
-    *(Known(blocks, SHARED, racy=True) for blocks in RACY),
-    Known("flow=no_graph", "a worker without a backward sees no mean in p.grad before step()"),
-    Known("flow=no_backward", "a worker without a backward sees no mean in p.grad before step()"),
-    Known("gradients=autograd", "p.grad that no backward made is the share's until step(), also where it is clipped"),
-    Known("gradients=vmap", "p.grad that no backward made is the share's until step(), also where it is clipped"),
-    Known("gradients=func", "p.grad that no backward made is the share's until step(), also where it is clipped"),
-    Known("gradients=create_graph", "a mean in p.grad has no graph"),
-    Known("gradients=set", "p.grad that no backward made is the share's until step(), also where it is clipped"),
-)
+KNOWN: tuple[Known, ...] = ()
 
 
 def known_part(script: Script) -> Known | None:

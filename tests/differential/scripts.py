@@ -71,7 +71,7 @@ for epoch in {epochs}:
 {made}
         if {due}:
 {edit}
-            look([p.grad for p in model.parameters()])
+{read}
 {step}
             seen[0] += 1
             look(model.parameters())
@@ -93,7 +93,7 @@ if os.environ.get("PLAIN"):
 
     save_model(model, os.environ["PLAIN"])
 """
-DEPTH = {"epoch": 1, "top": 2, "made": 2, "edit": 3, "step": 3, "stepped": 3, "ended": 1}
+DEPTH = {"epoch": 1, "top": 2, "made": 2, "edit": 3, "read": 3, "step": 3, "stepped": 3, "ended": 1}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_what_was_found_stays_fixed(bench: Bench, keys: str, layout: str) -> Non
     check(bench, scripts.named(keys.split()), layout)
 
 
-@pytest.mark.parametrize("known", [each for each in KNOWN if not each.racy], ids=lambda known: known.blocks)
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.blocks)
 def test_what_is_known_to_fail_still_fails(bench: Bench, known: Known) -> None:
     try:
         outcome = bench.outcomes(scripts.named(known.keys), [known.layout])[known.layout]

@@ -635,8 +635,11 @@ def local() -> Iterator[None]:
     if worker is None:
         yield
         return
-    with worker.path.keep_private():
+    worker.path.private = True
+    try:
         yield
+    finally:
+        worker.path.private = False
 
 
 def clip_grad_norm_(
@@ -644,7 +647,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
 
-    Then the servers clip at `step()`, which alone knows the norm.
+    With hidden gradients the servers clip at `step()`, which alone knows the norm. Gradients that no backward made
+    are reduced over the group first, so all its workers must make this call.
 
     Args:
         parameters: those of the prepared model, as for torch.
@@ -657,6 +661,8 @@ def clip_grad_norm_(
     """
     worker = _worker()
     if worker is None or worker.job.grads is Grads.kVisible:
+        if worker is not None:
+            worker.path.reduce_own()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     worker.clip(float(max_norm), float(norm_type))
     return torch.tensor(worker.tally.last_norm, device=worker.device)

@@ -136,7 +136,7 @@ class Worker(BatchAccounting):
             self.path = _path_of(self, topology.workers_per_group)
         else:
             self._local = local
-            self.path = local.open(parts, self.buffers, client, self.map, self.batches)
+            self.path = local.open(self.buffers, client, self.batches)
             self._hooks.add(local)
         self._hint = _hint(self.lazy, any(me in members for members in topology.sharing(topology.unit_of(me))))
         self._nonfinite = NonfiniteGradients(me, parts)
@@ -403,7 +403,7 @@ class Worker(BatchAccounting):
         """Take part in a backward of others after this worker's commit; return the new commit."""
         self.path.join()
         path = self.path
-        return replace(end, backwards=path.backwards, edited=0, dropped=0, ages=path.ages, resets=path.resets)
+        return replace(end, backwards=path.backwards, edited=0, dropped=0, digest=0, ages=path.ages, resets=path.resets)
 
     def _end_of(self, number: int, inv_scale: float, check_finite: bool, fetch: bool) -> tuple[StepEnd, bytes]:
         """Send the remaining gradients; return the commit and the hyper-parameters."""
@@ -432,6 +432,7 @@ class Worker(BatchAccounting):
             optimizer=number,
             ages=() if self._local.is_used else self.path.ages,
             resets=self.path.resets,
+            digest=self.path.digest,
         )
         return end, hyper
 
@@ -522,7 +523,7 @@ def _hint(lazy: bool, shared: bool) -> str:
 
 
 def _path_of(worker: Worker, group_size: int) -> GradientPath:
-    job, args = worker.job, (worker.parts, worker.buffers, worker.client.gradients, worker.map, worker.batches)
+    job, args = worker.job, (worker.buffers, worker.client.gradients, worker.batches)
     if job.apply is Apply.kOnArrival:
         return ArrivalPath(*args, hyper=worker.hyper)
     if group_size > 1 and job.grads is Grads.kVisible:

@@ -1,10 +1,14 @@
 """The two bytes by which a replay sees that a script computes something else."""
 
+import zlib
+from dataclasses import replace
+
 import torch
 
 from topotrain.config.job import Apply, Grads, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.protocol.codec import encode_without
 from topotrain.core.server.consistency import RESTARTS, SNAPSHOT
 from topotrain.extensions.decision_record.ordered_messages import MessageOrder, StepChecks
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
@@ -40,6 +44,12 @@ def test_another_gradient_has_another_check() -> None:
 def test_another_batch_has_another_check() -> None:
     other = m.Commit(3, 1, 6.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (7, 1, 1))
     assert checks_of(commit=COMMIT)[0] != checks_of(commit=other)[0]
+
+
+def test_fields_that_commits_have_had_since_change_no_check() -> None:
+    """Recordings of earlier releases stay readable."""
+    assert zlib.crc32(encode_without(COMMIT, ("ages", "resets", "digest"))) == 3351706364
+    assert checks_of(commit=replace(COMMIT, ages=(1,), resets=2, digest=3)) == checks_of(commit=COMMIT)
 
 
 def test_a_state_for_a_snapshot_is_in_no_check() -> None:

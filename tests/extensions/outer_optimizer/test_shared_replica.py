@@ -340,6 +340,9 @@ def test_a_scaler_takes_the_same_decisions_on_all_workers_of_a_group() -> None:
         (4, "less", "unequal numbers of backwards in one step: worker 1 of the group made 4 steps with 3 backwards"),
         (8, "more", "unequal numbers of backwards in one step: worker"),
         (4, "more", "unequal numbers of backwards in one step: worker"),
+        (100, "skip", r"workers \d and \d of a group take different batches into step 4: .*tt\.weight\(0\)"),
+        (100, "noise", r"workers \d and \d of a group disagree about what the script made of the gradients in step 4"),
+        (100, "own", r"workers \d and \d of a group disagree about what the script made .*tt\.clip_grad_norm_"),
         (100, "end", "worker 1 ended its script after 3 steps while others of its group go on"),
     ],
 )
@@ -353,10 +356,18 @@ def test_scripts_that_differ_are_told_so(sync_freq: int, change: str, words: str
                 t.notes["inner"].leave()
                 return
             t.optimizer.zero_grad()
-            if not (here and change == "less"):
-                t.backward(t.losses(cross_entropy, *batch))
+            losses = t.losses(cross_entropy, *batch)
+            if here and change == "skip":
+                continue
+            if change == "own":
+                for p, g in zip(t.model.parameters(), torch.autograd.grad(losses, list(t.model.parameters()))):
+                    p.grad = g.mul_(0.5)
+            elif not (here and change == "less"):
+                t.backward(losses)
             if here and change == "more":
                 t.backward(t.losses(cross_entropy, *batch))
+            if here and change == "noise":
+                t.model[2].bias.grad.add_(1e-3)
             t.optimizer.step()
 
     def run(t: Any) -> None:

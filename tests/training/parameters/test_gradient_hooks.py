@@ -391,7 +391,7 @@ def path_of(model, compare=True, eager=True, bucket_bytes=1 << 20):
     slice_map = cut(parts.parameters, 1, bucket_bytes=bucket_bytes)
     flats = FlatBuffers(slice_map, None, PrivateMemory())
     sent = Sent()
-    path = PushPath(parts, ModelBuffers(parts, slice_map, flats), sent, slice_map, StepBatches(), compare, eager)
+    path = PushPath(ModelBuffers(parts, slice_map, flats), sent, StepBatches(), compare, eager)
     return path, sent, slice_map
 
 

@@ -89,6 +89,7 @@ class StepEnd:
     counts: bool = True
     ages: tuple[int, ...] = ()
     resets: int = 0
+    digest: int = 0
 
 
 VALUE_CHANGE = StepEnd(backwards=0, weight=0.0, fetch=False, hyper=b"", marks=(), counts=False)

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
@@ -349,24 +350,10 @@ class StepCommit:
         # The bitmaps are over all pieces. Each server gets its own part.
         mask = (1 << pieces) - 1
         revisions = end.revisions[low : low + number] if end.revisions else (NO_REVISION,) * number
-        return m.Commit(
-            step=step,
-            backwards=end.backwards,
-            weight=end.weight,
-            inv_scale=end.inv_scale,
-            check_finite=end.check_finite,
-            clip_norm=end.clip_norm,
-            clip_type=end.clip_type,
-            fetch=end.fetch,
-            revisions=bytes(revisions),
-            edited=int_to_bits(end.edited >> first & mask, pieces),
-            dropped=int_to_bits(end.dropped >> first & mask, pieces),
-            hyper=end.hyper,
-            marks=end.marks,
-            exits=self._channel.exits,
-            samples=end.samples,
-            optimizer=end.optimizer,
-            counts=end.counts,
-            ages=end.ages,
-            resets=end.resets,
-        )
+        mine = {
+            "revisions": bytes(revisions),
+            "edited": int_to_bits(end.edited >> first & mask, pieces),
+            "dropped": int_to_bits(end.dropped >> first & mask, pieces),
+        }
+        same = {each.name: getattr(end, each.name) for each in fields(end)}
+        return m.Commit(step=step, exits=self._channel.exits, **same | mine)

@@ -1,5 +1,7 @@
 """Tensors compared bit by bit."""
 
+import zlib
+
 import torch
 
 # Integer dtypes by element size.
@@ -14,6 +16,17 @@ def version_of(tensor: torch.Tensor) -> int:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and layout have the same bits."""
     return torch.equal(integers(a), integers(b))
+
+
+def sum_of_bits(flat: torch.Tensor) -> int:
+    """Return 64 bits that hardly any other 1-D tensor has, of memory aligned to 8."""
+    bits = integers(flat).reshape(-1)
+    # Additions of 8 bytes take as long as to read the memory, and those of fewer ten times as long.
+    wide = bits.numel() // (8 // bits.element_size()) * (8 // bits.element_size())
+    total = int(bits[:wide].view(torch.int64).sum()) + int(bits[wide:].sum())
+    # A sum does not see an order, and few changes of sign.
+    some = bits[:: max(1, bits.numel() // 64)].contiguous()
+    return (total ^ zlib.crc32(some.numpy().tobytes()) << 16) & (1 << 64) - 1
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ stays valid.
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -85,8 +85,22 @@ def encode(message: Message) -> tuple[int, bytes]:
     """Return type number and meta bytes. Raises ProtocolError for more than MAX_META."""
     # Layouts are made at the first use, because extensions register messages when they are imported.
     codec = _CODECS.get(type(message)) or _layout(type(message))
-    parts = [codec.fixed.pack(*codec.fixed_values(message))]
-    for name, how in codec.variable:
+    meta = b"".join([codec.fixed.pack(*codec.fixed_values(message)), *_variable_parts(message, codec.variable)])
+    if len(meta) > MAX_META:
+        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
+    return message.KIND, meta
+
+
+def encode_without(message: Message, left_out: Collection[str]) -> bytes:
+    """Return the meta bytes as of a class without some of the fields."""
+    codec = _CODECS.get(type(message)) or _layout(type(message))
+    codes = {n: c for n, c in zip(codec.names, codec.fixed.format[1:], strict=False) if n not in left_out}
+    fixed = struct.pack("<" + "".join(codes.values()), *(getattr(message, name) for name in codes))
+    return b"".join([fixed, *_variable_parts(message, [each for each in codec.variable if each[0] not in left_out])])
+
+
+def _variable_parts(message: Message, variable: Iterable[tuple[str, str]]) -> Iterator[bytes]:
+    for name, how in variable:
         value = getattr(message, name)
         if how == "text":
             raw = value.encode()
@@ -94,12 +108,8 @@ def encode(message: Message) -> tuple[int, bytes]:
             raw = struct.pack(f"<{len(value)}q", *value)
         else:
             raw = value if len(value) <= _LARGE else zlib.compress(value, 1)
-        parts.append(_U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0)))
-        parts.append(raw)
-    meta = b"".join(parts)
-    if len(meta) > MAX_META:
-        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
-    return message.KIND, meta
+        yield _U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0))
+        yield raw
 
 
 def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:

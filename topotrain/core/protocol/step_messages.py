@@ -201,6 +201,7 @@ class Commit(Message):
         revisions: for replacing pushes, a byte per bucket of the server: the revision that counts, or 255 for none.
         resets: how often gradients of the step were dropped before a later backward, by the script or an exception.
         edited, dropped: a bit per piece of the server: the script has changed the gradient, or set it to None.
+        digest: of the bits of all gradients that the script has changed, or made itself. 0: of none, or not known.
         hyper: JSON of the parameter groups' hyper-parameters. Empty: unchanged.
         marks: flat triples (stream, first, last) of the data batches that this step consumed.
         inv_scale: the factor of gradients (1.0: no loss scaling).
@@ -231,6 +232,7 @@ class Commit(Message):
     counts: bool = True
     ages: tuple[int, ...] = ()
     resets: int = 0
+    digest: int = 0
 
     def is_valid(self) -> bool:
         clips = self.clip_norm > 0

@@ -506,6 +506,7 @@ def open_model(
             # Any worker will do: all have the same mean, and make the same edits. Shards use different ones.
             reader=me.index % topology.workers_per_group if seen else None,
             codec=codec,
+            names=[schema.parameters[segment.parameter].name for segment in slice_map.segments],
             # Before its snapshot the job may have had deaths, after which schedulers differ.
             hyper_differs=resumed,
         )

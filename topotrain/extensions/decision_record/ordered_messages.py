@@ -5,13 +5,13 @@ apart for each worker group, and added up in the order of the workers. Messages 
 """
 
 import zlib
-from dataclasses import replace
 
 import torch
 
 from topotrain.config.job import Apply, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.protocol.codec import encode_without
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.decision_record.order_entries import CHECKS
 
@@ -25,8 +25,8 @@ _COMPARED = "WorkerValue PassedCall PassBegun"
 _GRADIENTS = "Push BackwardEnd GradientOverride StepRates HostPush HostStepEnd"
 _SUMMED = frozenset({"Push", "GradientOverride", "HostPush"})
 _ASIDE = frozenset({"InnerStateRequest", "InnerStatePart"})
-_FIXED = 75
-"""Bytes of the fixed fields of a commit in the first recordings."""
+_LATER = ("ages", "resets", "digest")
+"""Fields that commits in the first recordings, which stay readable, do not have."""
 _SAMPLED = 64
 """Elements of a bucket's gradient that its check reads, about."""
 
@@ -89,7 +89,7 @@ class StepChecks:
 
     def commit(self, sender: Address, message: m.Commit) -> bytes:
         """Return the checks of a step: of the commit, and of the gradient."""
-        meta = zlib.crc32(_first_fields(message))
+        meta = zlib.crc32(encode_without(message, _LATER))
         made = bytes((meta & 0xFF, self._sums.pop(sender, 0) % 0xFB))
         assert len(made) == CHECKS
         return made
@@ -97,10 +97,3 @@ class StepChecks:
     def forget(self, sender: Address) -> None:
         """The process of a worker is gone."""
         self._sums.pop(sender, None)
-
-
-def _first_fields(message: m.Commit) -> bytes:
-    """Return the bytes of the fields that commits have had since the first recordings, which stay readable."""
-    meta = m.encode(replace(message, ages=(), resets=0))[1]
-    # `resets` is the last of the fixed fields, 8 bytes; `ages` is the last of the others, here only its length of 4.
-    return meta[:_FIXED] + meta[_FIXED + 8 : -4]

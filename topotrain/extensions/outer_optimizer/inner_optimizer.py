@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.job import Cluster, ConfigError, Merge, Updater
-from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client import Client
 from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.client.value_pull import ValueObserver
@@ -35,7 +34,7 @@ from topotrain.extensions.outer_optimizer.rounds import (
 )
 from topotrain.training.context import Connections
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.flat_parameters import ModelBuffers
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker_stats import ProcessClock, StepBatches
@@ -48,7 +47,7 @@ class DifferencePath(GradientPath):
     """Pushes the received values minus the worker's own, at a commit.
 
     Args:
-        parts, buffers, gradients, slice_map, batches: as for `GradientPath`.
+        buffers, gradients, batches: as for `GradientPath`.
         values: the worker's own values.
         trained: the numbers of the parameters that the optimizer changes.
         inner: has the weight of a push.
@@ -56,18 +55,16 @@ class DifferencePath(GradientPath):
 
     def __init__(
         self,
-        parts: ModelParts,
         buffers: ModelBuffers,
         gradients: GradientExchange,
-        slice_map: SliceMap,
         batches: StepBatches,
         values: LocalValues,
         trained: Iterable[int],
         inner: "InnerOptimizer",
     ) -> None:
-        super().__init__(parts, buffers, gradients, slice_map, batches)
+        super().__init__(buffers, gradients, batches)
         self._values, self._inner = values, inner
-        self._present = [0] * len(slice_map.buckets)
+        self._present = [0] * len(buffers.map.buckets)
         for index in trained:
             for bucket, piece in self._pieces[index]:
                 self._present[bucket.id] |= 1 << piece
@@ -154,23 +151,17 @@ class InnerOptimizer(LocalOptimizer):
         self._seconds = 0.0  # of a step, before the last push
         self._made = self._pushed_at = 0  # calls of `step`: all, and before the last push
 
-    def open(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        client: Client,
-        slice_map: SliceMap,
-        batches: StepBatches,
-    ) -> GradientPath:
+    def open(self, buffers: ModelBuffers, client: Client, batches: StepBatches) -> GradientPath:
+        parts = buffers.parts
         if parts.aside:
             raise ConfigError("cluster.outer", None, NO_TABLES)
         self._buffers, self._batches = buffers, batches
         self._rounds = client.extension(RoundClient)
         exchanges = client.gradients.hooks.by_class.get(ExchangeTimes)
         self._exchanges = exchanges if isinstance(exchanges, ExchangeTimes) else None
-        self._values = LocalValues(parts.tensors, buffers, slice_map, self._rule, self.difference)
+        self._values = LocalValues(parts.tensors, buffers, buffers.map, self._rule, self.difference)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
-        return DifferencePath(parts, buffers, client.gradients, slice_map, batches, self._values, trained, self)
+        return DifferencePath(buffers, client.gradients, batches, self._values, trained, self)
 
     @property
     def untold(self) -> UntoldSteps:

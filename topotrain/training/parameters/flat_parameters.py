@@ -195,8 +195,8 @@ class ModelBuffers(ParameterViews):
         apart: bool = False,
         regions: ProcessMemory | None = None,
     ) -> None:
-        self._parts = parts
-        self._map = slice_map
+        self.parts = parts
+        self.map = slice_map
         self.flats, self.regions, self._apart = flats, regions, apart
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._own: dict[tuple[str, int], torch.Tensor] = {}
@@ -228,33 +228,33 @@ class ModelBuffers(ParameterViews):
         return tensor
 
     def _make_view(self, name: str, index: int) -> torch.Tensor:
-        parameter = self._map.parameters[index]
-        space, offset = self._map.offsets[index]
+        parameter = self.map.parameters[index]
+        space, offset = self.map.offsets[index]
         flat = self.flats.flat(name, space)
         return flat[offset : offset + parameter.count].as_strided(parameter.shape, parameter.stride)
 
     def copy_from_model(self, name: str) -> None:
         """Copy the parameters' values into a flat buffer."""
-        for index, tensor in enumerate(self._parts.tensors):
+        for index, tensor in enumerate(self.parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index).copy_(tensor.detach())
 
     def differ(self, name: str) -> bool:
         """Return whether a parameter has other bits than a flat buffer."""
-        held = ((i, tensor.detach().cpu()) for i, tensor in enumerate(self._parts.tensors) if not tensor.is_meta)
+        held = ((i, tensor.detach().cpu()) for i, tensor in enumerate(self.parts.tensors) if not tensor.is_meta)
         return not all(same_bits(tensor, self.view(name, index)) for index, tensor in held)
 
     def live_in(self, name: str) -> None:
         """Make the parameters views of a flat buffer and free their memory on the host."""
         if isinstance(self.mirror, HostParameters):
-            for index, tensor in enumerate(self._parts.tensors):
+            for index, tensor in enumerate(self.parts.tensors):
                 if not tensor.is_meta:
                     move_to(tensor, self.own(name, index))
 
     def make(self, name: str) -> None:
         """Allocate this worker's part of a flat buffer, before other code uses it."""
         # A flat buffer is made when its first view is.
-        for index, tensor in enumerate(self._parts.tensors):
+        for index, tensor in enumerate(self.parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index)
 
@@ -262,7 +262,7 @@ class ModelBuffers(ParameterViews):
         """Give the parameters the values in "params", as views or copies."""
         self.mirror.move()
         # Not asked for again: `share_memory_` changes the address of memory itself.
-        self._homes = list(map(torch.Tensor.data_ptr, self._parts.tensors))
+        self._homes = list(map(torch.Tensor.data_ptr, self.parts.tensors))
 
     def edited(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Yield the parameters, by number, that the script has given other bits than the servers hold.
@@ -270,7 +270,7 @@ class ModelBuffers(ParameterViews):
         Memory that the script has written, and that has the servers' bits again, is given back.
         """
         written = set(self.mirror.edited())
-        for index, tensor in enumerate(self._parts.tensors):
+        for index, tensor in enumerate(self.parts.tensors):
             moved = tensor.data_ptr() != self._homes[index]
             if index not in self.lent and (not self._is_copy(index) if moved else index in written):
                 yield index, tensor
@@ -289,7 +289,7 @@ class ModelBuffers(ParameterViews):
         # Every step calls this, so the usual case takes three short passes.
         # Objects compared by id are alive in the model's parts, so no other object can have the same id.
         owned = list(map(id, map(dict.get, self._tables, self._names)))
-        places = list(map(torch.Tensor.data_ptr, self._parts.tensors))
+        places = list(map(torch.Tensor.data_ptr, self.parts.tensors))
         own = set()
         if (owned, places) != self._seen:
             self._check_replaced()
@@ -297,11 +297,11 @@ class ModelBuffers(ParameterViews):
             self._seen = (owned, places) if not own else ([], [])
         # A worker that changes its parameters by itself learns what the script changes like a step.
         for index in () if self._apart else self.mirror.edited():
-            if self._parts.tensors[index].grad is None:
+            if self.parts.tensors[index].grad is None:
                 own.add(index)
             elif index not in self.lent and index not in own:
                 raise RuntimeError(
-                    f"parameter {self._parts.parameters[index].name} was changed outside optimizer.step(): the "
+                    f"parameter {self.parts.parameters[index].name} was changed outside optimizer.step(): the "
                     f"servers hold its value, so the change would be lost; load or edit parameters before tt.prepare, "
                     f"or in a block `with tt.assign(model):`; a value that is put in for a while, as an average for "
                     f"a validation or the shift of SAM, is put back from a copy before step(), bit for bit{hint}"
@@ -311,13 +311,13 @@ class ModelBuffers(ParameterViews):
             self.mirror.own = own
 
     def _check_replaced(self) -> None:
-        for index, _ in self._parts.replaced():
+        for index, _ in self.parts.replaced():
             raise RuntimeError(
-                f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
+                f"parameter {self.parts.parameters[index].name} is not the one that tt.prepare saw: "
                 f"load_state_dict(assign=True), new layers and new parameters must come before tt.prepare; values "
                 f"alone are changed in `with tt.assign(model):`"
             )
-        if name := self._parts.added():
+        if name := self.parts.added():
             raise RuntimeError(
                 f"parameter {name} is none of those that tt.prepare saw, so it would not be trained: new layers and "
                 f"new parameters must come before tt.prepare"
@@ -326,9 +326,9 @@ class ModelBuffers(ParameterViews):
     def _put_back(self, places: list[int]) -> set[int]:
         """Put parameters back that the script has moved (`p.data = …`); return those that it may keep."""
         own = set()
-        for index, tensor in enumerate(self._parts.tensors):
+        for index, tensor in enumerate(self.parts.tensors):
             # An empty parameter has no memory, so its address means nothing.
-            known = self._parts.parameters[index]
+            known = self.parts.parameters[index]
             if places[index] == self._homes[index] or not known.count or index in self.lent:
                 continue
             if tensor.grad is None:
@@ -357,7 +357,7 @@ class ModelBuffers(ParameterViews):
 
     def _is_copy(self, index: int) -> bool:
         """Whether a parameter that was moved has the servers' bits."""
-        tensor = self._parts.tensors[index]
+        tensor = self.parts.tensors[index]
         return self._fits(index, tensor) and same_bits(tensor.data.cpu(), self.view("params", index))
 
 

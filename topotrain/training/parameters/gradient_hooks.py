@@ -18,20 +18,20 @@ then leaves at a later hook, or at the end of the backward.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
-from topotrain.config.sharding import Bucket, SliceMap, in_steps_of
+from topotrain.config.sharding import Bucket, in_steps_of
 from topotrain.core.client.step_exchange import GradientExchange
-from topotrain.core.model.tensor_bits import same_bits, version_of
+from topotrain.core.model.tensor_bits import same_bits, sum_of_bits, version_of
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
 from topotrain.training.parameters.device_parameters import QueuedPush
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.flat_parameters import ModelBuffers
 from topotrain.training.parameters.script_hooks import ScriptHooks
 from topotrain.training.worker_stats import StepBatches
 
@@ -40,30 +40,12 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _backward_number = torch._C._current_graph_task_id
 
 
-@contextmanager
-def _thawed(tensor: nn.Parameter) -> Iterator[None]:
-    """Inside, hooks can be registered. They fire when the tensor trains."""
-    trains = tensor.requires_grad
-    tensor.requires_grad_(True)
-    try:
-        yield
-    finally:
-        tensor.requires_grad_(trains)
-
-
 class GradientPath(ABC):
     """Common code of all paths: pieces of parameters, and full buckets."""
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        gradients: GradientExchange,
-        slice_map: SliceMap,
-        batches: StepBatches,
-    ) -> None:
-        self._tensors = parts.tensors
-        self._parameters = parts.parameters
+    def __init__(self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches) -> None:
+        parts, slice_map = buffers.parts, buffers.map
+        self._tensors, self._parameters = parts.tensors, parts.parameters
         self._buffers = buffers
         self._flats = buffers.flats
         self._mirror = buffers.mirror
@@ -71,14 +53,19 @@ class GradientPath(ABC):
         self._map = slice_map
         self._batches = batches
         self._step = 0
+        self._open = False  # a backward has begun and has not ended
         self._task: int | None = None  # autograd's number of the backward that has begun
         self.private = False
+        """Whether a backward sends nothing, and `.grad` is this worker's own."""
         self.backwards = 0
         self.ended = 0
         """How many backwards, of all steps, have come to their end here."""
         self.resets = 0
         """As `Commit.resets`."""
-        self._hooks = ScriptHooks(self)
+        self.digest = 0
+        """As `Commit.digest`, of the last `at_step`."""
+        self._hooks = ScriptHooks(lambda: self.private)
+        self._seen: dict[int, _SentGradient] = {}  # by parameter: what a hook of this step has sent
         self._places: list[int] = []  # by backward: the batches that the script was given in the step before it
         # The optimizers of each parameter, and of each bucket, see `sharding.in_steps_of`.
         self._optimizers = [parameter.optimizer for parameter in parts.parameters]
@@ -105,18 +92,16 @@ class GradientPath(ABC):
             # Another worker holds a meta tensor, and integers have no gradients.
             if not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
                 self._hooked.add(index)
-                with _thawed(tensor):
-                    self._hook(index, tensor)
+                # A frozen one takes no hooks. They are called when it trains.
+                trains = tensor.requires_grad
+                tensor.requires_grad_(True)
+                self._hook(index, tensor)
+                tensor.requires_grad_(trains)
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
         """This worker's own gradients after the last backward; None: not held here."""
         return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
-
-    def accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        """Take the gradient of a parameter, which autograd has just accumulated."""
-        with self._turn:
-            self._after(index, parameter)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         # torch keeps such a hook where the garbage collector cannot see it. With a strong reference to this object a
@@ -126,7 +111,8 @@ class GradientPath(ABC):
         def after(p: torch.Tensor) -> None:
             here = path()
             if here is not None:
-                here.accumulated(index, p)
+                with here._turn:
+                    here._after(index, p)
 
         # It fires once per parameter and backward, also for a tied weight that is used several times.
         handle = tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
@@ -135,16 +121,7 @@ class GradientPath(ABC):
     @property
     def begun(self) -> bool:
         """Whether gradients of the coming step were sent."""
-        return self.backwards > 0
-
-    @contextmanager
-    def keep_private(self) -> Iterator[None]:
-        """Inside, a backward sends nothing, and `.grad` is this worker's own."""
-        self.private = True
-        try:
-            yield
-        finally:
-            self.private = False
+        return self._open or self.backwards > 0
 
     @property
     def ages(self) -> tuple[int, ...]:
@@ -177,6 +154,10 @@ class GradientPath(ABC):
 
         optimizer: the number of the optimizer of the step.
         """
+
+    def reduce_own(self) -> None:
+        """Reduce gradients that no backward has made, if that can be before `step()`."""
+        return
 
     @abstractmethod
     def _after(self, index: int, tensor: torch.Tensor) -> None:
@@ -272,8 +253,9 @@ class GradientPath(ABC):
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
         self._step += 1
-        self.backwards = self.resets = 0
+        self.backwards = self.resets = self.digest = 0
         self._places.clear()
+        self._seen.clear()
 
     def go_to(self, step: int) -> None:
         """Continue at this step. The group made the steps before it without this worker."""
@@ -292,24 +274,34 @@ class _SentGradient:
         return gradient is not None and self._gradient() is gradient and self._version == version_of(gradient)
 
 
+class _MeanWithoutGraph(torch.autograd.Function):
+    """A mean instead of a gradient with a graph. A derivative of it is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return mean.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "a second derivative through p.grad: after backward(create_graph=True) it is the mean of the group's "
+            "workers, which has no graph; add the penalty to the loss before backward(), with "
+            "torch.autograd.grad(…, create_graph=True), where it is a mean over samples"
+        )
+
+
 class MeanPath(GradientPath):
     """Reduces every backward, so that `p.grad` is the group's mean."""
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        gradients: GradientExchange,
-        slice_map: SliceMap,
-        batches: StepBatches,
-    ) -> None:
+    def __init__(self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches) -> None:
         self._earlier: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
-        self._union = [0] * len(slice_map.buckets)  # bit per piece with a mean in this step, by any worker
+        self._union = [0] * len(buffers.map.buckets)  # bit per piece with a mean in this step, by any worker
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
         self._own_sums = False  # the sums are copies, and not views that the next means overwrite
-        self._open = False  # a backward has begun and has not ended
         self._left: dict[int, _SentGradient] = {}  # the last mean of each parameter, as the script got it
-        super().__init__(parts, buffers, gradients, slice_map, batches)
+        self._touched: set[int] = set()  # parameters with a mean that the script changed before a later backward
+        self._graphs: set[int] = set()  # parameters with a gradient of this backward that has a graph
+        super().__init__(buffers, gradients, batches)
         self.look()
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -337,6 +329,8 @@ class MeanPath(GradientPath):
         # To a gradient that the script has made of this share, autograd adds that of this backward.
         if tensor.grad is not None and not self._is_own(index, tensor.grad):
             local = self._buffers.view("local", index)
+            if self.backwards and self._is_changed(index, tensor.grad):
+                self._touched.add(index)
             # A backward that raised has left a view of "local" here, which this backward overwrites.
             alias = tensor.grad.data_ptr() == local.data_ptr()
             self._earlier[index] = tensor.grad.clone() if alias else tensor.grad
@@ -378,12 +372,9 @@ class MeanPath(GradientPath):
         self._open = False
         self._earlier.clear()
         self._hooks.held.clear()
+        self._graphs.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
-
-    @property
-    def begun(self) -> bool:
-        return self._open or super().begun
 
     def _finish_backward(self, task: int) -> None:
         if task != self._task:
@@ -404,6 +395,8 @@ class MeanPath(GradientPath):
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
             return
+        if tensor.grad.grad_fn is not None:
+            self._graphs.add(index)
         full = self._copy_local(index, tensor.grad)
         self._mirror.keep(index)
         for bucket in full:
@@ -455,6 +448,7 @@ class MeanPath(GradientPath):
         self._close()
         self._call_hooks(hooked)
 
+    @torch.no_grad()
     def _take_means(self) -> dict[int, torch.Tensor | None]:
         """Show the means; return parameters with hooks of the script and the `.grad` to be added."""
         means, written = self._gradients.wait_means()
@@ -465,6 +459,10 @@ class MeanPath(GradientPath):
         for index in shown:
             gradient = self._tensors[index].grad
             assert gradient is not None
+            if index in self._graphs:
+                with torch.enable_grad():
+                    gradient = _MeanWithoutGraph.apply(torch.empty(0, requires_grad=True), gradient)  # type: ignore[no-untyped-call]
+                self._mirror.set_gradient(index, gradient)
             self._left[index] = _SentGradient(gradient)
         return hooked
 
@@ -555,6 +553,7 @@ class MeanPath(GradientPath):
         mine = self._gradients_of(optimizer)
         left = self._mirror.bring("grad", mine)
         compared: list[int] = []
+        changed: list[int] = []  # gradients that the script has changed, or made itself
         for index, of in enumerate(self._optimizers):
             spots = self._spots[index]
             if not spots:  # a parameter without elements
@@ -576,10 +575,16 @@ class MeanPath(GradientPath):
                 edited |= self._bits(index)
             elif not model.windowed:
                 compared.append(index)
+                continue
+            if self._is_changed(index, mine[index]):
+                changed.append(index)
         # In shared memory the servers read "grad" when they apply the step.
         if not model.windowed:
-            edited |= self._edited(compared)
+            found = self._edited(compared)
+            changed += [index for index in compared if found & self._bits(index)] if found else []
+            edited |= found
             self._send_edits(step, edited)
+        self.digest = self._digest(changed)
         return (), edited, dropped
 
     def _is_own(self, index: int, gradient: torch.Tensor) -> bool:
@@ -589,21 +594,47 @@ class MeanPath(GradientPath):
         left = self._left.get(index)
         return left is None or not left.is_still(gradient)
 
+    def _is_changed(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether the script may have changed the mean in `.grad`, or made it."""
+        left = self._left.get(index)
+        return index in self._touched or left is None or not left.is_still(gradient)
+
+    def _digest(self, indices: list[int]) -> int:
+        """As `Commit.digest`, of the gradients in "grad"."""
+        digest = 0
+        for index in indices:
+            for bucket, i in self._pieces[index]:
+                piece = bucket.pieces[i]
+                part = self._flats.view("grad", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                digest = digest * 0x9E3779B1 + sum_of_bits(part) + 1 & (1 << 63) - 1
+        return digest
+
+    def reduce_own(self) -> None:
+        self._gradients.values.settle()
+        self._give_up()
+        self._reduce_own({i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None and not self.private})
+
     def _reduce_own(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Reduce gradients that no backward has made, as those of a backward are."""
-        views = {index: self._buffers.view("grad", index) for index in gradients}
-        # zero_grad(set_to_none=False) has made the old mean one of zeros.
         own = [
             index
             for index, gradient in gradients.items()
-            if self._is_own(index, gradient)
-            and (gradient.data_ptr() != views[index].data_ptr() or bool(gradient.any()))
+            if self._is_own(index, gradient) and self._is_share(index, gradient)
         ]
         if own:
             self._begin()
             for index in own:
                 self._after(index, self._tensors[index])
             self._end()
+
+    def _is_share(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient that no backward has made is one of the share."""
+        # zero_grad(set_to_none=False) has made the old mean one of zeros.
+        if gradient.data_ptr() == self._buffers.view("grad", index).data_ptr():
+            return bool(gradient.any())
+        # One that was changed in place may be clipped by the norm of the share. It counts as it is, if it is the same
+        # on all workers, as the mean is.
+        return not version_of(gradient)
 
     def _bits(self, index: int) -> int:
         bits = 0
@@ -643,6 +674,7 @@ class MeanPath(GradientPath):
         self._gradients.absent = ()
         self._union = [0] * len(self._union)
         self._sums.clear()
+        self._touched.clear()
         self._own_sums = False
 
 
@@ -682,10 +714,8 @@ class PushPath(GradientPath):
 
     def __init__(
         self,
-        parts: ModelParts,
         buffers: ModelBuffers,
         gradients: GradientExchange,
-        slice_map: SliceMap,
         batches: StepBatches,
         compare: bool,
         eager: bool = True,
@@ -696,12 +726,11 @@ class PushPath(GradientPath):
         self._sees = eager and (gradients.model.windowed or not compare)
         self._eager = eager
         self._habits = StepHabits(1 if eager else 0)
-        self._revision = [NO_REVISION] * len(slice_map.buckets)
-        self._sent = [0] * len(slice_map.buckets)  # bit per piece with a gradient in the last push
-        self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
-        self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
-        self._seen: dict[int, _SentGradient] = {}
-        super().__init__(parts, buffers, gradients, slice_map, batches)
+        self._revision = [NO_REVISION] * len(buffers.map.buckets)
+        self._sent = [0] * len(buffers.map.buckets)  # bit per piece with a gradient in the last push
+        self._unsent = [False] * len(buffers.map.buckets)  # "local" is newer than what was pushed
+        self._pushes = [0] * len(buffers.map.buckets)  # in this step; numbers the revisions
+        super().__init__(buffers, gradients, batches)
 
     @property
     def begun(self) -> bool:
@@ -770,8 +799,12 @@ class PushPath(GradientPath):
         return tuple(self._revision), 0, 0
 
     def _check_edit(self, index: int, gradient: torch.Tensor) -> None:
+        if self._compare:
+            return
         known = self._seen.get(index)
-        if not self._compare and known is not None and not known.is_still(gradient):
+        # One that no backward has made may be clipped by the norm of the share. An earlier one is in "local".
+        other = gradient.data_ptr() != self._buffers.view("local", index).data_ptr()
+        if other and version_of(gradient) if known is None else not known.is_still(gradient):
             raise RuntimeError(
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it was sent "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the job file"
@@ -784,21 +817,12 @@ class PushPath(GradientPath):
         if left is not None:
             local = self._buffers.view("local", index)
             if left.data_ptr() != local.data_ptr():
-                changed = changed or not self._same(left, local)
+                changed = changed or not same_bits(left, local)
                 if changed:
                     local.copy_(left)
         for bucket, i in self._pieces[index]:
             wanted[bucket.id] |= 1 << i
             self._unsent[bucket.id] = self._unsent[bucket.id] or changed
-
-    def _same(self, gradient: torch.Tensor, local: torch.Tensor) -> bool:
-        # Elements in another order cannot be compared as flat memory.
-        if gradient.stride() != local.stride():
-            return torch.equal(gradient, local)
-        flat = (gradient.numel(),), (1,)
-        return same_bits(
-            gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
-        )
 
     def after_step(self) -> None:
         super().after_step()
@@ -806,7 +830,6 @@ class PushPath(GradientPath):
         self._sent = [0] * len(self._sent)
         self._unsent = [False] * len(self._unsent)
         self._pushes = [0] * len(self._pushes)
-        self._seen.clear()
 
 
 class ArrivalPath(GradientPath):
@@ -819,23 +842,11 @@ class ArrivalPath(GradientPath):
     """
 
     def __init__(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        gradients: GradientExchange,
-        slice_map: SliceMap,
-        batches: StepBatches,
-        hyper: HyperEncoder,
+        self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches, hyper: HyperEncoder
     ) -> None:
         self._hyper = hyper
         self._sent_hyper = b""
-        self._open = False  # a backward has begun and has not ended
-        self._seen: dict[int, _SentGradient] = {}
-        super().__init__(parts, buffers, gradients, slice_map, batches)
-
-    @property
-    def begun(self) -> bool:
-        return self._open or super().begun
+        super().__init__(buffers, gradients, batches)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
@@ -890,7 +901,3 @@ class ArrivalPath(GradientPath):
                     f"kOnArrival it is applied already; use apply: kAtStep, or updater {{ clip_low, clip_high }}"
                 )
         return (), 0, 0
-
-    def after_step(self) -> None:
-        super().after_step()
-        self._seen.clear()

@@ -5,11 +5,10 @@ from contextlib import AbstractContextManager
 
 from torch.optim import Optimizer
 
-from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
 from topotrain.training.parameters.device_parameters import ParameterHolder
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.flat_parameters import ModelBuffers
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_stats import StepBatches
@@ -75,14 +74,7 @@ class LocalOptimizer(LocalSteps, WorkerExtension):
     """Those that the servers run."""
 
     @abstractmethod
-    def open(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        client: Client,
-        slice_map: SliceMap,
-        batches: StepBatches,
-    ) -> GradientPath:
+    def open(self, buffers: ModelBuffers, client: Client, batches: StepBatches) -> GradientPath:
         """The worker is made of these; return the path of its pushes.
 
         Raises:

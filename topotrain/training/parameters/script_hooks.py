@@ -1,17 +1,10 @@
-"""The hooks of a script on parameters, which are called with the mean of a worker group."""
+"""Hooks of a script on parameters, called with the mean of a worker group."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
-
-
-class Backwards(Protocol):
-    """The backwards of a worker."""
-
-    private: bool
-    """They are this worker's own."""
 
 
 class _AfterMean:
@@ -22,7 +15,7 @@ class _AfterMean:
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor | None:
         hooks = self._hooks()
-        if hooks is None or hooks.is_private:
+        if hooks is None or hooks.is_private():
             return self.hook(value)
         hooks.held.add(self._index)
         return None
@@ -32,22 +25,16 @@ class ScriptHooks:
     """The hooks of a script on parameters, registered at any time.
 
     Args:
-        path: calls them with the group's mean, except in a private backward.
+        is_private: whether a backward is this worker's own, in which they are called as in any script.
     """
 
-    def __init__(self, path: Backwards) -> None:
-        self._path = ref(path)
+    def __init__(self, is_private: Callable[[], bool]) -> None:
+        self.is_private = is_private
         self.own: set[int] = set()  # the numbers of the path's own hooks
         self.held: set[int] = set()  # parameters of which hooks were held back in this backward
         self.of: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}  # by parameter: of its gradient, and behind it
         self._kept: dict[int, tuple[dict[int, Any], dict[int, Any]]] = {}
         self._last: list[int] = []  # the number of each last hook
-
-    @property
-    def is_private(self) -> bool:
-        """Whether backwards are this worker's own."""
-        path = self._path()
-        return path is None or path.private
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
         """Look at the hooks of this parameter, which has one of the path. torch has no public name for its hooks."""

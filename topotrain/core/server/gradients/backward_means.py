@@ -15,6 +15,7 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address
+from topotrain.core.model.tensor_bits import same_bits
 from topotrain.core.protocol import (
     BackwardEnd,
     Commit,
@@ -27,7 +28,13 @@ from topotrain.core.protocol import (
     per_piece,
 )
 from topotrain.core.server.component_state import State, field_values
-from topotrain.core.server.gradients.gradient_source import GradientSource, ReducedBucket, SourceSettings, StepError
+from topotrain.core.server.gradients.gradient_source import (
+    CHANGED_ALIKE,
+    GradientSource,
+    ReducedBucket,
+    SourceSettings,
+    StepError,
+)
 from topotrain.core.server.gradients.unit_sums import HeldPushes
 from topotrain.core.server.nonfinite import NO_WORKER, nonfinite_segment, nonfinite_workers
 from topotrain.core.server.ordered_sum import Part
@@ -410,6 +417,9 @@ class SharedMemoryMeans(BackwardMeans):
         settings: the settings; `reader` is that worker.
     """
 
+    # One of equal gradients may look changed, as those by which a script multiplies 1. Here they can be compared.
+    may_differ = ("digest",)
+
     def __init__(self, settings: SourceSettings) -> None:
         self._reader = settings.reader
         super().__init__(settings)
@@ -444,7 +454,23 @@ class SharedMemoryMeans(BackwardMeans):
 
     def _complete(self) -> bool:
         self._choose_reader()
-        return super()._complete()
+        if not super()._complete():
+            return False
+        seen = [worker for worker in self.participants if worker in self.commits.keys() - self.absent]
+        if len({self.commits[worker].digest for worker in seen}) > 1:
+            self._refuse_different(seen)
+        return True
+
+    def _refuse_different(self, workers: Sequence[int]) -> None:
+        """Raise StepError if these workers have different gradients."""
+        for at, bucket in enumerate(self._buckets):
+            views = [self._buffers.view(f"grad {worker}", bucket) for worker in workers]
+            for i, piece in enumerate(bucket.pieces):
+                first, *others = (view[piece.lo - bucket.lo : piece.hi - bucket.lo] for view in views)
+                same = [same_bits(first, other) for other in others if self._present[at] >> i & 1]
+                if not all(same):
+                    pieces = per_piece(self._buckets, {at: 1 << i})
+                    raise self._disagree(workers[0], workers[1 + same.index(False)], "digest", pieces, CHANGED_ALIKE)
 
     def _choose_reader(self) -> None:
         readers = [worker for worker in self.participants if worker not in self.absent]

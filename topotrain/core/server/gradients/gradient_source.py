@@ -16,12 +16,20 @@ from topotrain.config.sharding import Bucket, Segment
 from topotrain.config.topology import Address
 from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
+from topotrain.core.protocol import (
+    BackwardEnd,
+    Commit,
+    GradientOverride,
+    ProtocolError,
+    Push,
+    bits_to_int,
+    per_bucket,
+)
 from topotrain.core.server.component_state import State
 from topotrain.core.server.gradients.unit_sums import UnitSums
 from topotrain.core.server.ordered_sum import OrderedMean, Tree
 
-_MUST_AGREE = {
+MUST_AGREE = {
     # First: workers of which only some are in `tt.assign` differ in other fields, too.
     "counts": "whether this is a step (True) or a change of parameters in tt.assign (False)",
     "optimizer": "the optimizer (its number, from 0) that makes the step",
@@ -31,9 +39,17 @@ _MUST_AGREE = {
     "resets": "how often gradients were dropped before another backward (by zero_grad, or as backward() has raised)",
     "edited": "which gradients the script changed",
     "dropped": "which gradients the script set to None",
+    "digest": "what the script made of the gradients",
     "clip_norm": "the gradient clipping",
     "marks": "the batches of the step",
 }
+
+CHANGED_ALIKE = (
+    "what a script does with gradients between backward() and step() must be the same on all workers of a group: "
+    "tt.mean(value) makes one number of theirs, tt.broadcast(value) gives all the same noise, and a condition must not "
+    "look at the worker. A .grad that no backward made is the mean of the group after tt.clip_grad_norm_ only: it must "
+    "not be changed in place before (`p.grad = g.clone()` sets one that autograd changed so itself)"
+)
 
 
 class StepError(Exception):
@@ -79,6 +95,8 @@ def other_batches(one: int, first: Commit, other: int, second: Commit) -> str:
 
 def _apart(name: str, one: object, other: object) -> str:
     """Name the difference of two values of a field of `Commit`."""
+    if name in ("edited", "dropped", "digest"):
+        return CHANGED_ALIKE
     if name != "hyper":
         return f"{_short(one)} and {_short(other)}"
     # A worker sends its hyper-parameters only when they have changed.
@@ -144,6 +162,7 @@ class SourceSettings:
         reader: the server reads this worker's gradients in the worker's own memory. None: all gradients are sent.
         codec: how means travel.
         hyper_differs: the hyper-parameters of the workers may differ.
+        names: of the parameters, by segment.
     """
 
     workers: int
@@ -156,6 +175,7 @@ class SourceSettings:
     reader: int | None = None
     codec: ServerBodyCodec = field(default_factory=ServerBodyCodec)
     hyper_differs: bool = False
+    names: Sequence[str] = ()
 
     @property
     def group(self) -> int:
@@ -291,17 +311,32 @@ class GradientSource(StagedGradient):
         self.commits[worker] = message
         theirs = self.commits[first]
         differs = [*self.may_differ, *(["hyper"] if self.hyper_differs else [])]
-        differs += ["edited", "dropped"] if self.absent & {first, worker} else []
-        for name, words in (_MUST_AGREE | dict(self.words)).items():
+        differs += ["edited", "dropped", "digest"] if self.absent & {first, worker} else []
+        # A server with none of these gradients cannot name them.
+        differs += [] if any(message.edited) else ["digest"]
+        for name in MUST_AGREE:
             if name not in differs and getattr(theirs, name) != getattr(message, name):
                 if name == "marks":
                     raise StepError(other_batches(first, theirs, worker, message))
-                raise StepError(
-                    f"workers {first} and {worker} of a group disagree about {words} in step {message.step + 1}: "
-                    f"{_apart(name, getattr(theirs, name), getattr(message, name))}"
-                )
+                values = getattr(theirs, name), getattr(message, name)
+                pieces = bits_to_int(message.edited) if name == "digest" else 0
+                if name in ("edited", "dropped"):
+                    pieces = bits_to_int(values[0]) ^ bits_to_int(values[1])
+                raise self._disagree(first, worker, name, pieces, _apart(name, *values))
         if "marks" not in differs:
             self._check_ages(first, worker)
+
+    def _disagree(self, one: int, other: int, name: str, pieces: int, what: str) -> StepError:
+        """The error of two commits that differ in a field, about these pieces."""
+        found = {
+            self._settings.names[piece.segment]: None
+            for bucket, mask in per_bucket(self._buckets, pieces)
+            for i, piece in enumerate(bucket.pieces)
+            if mask >> i & 1 and self._settings.names
+        }
+        names = f" ({', '.join([*found][:2])}{', …' if len(found) > 2 else ''})" if found else ""
+        words = f"{self.words.get(name, MUST_AGREE[name])}{names}"
+        return StepError(f"workers {one} and {other} of a group disagree about {words} in step {self.step + 1}: {what}")
 
     def _check_ages(self, first: int, worker: int) -> None:
         """Raise StepError if backwards of two commits are of different batches."""

@@ -49,6 +49,8 @@ class PeerBackwardEnd(Message):
         settled: whether the new values of the sender's last push have arrived.
         named: the fragment that the coordinator has named to the sender, or OWN_TURN.
         interval: the steps between two pushes, as the sender has measured them.
+        batches: that the sender's script was given since its last push.
+        digest: as `Commit.digest`, of the sender's last step.
     """
 
     backward: int
@@ -59,11 +61,14 @@ class PeerBackwardEnd(Message):
     settled: bool
     named: int
     interval: int
+    batches: int = 0
+    digest: int = 0
 
     def is_valid(self) -> bool:
         return (
             0 <= self.backward < MOST
             and 0 <= self.step < MOST
+            and 0 <= self.batches < MOST
             and 0 <= self.weight <= MOST_SAMPLES
             and 0 <= self.samples <= MOST_SAMPLES
             and OWN_TURN <= self.named < MOST_EPOCHS

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.job import Cluster
-from topotrain.config.sharding import SliceMap
 from topotrain.core.client.client import Client
 from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.profiling.spans import Clock
@@ -17,7 +16,7 @@ from topotrain.extensions.outer_optimizer.groups.group_path import GroupPath
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
 from topotrain.training.context import Connections
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.flat_parameters import ModelBuffers
 from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.worker_stats import StepBatches
 
@@ -52,17 +51,10 @@ class GroupOptimizer(InnerOptimizer):
         super().__init__(optimizer, cluster, named, embeddings, clock, choices, more)
         self._group, self._samples = group, 0
 
-    def open(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        client: Client,
-        slice_map: SliceMap,
-        batches: StepBatches,
-    ) -> GradientPath:
-        path = super().open(parts, buffers, client, slice_map, batches)
+    def open(self, buffers: ModelBuffers, client: Client, batches: StepBatches) -> GradientPath:
+        path = super().open(buffers, client, batches)
         assert isinstance(path, DifferencePath)
-        self._path = GroupPath(parts, buffers, self._group, slice_map, batches, path)
+        self._path = GroupPath(buffers, self._group, batches, path)
         path.push_only(self._group.pushed_share())
         return self._path
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.sharding import Bucket
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
-from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
+from topotrain.training.parameters.flat_parameters import ModelBuffers
 from topotrain.training.parameters.gradient_hooks import GradientPath, MeanPath
 from topotrain.training.worker_stats import StepBatches
 
@@ -15,23 +15,17 @@ class GroupPath(MeanPath):
     The workers of the group have the same values, so each pushes its share of the difference.
 
     Args:
-        parts, buffers, slice_map, batches: as for `GradientPath`.
+        buffers, batches: as for `GradientPath`.
         reduction: adds up the group's gradients.
         difference: pushes this worker's share.
     """
 
     def __init__(
-        self,
-        parts: ModelParts,
-        buffers: ModelBuffers,
-        reduction: GroupReduction,
-        slice_map: SliceMap,
-        batches: StepBatches,
-        difference: GradientPath,
+        self, buffers: ModelBuffers, reduction: GroupReduction, batches: StepBatches, difference: GradientPath
     ) -> None:
         self._reduction, self._difference = reduction, difference
-        reduction.open(slice_map, buffers.flats, batches)
-        super().__init__(parts, buffers, reduction, slice_map, batches)
+        reduction.open(buffers.map, buffers.flats, batches)
+        super().__init__(buffers, reduction, batches)
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
         """Note which pieces have a mean. The optimizer here takes them as they are."""
@@ -41,8 +35,15 @@ class GroupPath(MeanPath):
 
     def end_backwards(self) -> None:
         """The script calls step(). A backward that raised is over for the others, too."""
-        self._give_up()
-        self._reduce_own({i: p.grad for i, p in enumerate(self._tensors) if p.grad is not None})
+        self.reduce_own()
+        changed = {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None and self._is_changed(i, t.grad)}
+        for index, gradient in self._mirror.bring("grad", changed).items():
+            self._buffers.view("grad", index).copy_(gradient)
+        self._reduction.digest = self._digest(list(changed))
+        # The end of a backward carries the digest, and there may be no other one.
+        views = {index: self._buffers.view("grad", index).data_ptr() for index in changed}
+        if any(self._is_own(i, gradient) and gradient.data_ptr() != views[i] for i, gradient in changed.items()):
+            self.join()
 
     def end_step(self) -> None:
         """A local step is over."""

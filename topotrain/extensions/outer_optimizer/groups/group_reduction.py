@@ -27,7 +27,15 @@ from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import FlatBuffers, typed
 from topotrain.core.protocol import bits_to_int, check_bits, int_to_bits
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, ReducedBucket, SourceSettings, ended_first
+from topotrain.core.server.gradients.gradient_source import (
+    CHANGED_ALIKE,
+    MUST_AGREE,
+    SAME_BATCHES,
+    GroupBuffers,
+    ReducedBucket,
+    SourceSettings,
+    ended_first,
+)
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerBackwardEnd,
@@ -139,6 +147,8 @@ class GroupReduction(GradientExchange):
         self.named, self.interval = OWN_TURN, job.cluster.sync_freq // job.cluster.fragments
         """The fragment that the coordinator has named, and the steps between two pushes: as worker 0 knew them then."""
         self._proposed = self.interval
+        self.digest = 0
+        """As `Commit.digest`, of the last step."""
 
     def open(self, slice_map: SliceMap, flats: FlatBuffers, batches: StepBatches) -> None:
         """The worker is made of these."""
@@ -195,8 +205,9 @@ class GroupReduction(GradientExchange):
         """As `GradientExchange.end_backward`. step: the number of local steps."""
         bits = int_to_bits(pushed, len(self._buckets))
         settled, samples = self._steps.is_over(), self._batches.unused
+        named, batches = self._rounds.named, len(self._batches)
         message = PeerBackwardEnd(
-            self._backward, step, weight, bits, samples, settled, self._rounds.named, self._proposed
+            self._backward, step, weight, bits, samples, settled, named, self._proposed, batches, self.digest
         )
         self._post_all(message)
         with self.channel.waiter.update():
@@ -212,10 +223,10 @@ class GroupReduction(GradientExchange):
         with self.channel.spans.span("wait for means"):
             self.channel.wait_until(lambda: self._is_over() or bool(self._refusal()) or self._is_hopeless())
         with self.channel.waiter.update():
+            refusal = self._refusal()
+            if refusal:
+                raise JobError(refusal, config=False)
             if not self._is_over():
-                refusal = self._refusal()
-                if refusal:
-                    raise JobError(refusal, config=False)
                 self._peers.refuse_lost(self._missing())
             ends = self._ends.pop(self._backward)
             means, self._means, self._here = self._means, {}, 0
@@ -254,6 +265,11 @@ class GroupReduction(GradientExchange):
                     f"{self._backward + 1} in its step {mine.step + 1}, and worker {worker} in its step "
                     f"{end.step + 1}; {same}"
                 )
+            pair = f"workers {self._me.index} and {worker} of a group"
+            if end.batches != mine.batches:
+                return f"{pair} take different batches into step {mine.step + 1}: {SAME_BATCHES}"
+            if end.digest != mine.digest:
+                return f"{pair} disagree about {MUST_AGREE['digest']} in step {mine.step}: {CHANGED_ALIKE}"
         for worker, pause in self._pauses.items():
             if pause.backwards > self._backward or not (pause.over or pause.steps > mine.step):
                 continue
