@@ -47,6 +47,8 @@ def test_all_workers_of_a_group_and_of_a_job_get_the_same_values(runner: JobRunn
     [
         ("left out", ALLREDUCE, "worker 0/1 called tt.mean after 3 steps, worker 0/[02] went on without this call"),
         ("left out", ISLANDS, "worker ./1 called tt.mean after 3 steps, worker ./0 went on without this call"),
+        ("apart", ISLANDS, r"worker 1/. called tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
+        ("apart", f"{ISLANDS} overlap: 1", r"tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
         ("other", ALLREDUCE, "called tt.(sum|max) after 3 steps, worker 0/. called tt.(sum|max) after 3 steps"),
         ("scopes", DOWNPOUR, r'called tt.sum(\(over="job"\))? after 3 steps, worker ./. called tt.sum'),
         ("ended", ALLREDUCE, "worker 0/1 called tt.gather after 4 steps, worker 0/[02] ended its script after 4 steps"),

@@ -73,6 +73,8 @@ for turn in range(4):
     step()
     if mode == "left out" and turn == 2 and odd:
         tt.mean(1.0)
+    if mode == "apart" and turn == 2 and me >= 2:
+        tt.mean(1.0, over="job")
     if mode == "other" and turn == 2:
         tt.sum(1.0) if odd else tt.max(1.0)
     if mode == "scopes" and turn == 2:

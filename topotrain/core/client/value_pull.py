@@ -43,6 +43,8 @@ class ValuePull:
         self.lazy = False
         self._early = False
         self._deferred: Callable[[], None] | None = None
+        self.settling = False
+        """Whether the worker waits in `settle`."""
 
     def open(self, streams: bool, lazy: bool, partial: bool = False) -> None:
         """The model is known.
@@ -165,7 +167,16 @@ class ValuePull:
         if self._deferred is not None:
             # Cleared first, so that an end that fails is not run again.
             end, self._deferred = self._deferred, None
-            end()
+            self.settling = True
+            try:
+                end()
+            finally:
+                self.settling = False
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a lazily committed step has not come to its end."""
+        return self.settling or self._deferred is not None
 
     def wait_for(self, buckets: Set[int]) -> None:
         """Wait for new values of these buckets (numbers), if a lazy step is to bring them."""

@@ -22,7 +22,7 @@ class CallPlace(NamedTuple):
         steps: the number of `step()` calls that were begun.
         backwards: the number of backwards since the last step that have come to their end.
         passes: the number of passes over the loader that were begun.
-        commits: the number of the group's steps on the servers.
+        commits: the number of the group's steps on the servers, with one that is not settled.
     """
 
     steps: int = 0
@@ -49,11 +49,13 @@ class ValueClient(ClientExtension):
         self._values: dict[tuple[int, int], WorkerValue] = {}
         # So many steps may a group be ahead of another one that makes none. None: any number.
         self._lead = cluster.max_staleness
-        if cluster.outer is not None and not (cluster.quorum or cluster.overlap):
-            self._lead = 0
+        # With overlap a group waits when it settles a round, which is one of its commits by then.
+        self._overlaps = cluster.outer is not None and cluster.overlap > 0
+        if cluster.outer is not None and not cluster.quorum:
+            self._lead = int(self._overlaps)
 
     def bind(self, channel: ServerChannel, model: ClientModel, values: ValuePull) -> None:
-        self._channel = channel
+        self._channel, self._pull = channel, values
         channel.before_wait = self._look
 
     def call(self, job: bool, workers: int, what: str, data: torch.Tensor) -> list[torch.Tensor]:
@@ -93,6 +95,11 @@ class ValueClient(ClientExtension):
         self._channel.send(self._channel.first_server, value)
         self._channel.wait_until(lambda: len(self._values) == workers)
         return self._values
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the worker's last step is committed, and not settled."""
+        return self._pull.unsettled
 
     def end(self, metrics: str) -> None:
         """The script has ended, and makes no call any more; `metrics` as in `PassedCall`."""
@@ -152,6 +159,7 @@ class ValueClient(ClientExtension):
         here, there = self.at(), CallPlace(*awaited.place)
         if awaited.group != self._channel.me.group:
             # Each group counts its own steps. But this one may be in a step that waits for the other group.
-            return self.commits and self._lead is not None and here.commits - there.commits >= self._lead
+            waits = self._pull.settling if self._overlaps else self.commits
+            return waits and self._lead is not None and here.commits - there.commits >= self._lead
         within = here.backwards > there.backwards or here.passes > there.passes
         return here.steps > there.steps or (here.steps == there.steps and within)

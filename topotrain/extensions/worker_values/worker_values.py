@@ -49,7 +49,8 @@ class CallPlaces(WorkerExtension):
     def at(self) -> CallPlace:
         """Return the worker's place."""
         passes = 0 if self._here.loader is None else self._here.loader.passes
-        return CallPlace(self._steps, self._worker.path.ended - self._before, passes, self._worker.committed)
+        commits = self._worker.committed + self._client.unsettled
+        return CallPlace(self._steps, self._worker.path.ended - self._before, passes, commits)
 
     def before_step(self) -> None:
         self._steps, self._before = self._steps + 1, self._worker.path.ended
