@@ -11,7 +11,7 @@ stays valid.
 
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LARGE, _LARGEST = 32 * 1024, 1 << 22
 """Larger bytes of a field are deflated, such as the settings of hundreds of parameter groups, which repeat their names.
 More than the second number is refused."""
+_NO_BYTES = bytes(4)
+_NOTHING: dict[str, Any] = {"bytes": b"", "ints": (), "text": ""}
 _DEFLATED = 1 << 31
 """Bit of the length of bytes that are deflated."""
 MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
@@ -99,17 +101,23 @@ def encode_without(message: Message, left_out: Collection[str]) -> bytes:
     return b"".join([fixed, *_variable_parts(message, [each for each in codec.variable if each[0] not in left_out])])
 
 
-def _variable_parts(message: Message, variable: Iterable[tuple[str, str]]) -> Iterator[bytes]:
+def _variable_parts(message: Message, variable: Iterable[tuple[str, str]]) -> list[bytes]:
+    parts: list[bytes] = []
     for name, how in variable:
         value = getattr(message, name)
+        # Most are empty in most messages.
+        if not value:
+            parts.append(_NO_BYTES)
+            continue
         if how == "text":
             raw = value.encode()
         elif how == "ints":
             raw = struct.pack(f"<{len(value)}q", *value)
         else:
             raw = value if len(value) <= _LARGE else zlib.compress(value, 1)
-        yield _U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0))
-        yield raw
+        parts.append(_U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0)))
+        parts.append(raw)
+    return parts
 
 
 def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:
@@ -138,6 +146,8 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
     if at + 4 > len(meta):
         raise ProtocolError(f"{cls.__name__}: cut short")
     (length,) = _U32.unpack_from(meta, at)
+    if not length:
+        return _NOTHING[how], at + 4
     deflated = how == "bytes" and bool(length & _DEFLATED)
     length &= ~_DEFLATED if deflated else ~0
     start, end = at + 4, at + 4 + length

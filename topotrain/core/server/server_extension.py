@@ -175,9 +175,9 @@ class ServerExtension:
 
     # --- a worker, a group, and the job ------------------------------------------------------------------------------
 
-    def draw_awaited(self, worker: Address) -> m.Message | None:
-        """What worker (0,0) has to know if this worker waits for its draw."""
-        return None
+    def draw_awaited(self) -> Mapping[Address, m.Message]:
+        """The workers that wait for a draw of worker (0,0), and what it has to know of each."""
+        return {}
 
     def on_lost(self, worker: Address) -> None:
         """The process of a worker is gone."""

@@ -190,10 +190,13 @@ class StepContributions:
     def check_draws(self, group: int) -> None:
         """Tell worker (0,0), if it waits in a step for workers that wait for its draw."""
         # It knows whether it has drawn. On a transport that reorders, the draw may be on its way.
-        workers = self._groups.workers[group]
-        for index in self._state.known.staging[group].awaited_by(0) if group == 0 and self._hooks.draw_awaited else ():
-            said = (each.draw_awaited(workers[index]) for each in self._hooks.draw_awaited)
-            self._queue.send_all((workers[0], each) for each in said if each is not None)
+        for extension in self._hooks.draw_awaited if group == 0 else ():
+            # First, because hardly ever somebody waits.
+            waiting = extension.draw_awaited()
+            if waiting:
+                first, late = self._groups.workers[0][0], self._state.known.staging[0].awaited_by(0)
+                said = [message for who, message in waiting.items() if who.group == 0 and who.index in late]
+                self._queue.send_all((first, message) for message in said)
 
     def override(self, sender: Address, message: m.GradientOverride) -> None:
         """A bucket's gradient as a script has left it."""

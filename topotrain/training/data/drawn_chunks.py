@@ -1,6 +1,7 @@
 """Batches that the first worker of a group draws from a sampler for all others."""
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address
@@ -126,10 +127,10 @@ class DrawnChunks:
         self._check_continues()
         return self._serve(key)
 
-    def awaited(self, worker: Address) -> DrawRequest | None:
-        """The request of a worker for a chunk that is not here."""
-        keys = [key for key, chunk in self._chunks.items() if worker in chunk.held]
-        return DrawRequest(*max(keys), worker.index) if keys else None
+    def awaited(self) -> Mapping[Address, DrawRequest]:
+        """The last request of each worker that waits for a chunk that is not here."""
+        waiting = sorted(key for key, chunk in self._chunks.items() if chunk.held)
+        return {worker: DrawRequest(*key, worker.index) for key in waiting for worker in self._chunks[key].held}
 
     def end(self, steps: int) -> None:
         """The script of worker (0,0) has ended, and draws no more.

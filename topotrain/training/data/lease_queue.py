@@ -280,8 +280,8 @@ class LeaseQueue(RegroupExtension):
                 return begun + ([(sender, Fail(refusal, config=True))] if refusal else [])
         raise ProtocolError(f"{type(message).__name__} is not a message about batches")
 
-    def draw_awaited(self, worker: Address) -> Message | None:
-        return self._draws.awaited(worker)
+    def draw_awaited(self) -> Mapping[Address, Message]:
+        return self._draws.awaited()
 
     def _compare(self, sender: Address, begun: PassBegun) -> str:
         """Return why a worker reads something else than an earlier one, or ""."""

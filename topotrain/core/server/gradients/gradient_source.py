@@ -386,7 +386,7 @@ class GradientSource(StagedGradient):
     def first(self) -> Commit:
         """The commit of the first worker that counts. In most of its fields all agree."""
         known = [worker for worker in self.participants if worker in self.commits]
-        return self.commits[min(known, key=self.absent.__contains__)]
+        return self.commits[min(known, key=self.absent.__contains__) if self.absent else known[0]]
 
     @property
     def marks(self) -> tuple[int, ...]:
