@@ -18,6 +18,9 @@ FOUND = tuple(
             "gradients=vmap clipping=ours",
             "flow=no_graph",
             "flow=no_backward",
+            "hooks=clamp_before silent=no_zero_grad",
+            "hooks=tensor_after silent=no_zero_grad",
+            "clipping=replaced hooks=clamp_before silent=no_zero_grad",
         ),
     )
 )

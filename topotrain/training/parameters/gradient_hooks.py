@@ -269,6 +269,10 @@ class _SentGradient:
         # Not its id, which a later tensor may have.
         self._gradient, self._version = ref(gradient), version_of(gradient)
 
+    def is_it(self, gradient: torch.Tensor) -> bool:
+        """Whether this is the same gradient, perhaps changed in place."""
+        return self._gradient() is gradient
+
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether this is the same gradient, without a change in place."""
         return gradient is not None and self._gradient() is gradient and self._version == version_of(gradient)
@@ -299,6 +303,7 @@ class MeanPath(GradientPath):
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
         self._own_sums = False  # the sums are copies, and not views that the next means overwrite
         self._left: dict[int, _SentGradient] = {}  # the last mean of each parameter, as the script got it
+        self._by_hooks: dict[int, _SentGradient] = {}  # what the script's hooks have made of the last mean
         self._touched: set[int] = set()  # parameters with a mean that the script changed before a later backward
         self._graphs: set[int] = set()  # parameters with a gradient of this backward that has a graph
         super().__init__(buffers, gradients, batches)
@@ -327,7 +332,7 @@ class MeanPath(GradientPath):
         if self._arm():
             self._begin()
         # To a gradient that the script has made of this share, autograd adds that of this backward.
-        if tensor.grad is not None and not self._is_own(index, tensor.grad):
+        if tensor.grad is not None and not self._is_added_to(index, tensor.grad):
             local = self._buffers.view("local", index)
             if self.backwards and self._is_changed(index, tensor.grad):
                 self._touched.add(index)
@@ -476,6 +481,9 @@ class MeanPath(GradientPath):
             self._mirror.set_gradient(index, gradient if earlier is None else earlier.add_(gradient))
         for index in hooked:
             self._hooks.behind(index, self._tensors[index])
+            gradient = self._tensors[index].grad
+            if gradient is not None:
+                self._by_hooks[index] = _SentGradient(gradient)
 
     def _note_written(self, written: int) -> set[int]:
         """Record pieces that the servers wrote into "grad" and return their parameters."""
@@ -593,6 +601,20 @@ class MeanPath(GradientPath):
             return False
         left = self._left.get(index)
         return left is None or not left.is_still(gradient)
+
+    def _is_added_to(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether autograd adds the gradient of a share to this one, of the same share. Raises RuntimeError."""
+        if not self._is_own(index, gradient):
+            return False
+        hooked = self._by_hooks.get(index)
+        if index not in self._hooks.of or (hooked is not None and hooked.is_it(gradient)) or not gradient.any():
+            return index not in self._hooks.of
+        # The hooks would be called with the sum of both.
+        raise RuntimeError(
+            f"parameter {self._parameters[index].name} has a hook, which is called with the mean of the group, and a "
+            f".grad that no backward has made, or that was replaced before the last step(): call optimizer.zero_grad() "
+            f"before this backward()"
+        )
 
     def _is_changed(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether the script may have changed the mean in `.grad`, or made it."""
