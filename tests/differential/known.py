@@ -19,7 +19,9 @@ class Known:
         return frozenset(self.blocks.split())
 
 
-KNOWN: tuple[Known, ...] = ()
+KNOWN: tuple[Known, ...] = (
+    Known("hooks=clamp_before gradients=create_graph", "a mean that a hook has changed has no graph, by torch's words"),
+)
 
 
 def known_part(script: Script) -> Known | None:
