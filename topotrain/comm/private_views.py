@@ -43,7 +43,7 @@ class PrivateViews:
 
     def __init__(self, parts: Sequence[tuple[int, int, int]]) -> None:
         page = mmap.PAGESIZE
-        spans = [(fd, offset // page, -(-(offset + nbytes) // page)) for fd, offset, nbytes in parts]
+        self._spans = spans = [(fd, offset // page, -(-(offset + nbytes) // page)) for fd, offset, nbytes in parts]
         self._ends = np.fromiter(accumulate(end - begin for _, begin, end in spans), np.int64, len(spans))
         self._firsts = [0, *self._ends.tolist()]
         # One range of addresses, so that one look finds the copies of all parts.
@@ -53,7 +53,6 @@ class PrivateViews:
         # When the last tensor over it is gone. Not at the exit of the process, where threads may still read.
         weakref.finalize(memory, _libc.munmap, base, nbytes).atexit = False
         self._memory = memory
-        self._spans = spans
         self._offsets = [f * page + o % page for f, (_, o, _) in zip(self._firsts, parts, strict=False)]
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def refuse_wrapped(models: Sequence[nn.Module]) -> None:
 
 
 def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
-    """Raise ConfigError for an optimizer whose steps another one makes, such as SAM's.
+    """Raise ConfigError for an optimizer that steps with another one inside it, such as SAM.
 
     imported: the job's `import`, of which the servers make an optimizer as a whole.
     """

@@ -191,12 +191,11 @@ class StepContributions:
         """Tell worker (0,0), if it waits in a step for workers that wait for its draw."""
         # It knows whether it has drawn. On a transport that reorders, the draw may be on its way.
         for extension in self._hooks.draw_awaited if group == 0 else ():
-            # First, because hardly ever somebody waits.
+            # First: in most steps no worker waits for a draw.
             waiting = extension.draw_awaited()
             if waiting:
                 first, late = self._groups.workers[0][0], self._state.known.staging[0].awaited_by(0)
-                said = [message for who, message in waiting.items() if who.group == 0 and who.index in late]
-                self._queue.send_all((first, message) for message in said)
+                self._queue.send_all((first, it) for who, it in waiting.items() if who.group == 0 and who.index in late)
 
     def override(self, sender: Address, message: m.GradientOverride) -> None:
         """A bucket's gradient as a script has left it."""

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 SAVERS = ("torch", "save"), ("safetensors.torch", "save_file")
-"""Functions whose second argument is a path. They write outside of Python, so that no audit event names the file."""
+"""Functions whose second argument is a path. Their writers are native code, so that no audit event names the file."""
 
 
 def watch_saves(at_close: ExitStack) -> set[str]:

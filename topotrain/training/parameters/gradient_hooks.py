@@ -604,12 +604,13 @@ class MeanPath(GradientPath):
 
     def _is_added_to(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether autograd adds the gradient of a share to this one, of the same share. Raises RuntimeError."""
-        if not self._is_own(index, gradient):
-            return False
+        own = self._is_own(index, gradient)
+        if not own or index not in self._hooks.of:
+            return own
+        # Hooks are called with the mean of one backward, so what they made of an earlier one is set aside.
         hooked = self._by_hooks.get(index)
-        if index not in self._hooks.of or (hooked is not None and hooked.is_it(gradient)) or not gradient.any():
-            return index not in self._hooks.of
-        # The hooks would be called with the sum of both.
+        if (hooked is not None and hooked.is_it(gradient)) or not gradient.any():
+            return False
         raise RuntimeError(
             f"parameter {self._parameters[index].name} has a hook, which is called with the mean of the group, and a "
             f".grad that no backward has made, or that was replaced before the last step(): call optimizer.zero_grad() "
