@@ -1,5 +1,6 @@
 """The page's server over loopback: strangers, files, logs, events, and readers that are too slow."""
 
+import asyncio
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from page_client import PageClient
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
-from topotrain.tools.dashboard.event_streams import StreamLimits
+from topotrain.tools.dashboard.event_streams import RunTicker, StreamLimits
 from topotrain.tools.dashboard.page_files import page_files
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
 from topotrain.tools.recording.recorded_lines import RecordingEnd
@@ -373,6 +374,17 @@ def test_the_end_of_the_server_tells_what_came_last(recording: GrowingRecording)
     assert [(event, data["job"]["ended"]) for event, data in heard] == [("delta", 9.0)]
     with pytest.raises(OSError):
         client.get("/")
+
+
+def test_the_last_tick_wakes_who_was_about_to_wait() -> None:
+    async def close_in_between() -> None:
+        ticker = RunTicker({})
+        waiting = ticker.wait()
+        ticker.close()
+        await ticker.run()
+        await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(close_in_between())
 
 
 def test_a_server_that_ends_leaves_no_thread_and_no_descriptor(recording: GrowingRecording) -> None:

@@ -5,7 +5,7 @@ queued, because the next delta has it all.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,9 +102,10 @@ class RunTicker:
         """Count one stream less."""
         self.streams -= 1
 
-    async def wait(self) -> None:
-        """Wait for the next tick."""
-        await self._ticked.wait()
+    def wait(self) -> Coroutine[Any, Any, object]:
+        """Wait for the next tick after this call."""
+        # No coroutine function: that would look for the event when it first runs, which may be after the last tick.
+        return self._ticked.wait()
 
     def close(self) -> None:
         """Let the streams send what came last, and end."""
