@@ -5,7 +5,7 @@ queued, because the next delta has it all.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ class RunTicker:
         """Count one stream less."""
         self.streams -= 1
 
-    def wait(self) -> Coroutine[Any, Any, object]:
+    def wait(self) -> Awaitable[object]:
         """Wait for the next tick after this call."""
         # No coroutine function: that would look for the event when it first runs, which may be after the last tick.
         return self._ticked.wait()
@@ -147,7 +147,8 @@ class EventStream:
             over = self._ticker.ended
             if not over:
                 tick = asyncio.ensure_future(self._ticker.wait())
-                await asyncio.wait({tick, gone}, return_when=asyncio.FIRST_COMPLETED)
+                first: set[asyncio.Future[Any]] = {tick, gone}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 tick.cancel()
             update = self._run.delta(cursor)
             if update.cursor != cursor or loop.time() - said >= _QUIET_S:
