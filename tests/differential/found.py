@@ -1,6 +1,6 @@
 """What generated scripts have found, by name: blocks (`axis=name`) and the layout. Each is a test."""
 
-FOUND = tuple(
+ALLREDUCE = tuple(
     (blocks, "allreduce")
     for blocks in (
         *("average=swapped", "average=swapped_load", "average=ema_final"),
@@ -21,6 +21,8 @@ FOUND = tuple(
             "hooks=clamp_before silent=no_zero_grad",
             "hooks=tensor_after silent=no_zero_grad",
             "clipping=replaced hooks=clamp_before silent=no_zero_grad",
+            "hooks=clamp_before gradients=create_graph",
         ),
     )
 )
+FOUND = (*ALLREDUCE, ("writes=numpy_step silent=stale", "island"))

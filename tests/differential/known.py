@@ -19,9 +19,7 @@ class Known:
         return frozenset(self.blocks.split())
 
 
-KNOWN: tuple[Known, ...] = (
-    Known("hooks=clamp_before gradients=create_graph", "a mean that a hook has changed has no graph, by torch's words"),
-)
+KNOWN: tuple[Known, ...] = ()
 
 
 def known_part(script: Script) -> Known | None:

@@ -211,9 +211,12 @@ def describe_all(
                 if id(tensor) in others:
                     continue
                 if id(tensor) not in index:
-                    raise ConfigError(
-                        "optimizer", tuple(tensor.shape), f"group {number} has a tensor that the model does not have"
+                    accepted = (
+                        f"has a tensor that the model does not have, of shape {tuple(tensor.shape)} in its group "
+                        f"{number}: make the optimizer after the last change of the layers, and give tt.prepare each "
+                        f"model that it trains"
                     )
+                    raise ConfigError("optimizer", type(optimizer).__name__, accepted)
                 if 0 <= assignment[index[id(tensor)]] < first:
                     also.append((index[id(tensor)], first + number))
                 else:

@@ -159,8 +159,8 @@ class InnerOptimizer(LocalOptimizer):
         self._rounds = client.extension(RoundClient)
         exchanges = client.gradients.hooks.by_class.get(ExchangeTimes)
         self._exchanges = exchanges if isinstance(exchanges, ExchangeTimes) else None
-        self._values = LocalValues(parts.tensors, buffers, buffers.map, self._rule, self.difference)
         trained = [index for index, tensor in enumerate(parts.tensors) if id(tensor) in self._trained]
+        self._values = LocalValues(parts.tensors, buffers, buffers.map, self._rule, trained, self.difference)
         return DifferencePath(buffers, client.gradients, batches, self._values, trained, self)
 
     @property

@@ -61,6 +61,7 @@ class LocalValues(ValueObserver):
         buffers: the worker's flat buffers. Received values are in "params".
         slice_map: the map. Its optimizers are the fragments.
         rule: for steps during an exchange. None: there are none.
+        trained: the numbers of the parameters that the optimizer changes. None: of all.
         difference: the name of the flat buffer for what was learned.
     """
 
@@ -70,6 +71,7 @@ class LocalValues(ValueObserver):
         buffers: ModelBuffers,
         slice_map: SliceMap,
         rule: TakeRule | None,
+        trained: Collection[int] | None = None,
         difference: str = "local",
     ) -> None:
         self._tensors, self._buffers, self._rule = tensors, buffers, rule
@@ -83,6 +85,7 @@ class LocalValues(ValueObserver):
         self._awaited: int | None = None  # the fragment of which the next received values are. None: of all
         self._kept: set[int] = set()
         self._untrained = {index for index, tensor in enumerate(tensors) if not tensor.is_meta}
+        self._trained = self._untrained if trained is None else set(trained)
         self._own: set[int] = set()  # those of them that the script has written: they are neither sent nor received
 
     @property
@@ -98,7 +101,8 @@ class LocalValues(ValueObserver):
     def learn(self) -> None:
         """The values have changed here, and no server knows."""
         self._holder.stepped()
-        self._untrained = {index for index in self._untrained if self._tensors[index].grad is None}
+        # A parameter that no optimizer has may have a gradient, too.
+        self._untrained = {i for i in self._untrained if self._tensors[i].grad is None or i not in self._trained}
         self._untold.update(self._members)
 
     def push(self, fragment: int) -> None:

@@ -471,16 +471,20 @@ class MeanPath(GradientPath):
             self._left[index] = _SentGradient(gradient)
         return hooked
 
-    @torch.no_grad()
     def _call_hooks(self, hooked: Mapping[int, torch.Tensor | None]) -> None:
         """Call the script's hooks, as autograd does. They may make a step."""
+        graphs = set()
         for index, earlier in hooked.items():
             gradient = self._tensors[index].grad
             assert gradient is not None
-            gradient = self._hooks.on_gradient(index, gradient)
-            self._mirror.set_gradient(index, gradient if earlier is None else earlier.add_(gradient))
+            # What a hook makes of a mean in whose place a gradient with a graph was has no derivative, either.
+            graphs |= {index} if gradient.requires_grad else set()
+            with torch.set_grad_enabled(gradient.requires_grad):
+                gradient = self._hooks.on_gradient(index, gradient)
+                self._mirror.set_gradient(index, gradient if earlier is None else earlier.add_(gradient))
         for index in hooked:
-            self._hooks.behind(index, self._tensors[index])
+            with torch.set_grad_enabled(index in graphs):
+                self._hooks.behind(index, self._tensors[index])
             gradient = self._tensors[index].grad
             if gradient is not None:
                 self._by_hooks[index] = _SentGradient(gradient)
