@@ -11,8 +11,8 @@ stays valid.
 
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,13 @@ class _Codec:
     """Of the fixed and then of the variable fields."""
     in_order: bool
     """Whether the class has its fixed fields first, so that it can be made without names."""
+
+    def without(self, left_out: Collection[str]) -> "_Codec":
+        """Return the layout as of a class without these fields."""
+        codes = {n: c for n, c in zip(self.names, self.fixed.format[1:], strict=False) if n not in left_out}
+        variable = tuple(each for each in self.variable if each[0] not in left_out)
+        fixed = struct.Struct("<" + "".join(codes.values()))
+        return replace(self, fixed=fixed, fixed_values=_values_of([*codes]), variable=variable)
 
 
 _CODECS: dict[type[Message], _Codec] = {}
@@ -83,27 +90,17 @@ def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
 _U32 = struct.Struct("<I")
 
 
-def encode(message: Message) -> tuple[int, bytes]:
-    """Return type number and meta bytes. Raises ProtocolError for more than MAX_META."""
+def encode(message: Message, left_out: Collection[str] = ()) -> tuple[int, bytes]:
+    """Return type number and meta bytes. Raises ProtocolError for more than MAX_META.
+
+    left_out: fields that the class is taken not to have.
+    """
     # Layouts are made at the first use, because extensions register messages when they are imported.
     codec = _CODECS.get(type(message)) or _layout(type(message))
-    meta = b"".join([codec.fixed.pack(*codec.fixed_values(message)), *_variable_parts(message, codec.variable)])
-    if len(meta) > MAX_META:
-        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
-    return message.KIND, meta
-
-
-def encode_without(message: Message, left_out: Collection[str]) -> bytes:
-    """Return the meta bytes as of a class without some of the fields."""
-    codec = _CODECS.get(type(message)) or _layout(type(message))
-    codes = {n: c for n, c in zip(codec.names, codec.fixed.format[1:], strict=False) if n not in left_out}
-    fixed = struct.pack("<" + "".join(codes.values()), *(getattr(message, name) for name in codes))
-    return b"".join([fixed, *_variable_parts(message, [each for each in codec.variable if each[0] not in left_out])])
-
-
-def _variable_parts(message: Message, variable: Iterable[tuple[str, str]]) -> list[bytes]:
-    parts: list[bytes] = []
-    for name, how in variable:
+    if left_out:
+        codec = codec.without(left_out)
+    parts = [codec.fixed.pack(*codec.fixed_values(message))]
+    for name, how in codec.variable:
         value = getattr(message, name)
         # Most are empty in most messages.
         if not value:
@@ -117,7 +114,10 @@ def _variable_parts(message: Message, variable: Iterable[tuple[str, str]]) -> li
             raw = value if len(value) <= _LARGE else zlib.compress(value, 1)
         parts.append(_U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0)))
         parts.append(raw)
-    return parts
+    meta = b"".join(parts)
+    if len(meta) > MAX_META:
+        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
+    return message.KIND, meta
 
 
 def decode(kind: int, meta: bytes, body: "torch.Tensor | None" = None) -> Message:

@@ -11,7 +11,7 @@ import torch
 from topotrain.config.job import Apply, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.protocol.codec import encode_without
+from topotrain.core.protocol.codec import encode
 from topotrain.core.server.consistency import SNAPSHOT
 from topotrain.extensions.decision_record.order_entries import CHECKS
 
@@ -89,7 +89,7 @@ class StepChecks:
 
     def commit(self, sender: Address, message: m.Commit) -> bytes:
         """Return the checks of a step: of the commit, and of the gradient."""
-        meta = zlib.crc32(encode_without(message, _LATER))
+        meta = zlib.crc32(encode(message, _LATER)[1])
         made = bytes((meta & 0xFF, self._sums.pop(sender, 0) % 0xFB))
         assert len(made) == CHECKS
         return made

@@ -129,6 +129,8 @@ class DrawnChunks:
 
     def awaited(self) -> Mapping[Address, DrawRequest]:
         """The last request of each worker that waits for a chunk that is not here."""
+        if not self._chunks:  # asked for at each commit
+            return {}
         waiting = sorted(key for key, chunk in self._chunks.items() if chunk.held)
         return {worker: DrawRequest(*key, worker.index) for key in waiting for worker in self._chunks[key].held}
 

@@ -113,7 +113,7 @@ class BackwardsOfStep:
 
     def made_by(self, worker: int) -> int:
         """The number of backwards up to the last one that a worker has ended."""
-        return 1 + max((ordinal for ordinal, backward in self._known.items() if worker in backward.ends), default=-1)
+        return 1 + max([ordinal for ordinal, backward in self._known.items() if worker in backward.ends], default=-1)
 
     def check_commit(self, worker: int, commit: Commit) -> None:
         """Raise StepError if a worker is in a later backward than this commit names."""

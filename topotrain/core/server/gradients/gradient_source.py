@@ -307,8 +307,10 @@ class GradientSource(StagedGradient):
             return  # delivered twice: the first one counts
         # All others agree with it. A commit with fewer backwards does not count if its worker can join those.
         alike = [w for w, c in self.commits.items() if not self.joined or c.backwards == message.backwards]
-        first = min(alike, key=self.absent.__contains__, default=worker)
         self.commits[worker] = message
+        if not alike:
+            return
+        first = min(alike, key=self.absent.__contains__)
         theirs = self.commits[first]
         differs = [*self.may_differ, *(["hyper"] if self.hyper_differs else [])]
         differs += ["edited", "dropped", "digest"] if self.absent & {first, worker} else []
@@ -340,9 +342,10 @@ class GradientSource(StagedGradient):
 
     def _check_ages(self, first: int, worker: int) -> None:
         """Raise StepError if backwards of two commits are of different batches."""
-        commits = self.commits[first], self.commits[worker]
-        if ages_of(commits[0]) != ages_of(commits[1]):
-            raise StepError(other_batches(first, commits[0], worker, commits[1]))
+        one, other = self.commits[first], self.commits[worker]
+        # Without ages, as in most steps, all backwards are of the last batch.
+        if (one.ages or other.ages or one.backwards != other.backwards) and ages_of(one) != ages_of(other):
+            raise StepError(other_batches(first, one, worker, other))
 
     def closed(self, ordinal: int) -> tuple[int, int] | None:
         """The end of a backward: bitmaps of buckets with a mean, and of pieces in "grad".
