@@ -22,6 +22,7 @@ ALLREDUCE = tuple(
             "hooks=tensor_after silent=no_zero_grad",
             "clipping=replaced hooks=clamp_before silent=no_zero_grad",
             "hooks=clamp_before gradients=create_graph",
+            "hooks=post_before gradients=set",
         ),
     )
 )

@@ -436,30 +436,34 @@ class MeanPath(GradientPath):
                     f"torch.autograd.grad gives this worker's own gradient: use one of the two, or `with tt.local():`"
                 )
             return
+        self._call_hooks(self._reduce(hooks=True))
+
+    def _reduce(self, hooks: bool) -> dict[int, torch.Tensor | None]:
+        """Send the rest of a backward, and do as `_take_means`."""
         for bucket in self._rest():
             self._push(bucket)
         # The end of a backward lists its buckets, so all of them are sent before it.
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
-        hooked = self._take_means()
+        hooked = self._take_means(hooks)
         self._count()
         self._close()
-        self._call_hooks(hooked)
+        return hooked
 
     def join(self) -> None:
         self._begin()
         super().join()
-        hooked = self._take_means()
+        hooked = self._take_means(hooks=True)
         self._close()
         self._call_hooks(hooked)
 
     @torch.no_grad()
-    def _take_means(self) -> dict[int, torch.Tensor | None]:
-        """Show the means; return parameters with hooks of the script and the `.grad` to be added."""
+    def _take_means(self, hooks: bool) -> dict[int, torch.Tensor | None]:
+        """Show the means; return parameters of which hooks are to be called and the `.grad` to be added."""
         means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
-        hooked = {index: shown[index] for index in sorted(self._hooks.of.keys() & shown)}
+        hooked = {index: shown[index] for index in sorted(self._hooks.of.keys() & shown) if hooks}
         self._mirror.show(shown | dict.fromkeys(hooked))
         for index in shown:
             gradient = self._tensors[index].grad
@@ -652,7 +656,8 @@ class MeanPath(GradientPath):
             self._begin()
             for index in own:
                 self._after(index, self._tensors[index])
-            self._end()
+            # Without a backward autograd calls no hooks.
+            self._reduce(hooks=False)
 
     def _is_share(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether a gradient that no backward has made is one of the share."""
