@@ -60,7 +60,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path, mask):
         write_parts(tmp_path / "a" / "rows", [(torch.arange(2), torch.ones(2, 3))], {})
         with claimed(job_at(tmp_path / "a" / "job")) as workspace:
             prepare(job_at(workspace), workspace, profile=3)
-        with claimed_by_unit(job_at(tmp_path / "a" / "unit"), 2):
+        with claimed_by_unit(job_at(tmp_path / "a" / "unit"), 2, "start"):
             pass
     assert modes(tmp_path / "a") == {}
     assert (tmp_path / "a" / "b" / "text").read_text() == "words"

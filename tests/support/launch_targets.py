@@ -402,7 +402,12 @@ def parts(**roles: str) -> tuple[str, ...]:
 
 
 def small_job(
-    workspace: Path, args: Sequence[str] = (), restarts: int | None = None, grace_s: float = 0.0, **counts: Any
+    workspace: Path,
+    args: Sequence[str] = (),
+    restarts: int | None = None,
+    grace_s: float = 0.0,
+    checkpoint_freq: int = 0,
+    **counts: Any,
 ) -> Job:
     """Two workers and a server in two units, unless told otherwise; without `restarts` a death ends the job.
 
@@ -410,7 +415,7 @@ def small_job(
     """
     counts = {"nworkers_per_group": 2, "poll_time": 20, **counts}
     cluster = Cluster(workspace=str(workspace), **counts)
-    policy: dict[str, Any] = {"on_failure": OnFailure.kStop, "grace_s": grace_s}
+    policy: dict[str, Any] = {"on_failure": OnFailure.kStop, "grace_s": grace_s, "checkpoint_freq": checkpoint_freq}
     if restarts is not None:
         policy |= {"on_failure": OnFailure.kContinue, "restarts": restarts}
     return Job(program="play.py", args=tuple(args), cluster=cluster, **policy)

@@ -27,11 +27,14 @@ def watching(job: Job, topology: Topology, here: Topology) -> Iterator[Any]:
 
 
 def main(workspace: str, rank: str, nprocs: str, url: str, counts: str, *args: str) -> None:
-    """`counts` are those of the cluster as JSON; "" for a unit that is given no job."""
+    """`counts` are those of the cluster as JSON; "" for a unit that is given no job.
+
+    The unit is started in the folder around its workspace.
+    """
     os.chdir(Path(workspace).parent)
     if os.environ.get("TOPOTRAIN_TEST_HASTY"):  # a store that is away is given up soon
         node.STORE_S, node_membership.STORE_LOST_S = 0.5, 1.0
-    job = small_job(Path(workspace), args, **json.loads(counts)) if counts else None
+    job = small_job(Path(Path(workspace).name), args, **json.loads(counts)) if counts else None
     try:
         ended = Node(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).run()
     except (ConfigError, StoreError) as error:

@@ -557,6 +557,25 @@ def test_units_in_any_order_are_one_job(units, tmp_path, kind):
 
 
 @pytest.mark.journey
+@pytest.mark.parametrize("asked", [{}, {"checkpoint_freq": 5}], ids=["by default", "asked for"])
+def test_snapshots_without_a_shared_workspace_are_no_surprise_at_a_restart(units, tmp_path, asked):
+    other = tmp_path / "other"
+    (other / "w").mkdir(parents=True)
+    (other / "play.py").touch()
+    (other / "w" / "lock-0").write_text("4711 play.before")  # of an earlier job there
+    job = [units(rank, nprocs=2, counts=TWO | asked, name=name) for rank, name in enumerate(("w", "other/w"))]
+    codes, told = [each.end() for each in job], f"{other / 'w'}: unit 1 on {socket.gethostname()} does not find"
+    if asked:
+        assert codes == [2, 2]
+        assert "cannot have snapshots (checkpoint_freq): unit 1 on" in job[0].told["text"]
+        return
+    assert codes == [0, 0], [each.err for each in job]
+    noticed = [[event.text for event in each.events if isinstance(event, Notice)] for each in job]
+    assert not any("snapshots" in text for text in noticed[0])
+    assert sum(told in text for text in noticed[1]) == 1
+
+
+@pytest.mark.journey
 def test_the_first_cause_is_that_of_all(units):
     args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
     job = [units(rank, [arg.replace("_", " ") for arg in args]) for rank in range(3)]

@@ -70,7 +70,7 @@ def _taken(path: Path, fd: int) -> str:
             f"is in use by no job of this user, but {stranger} holds {path}: remove that file, or choose another folder"
         )
     # The kernel shows no holder: this pid may be that of an ended launcher.
-    said = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    said = os.pread(fd, 32, 0).decode(errors="replace").partition(" ")[0] or "unknown"
     elsewhere = f"its lock is held on another host or in another container (last launcher here: pid {said})"
     return f"is in use by another job: {elsewhere}: choose another folder or wait for its end"
 

@@ -1,7 +1,7 @@
 """The workspace folder of a job on this host, and the list of its processes.
 
     workspace/lock            locked by the launcher as long as it runs; units that another tool starts share it
-    workspace/lock-R          locked by unit R, where another tool starts it
+    workspace/lock-R          locked by unit R, where another tool starts it; has its pid and the name of the start
     workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile,
                               recorded/ or replayed/ for the order of decisions
     workspace/processes.json  every process with its pid, written when all processes are up
@@ -66,9 +66,7 @@ def claimed(job: Job) -> Iterator[Path]:
             raise _unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
-        with contextlib.suppress(OSError):  # the disk may be full; the kernel also knows the holder of the lock
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        _sign(lock)
         try:
             yield path
         finally:
@@ -77,22 +75,40 @@ def claimed(job: Job) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
-    """Lock the workspace for this job's units. Raises ConfigError as `claimed` does."""
+def claimed_by_unit(job: Job, rank: int, start: str) -> Iterator[Path]:
+    """Lock the workspace for this job's units. Raises ConfigError as `claimed` does.
+
+    start: the name of this start of the job, by which other units see whether they have the same folder.
+    """
     path = Path(job.workspace).absolute()
     with contextlib.ExitStack() as stack:
         try:
             close_folder(path / LOGS)
             # Shared: several units of this job may run on one host. The second lock keeps two units of one rank apart.
             stack.enter_context(locked(path / "lock", fcntl.LOCK_SH))
-            stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
+            lock = stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
         except OSError as error:
             raise _unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
+        _sign(lock, start)
         # It is of an earlier start: its pids may belong to other processes by now.
         (path / f"processes-{rank}.json").unlink(missing_ok=True)
         yield path
+
+
+def _sign(lock: int, start: str = "") -> None:
+    with contextlib.suppress(OSError):  # the disk may be full; the kernel also knows the holder of the lock
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {start}".encode(), 0)
+
+
+def is_shared(workspace: Path, start: str) -> bool:
+    """Return whether unit 0 of this start of the job has claimed this folder."""
+    try:
+        return (workspace / "lock-0").read_text(errors="replace").split()[1:] == [start]
+    except OSError:
+        return False
 
 
 def prepare(

@@ -21,6 +21,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, Unk
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.transport import TransportError
 from topotrain.config import job_file
+from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology, layout
@@ -30,7 +31,7 @@ from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
-from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, write_run_files
+from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, is_shared, write_run_files
 from topotrain.launch.control_socket import linked_folder
 from topotrain.launch.grace_period import LEADER
 from topotrain.launch.job_shutdown import DECIDE_S, LauncherContext, RunFiles
@@ -53,7 +54,7 @@ from topotrain.launch.multinode.node_rendezvous import (
 from topotrain.launch.multinode.restart_barrier import RestartInfo
 from topotrain.launch.multinode.shared_samples import SharedSamples
 from topotrain.launch.multinode.unit_membership import UnitMembership
-from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
+from topotrain.launch.recovery.resume_point import SHARED, ResumeSource, asked_for, seal, seen
 from topotrain.launch.run_loop import RunLoop
 from topotrain.launch.shared_forkserver import SharedForkserver, join
 
@@ -164,7 +165,7 @@ class Node:
                 job = rendezvous.bring(self.given) if rendezvous.opens else rendezvous.take(self.given)
                 rendezvous.check(job)
                 _check_program(job)
-                workspace = stack.enter_context(claimed_by_unit(job, rank))
+                workspace = stack.enter_context(claimed_by_unit(job, rank, rendezvous.run_id))
                 if not rendezvous.opens:
                     hosts = rendezvous.learn() if rendezvous.returns else self._measured(rendezvous, job, secret)
                     # A unit that rejoins gets its snapshot with the next attempt; this one is of the job's start.
@@ -248,6 +249,8 @@ class Node:
             host = self._context(attempts, folder, on_event)
             stack.enter_context(closing(host.forkserver))
             try:
+                if wants_snapshots(job) and not is_shared(agreement.workspace, rendezvous.run_id):
+                    record(Notice("launcher", _not_shared(job, agreement.workspace, rank)))
                 if rendezvous.opens:
                     succession.open(topology, began)
                 outcome, again = self._run_attempts(attempts, host, secret)
@@ -470,6 +473,15 @@ def _check_program(job: Job) -> None:
         find_module(module, f" {where}")
     elif not Path(job.program).is_file():
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
+
+
+def _not_shared(job: Job, workspace: Path, rank: int) -> str:
+    """Say that this unit has another workspace than unit 0. Raises ConfigError where the job cannot do without."""
+    seen = f"unit {rank} on {os.uname().nodename} does not find that of unit 0 there"
+    if job.resume or job.checkpoint_freq:
+        asked = "resume" if job.resume else "checkpoint_freq"
+        raise ConfigError("cluster.workspace", str(workspace), f"cannot have snapshots ({asked}): {seen}; {SHARED}")
+    return f"this job cannot go on from its snapshots: {workspace}: {seen}; {SHARED}"
 
 
 @contextmanager
