@@ -15,7 +15,13 @@ from topotrain.launch.agent.file_locks import locked
 from topotrain.tools.cli.app import main
 from topotrain.tools.diagnostics import folder_checks, job_checks
 from topotrain.tools.diagnostics.finding import State
-from topotrain.tools.diagnostics.folder_checks import clock_difference, clock_finding, nearest, space_finding
+from topotrain.tools.diagnostics.folder_checks import (
+    clock_difference,
+    clock_finding,
+    nearest,
+    sharing_finding,
+    space_finding,
+)
 from topotrain.tools.diagnostics.job_checks import gpu_finding, memory_finding, shared_memory_finding, version_finding
 from topotrain.tools.diagnostics.network_checks import port_finding
 
@@ -128,6 +134,17 @@ def test_a_shared_folder_with_another_clock(tmp_path, monkeypatch):
     assert (clock_finding("clock", tmp_path, late).state, nearest(tmp_path / "a/b")) == (State.warning, tmp_path)
     assert "behind" in clock_finding("clock", tmp_path, late).text
     assert "ahead of" in clock_finding("clock", tmp_path, 3.0).text
+
+
+def test_a_workspace_of_several_hosts_is_on_a_file_system_that_they_share(ask, tmp_path):
+    assert "shared folder" not in ask()[1]
+    assert ask("--hosts", "localhost,127.0.0.1")[1]["shared folder"]["state"] in ("ok", "warning")
+    mounts = tmp_path / "mounts"
+    mounts.write_text("root / ext4 rw 0 0\nserver:/data /data nfs4 rw 0 0\n/dev/sdb /data/scratch xfs rw 0 0\n")
+    places = {"/data/job": (State.ok, "nfs4"), "/data/scratch/job": (State.warning, "xfs")}
+    for folder, (state, kind) in (places | {"/database": (State.warning, "ext4")}).items():
+        found = sharing_finding(Path(folder), mounts)
+        assert (found.state, f"is on {kind}" in found.text) == (state, True)
 
 
 def test_little_space_memory_and_shared_memory():

@@ -18,6 +18,7 @@ LITTLE_BYTES = 1_000_000_000
 """Free space below which a warning comes: a snapshot and the final parameters of a small model."""
 CLOCK_S = 2.0
 """Seconds that the clock of a file system may differ from that of this machine."""
+_OF_ONE_HOST = frozenset(["btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"])
 _TICK_S = 0.05  # the kernel stamps files with a clock of coarse steps
 
 
@@ -75,6 +76,19 @@ def space_finding(folder: Path, free: int) -> Finding:
         return ok("free space", text)
     advice = "the final parameters and up to three snapshots must fit; free some, or choose another cluster.workspace"
     return warning("free space", text, advice)
+
+
+def sharing_finding(folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
+    """Return the finding about the folder that several hosts need as one."""
+    longest, kind = 0, "an unknown file system"
+    for _, mounted, named, *_ in map(str.split, mounts.read_text().splitlines()):
+        # A later mount at the same place hides the earlier one.
+        if folder.is_relative_to(mounted) and len(mounted) >= longest:
+            longest, kind = len(mounted), named
+    if kind not in _OF_ONE_HOST:
+        return ok("shared folder", f"{folder} is on {kind}")
+    advice = "use a folder that all hosts see; else the job cannot go on from its snapshots"
+    return warning("shared folder", f"{folder} is on {kind}, of this machine alone", advice)
 
 
 def _in_use(workspace: Path) -> str:

@@ -22,7 +22,7 @@ from topotrain.tools.diagnostics.environment_report import (
     torch_facts,
 )
 from topotrain.tools.diagnostics.finding import Finding, State, failed, ok, warning
-from topotrain.tools.diagnostics.folder_checks import workspace_findings
+from topotrain.tools.diagnostics.folder_checks import nearest, sharing_finding, workspace_findings
 from topotrain.tools.diagnostics.network_checks import host_findings, port_finding, rendezvous_findings
 
 SMALL_SHM_BYTES = 64 << 20
@@ -47,6 +47,8 @@ def findings(
     if job.program:
         yield program_finding(job.program)
     yield from workspace_findings(Path(job.workspace))
+    if len(hosts) > 1:
+        yield sharing_finding(nearest(Path(job.workspace)))
     yield from rendezvous_findings(url, environ)
     yield from host_findings(url, hosts, environ)
     # One machine has its part of the units, and of a single machine that is all.
