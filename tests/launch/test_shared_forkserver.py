@@ -1,5 +1,6 @@
 """The forkserver that units of a host share: who gets which, whom it outlives, and that it ends with its last user."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -202,6 +204,26 @@ def test_a_folder_that_others_can_open_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert shared_forkserver.join("job", preload=()) is None
     assert len(made) == 1
+
+
+def test_a_unit_that_is_stopped_while_it_starts_one_keeps_no_other_unit_waiting(monkeypatch, tmp_path):
+    monkeypatch.setattr(temporary_folders, "base", lambda: tmp_path)
+    monkeypatch.setattr(shared_forkserver, "GATE_S", 0.05)
+    stopped, share, found = [], temporary_folders.share, []
+
+    def shared(name):
+        path, lock = share(name)
+        stopped.append(os.open(path / "gate", os.O_RDWR | os.O_CREAT, 0o600))
+        fcntl.flock(stopped[0], fcntl.LOCK_EX)
+        return path, lock
+
+    monkeypatch.setattr(temporary_folders, "share", shared)
+    # On a thread, because this test is about a wait without an end.
+    thread = threading.Thread(target=lambda: found.append(shared_forkserver.join("job", preload=())), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == [None]
+    os.close(stopped[0])
 
 
 def test_the_name_of_a_job_is_the_same_for_its_units_and_has_no_secret():

@@ -35,6 +35,7 @@ from topotrain.launch.runtime import child_channel
 
 END_S = 1.0
 """Seconds for which the last user waits for the forkserver's end. Then it kills the forkserver."""
+GATE_S = 5.0  # for a user at the gate: the one inside needs a moment, but may be stopped there
 _MOMENT_S = 0.01
 _LISTENER = 3
 _SOCKET, _PIPE, _GATE, _PID, _LOG = "s", "life", "gate", "pid", "log"
@@ -116,8 +117,8 @@ class SharedForkserver:
         if self._lock < 0:
             return None
         with ExitStack() as stack:
-            # Another program may have cleaned the temporary folder up.
-            with suppress(FileNotFoundError):
+            # Another program may have cleaned the temporary folder up, or the user inside be stopped.
+            with suppress(FileNotFoundError, TimeoutError):
                 # One user after the other: of two that leave at once, one is the last.
                 stack.enter_context(_gate(self._folder))
             os.close(self._life)
@@ -194,17 +195,21 @@ def _enter(name: str) -> tuple[Path, int, int]:
 
 @contextmanager
 def _gate(folder: Path) -> Iterator[None]:
-    """Keep the other users from starting the forkserver, and from leaving it."""
-    gate = open_file(folder / _GATE, os.O_RDWR | os.O_CREAT)
+    """Keep the other users from starting the forkserver, and from leaving it. Raises OSError."""
+    gate, until = open_file(folder / _GATE, os.O_RDWR | os.O_CREAT), time.monotonic() + GATE_S
     try:
-        fcntl.flock(gate, fcntl.LOCK_EX)
+        # A blocking flock has no deadline.
+        while not _is_free(gate):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{folder / _GATE} was held for {GATE_S:g} s: is its holder stopped?")
+            time.sleep(_MOMENT_S)
         yield
     finally:
         os.close(gate)
 
 
 def _is_free(lock: int) -> bool:
-    """Turn a shared lock into an exclusive one, if it is the only one."""
+    """Take an exclusive lock, also in place of a shared one, if no other process has one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -341,3 +342,21 @@ def test_a_full_disk_leaves_the_snapshot_before(whole, tmp_path):
             trained.train(5).write(files, 3)
         assert right_or_refused(tmp_path, known) == 2, limit
         shutil.rmtree(tmp_path / FOLDER)
+
+
+def test_a_disk_that_does_not_answer_is_reported_and_training_goes_on(tmp_path, monkeypatch):
+    host, answers = Host(tmp_path), threading.Event()
+    write = host.files.write
+
+    def stand_still(*args, **options):
+        assert answers.wait(30)
+        return write(*args, **options)
+
+    monkeypatch.setattr(checkpoint_writer, "LATE_S", 0.05)
+    monkeypatch.setattr(host.files, "write", stand_still)
+    # It ends the wait of the disk, too: the snapshot is written once the notice is there.
+    monkeypatch.setattr(host.told, "emit", lambda event: (host.told.append(event), answers.set()))
+    assert host.write(1).keys() == {"model.safetensors", "optimizer.safetensors"}
+    (notice, *_) = host.told
+    assert f"the disk of {tmp_path / FOLDER} has not taken a snapshot for" in notice.text
+    assert "no other one begins before it has; training goes on" in notice.text

@@ -6,6 +6,7 @@ snapshot or the new one is complete.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +67,7 @@ KEPT = 2
 STEPS = "step-"
 LEADER = Address(Role.SERVER, 0, 0)
 """The coordinator of snapshots. Its host writes the manifests."""
+LATE_S = 60.0  # of work on a snapshot, after which the user learns that it takes long
 _NICE = 10
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
@@ -221,6 +223,7 @@ class SnapshotWriter:
         self._orders: SimpleQueue[tuple[SnapshotPort, SnapshotOrder]] = SimpleQueue()
         self._replies: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
+        self._began = math.inf  # when the order that is carried out was begun
         self._leader: SnapshotPort | None = None
         self._refusal = ""
 
@@ -270,12 +273,24 @@ class SnapshotWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             port, order = self._orders.get()
+            self._began = time.monotonic()
             self._replies.put((port, self._execute(order)))
+            self._began = math.inf
 
     def _send_replies(self) -> None:
+        wait_s = LATE_S
         while True:
-            port, reply = self._replies.get()
-            port.send(reply)
+            try:
+                port, reply = self._replies.get(timeout=wait_s)
+            except Empty:
+                seconds = time.monotonic() - self._began
+                if seconds >= LATE_S:
+                    wait_s *= 2
+                    text = f"the disk of {self._files.folder} has not taken a snapshot for {seconds:.0f} s"
+                    self._notifier.notify(f"{text}, and no other one begins before it has; training goes on")
+            else:
+                wait_s = LATE_S
+                port.send(reply)
 
     def _execute(self, order: SnapshotOrder) -> list[SnapshotPart]:
         if isinstance(order, DropSnapshot) and not order.number:
