@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -81,3 +82,11 @@ def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
         heard = ""
         while "was killed by SIGKILL" not in heard:
             heard += job.stderr.readline().decode()
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>&-", "<&- >&- 2>/dev/full", "2>&1 | read line"])
+def test_output_that_nothing_takes_ends_no_training(runner: JobRunner, streams: str):
+    command = shlex.join(runner.command(ALLREDUCE, "talk.py", "2000"))
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {streams}"], cwd=runner.folder, timeout=120)
+    assert done.returncode == 0
+    assert (runner.folder / "job" / "final.safetensors").exists()

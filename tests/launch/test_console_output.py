@@ -12,6 +12,7 @@ from rich.console import Console
 from wait_limit import ended_after
 
 from topotrain.core.events import Output, StepDone
+from topotrain.launch import console_output
 from topotrain.launch.agent.pipes import OutputReader
 from topotrain.launch.console_output import FULL_BYTES, ConsoleOutput, out_of, outlet
 from topotrain.tools.monitor.progress.live_table import LiveTable
@@ -58,15 +59,37 @@ def test_printing_never_waits_and_every_byte_arrives_in_order(pipe):
     assert found == [TEXT + "the end\n"]
 
 
-def test_a_reader_that_leaves_is_an_error_of_the_next_line(pipe):
+def test_output_without_a_reader_is_dropped_and_counted(pipe, capsys):
+    """A reader that has left, and a full disk: neither is an error of the job."""
+    file, theirs = pipe
+    os.close(theirs)
+    made = ConsoleOutput()
+    with open("/dev/full", "w") as full, ended_after(30):
+        for each in (file, full):
+            writer = made.writer(each)
+            for channel in made._channels.values():
+                channel.put(b"12345\n")
+                channel.empty(None)
+            writer.write("123\n")
+        made.finish("W/logs")
+    assert "topotrain: 26 bytes of output were not taken by their reader" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_stopped_does_not_keep_the_job(pipe, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(console_output, "STOPPED_S", 0.2)
     file, theirs = pipe
     made = ConsoleOutput()
-    writer = made.writer(file)
+    with ended_after(30):
+        writer = made.writer(file)
+        writer.write(TEXT)
+        while made.full:  # the program goes on
+            os.sched_yield()
+        writer.write("dropped\n")
+        made.finish("W/logs")
+    os.set_blocking(theirs, False)
+    left = len(TEXT) + len("dropped\n") - len(os.read(theirs, 1 << 20))
+    assert f"topotrain: {left:,} bytes of output were not taken by their reader" in capsys.readouterr().err
     os.close(theirs)
-    writer.write("nobody hears this\n")
-    made.finish("logs")  # nothing is left to wait for
-    with pytest.raises(BrokenPipeError):
-        writer.write("nor this\n")
 
 
 def test_what_is_given_up_after_a_signal_is_counted_and_told(pipe, capsys):

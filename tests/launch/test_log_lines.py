@@ -106,11 +106,11 @@ def test_a_signal_handler_may_print_while_the_program_prints(tmp_path: Path, log
     assert (text.count("program"), text.count("handler")) == (printed, told)
 
 
-def test_a_full_disk_is_an_error_as_ever() -> None:
+def test_a_full_disk_loses_lines_and_is_no_error_of_the_script() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
-    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space"):
-        StampedFile(full.fileno(), LineStamps("worker 0/1")).write(b"text\n")
+    with open("/dev/full", "wb", buffering=0) as full:
+        assert StampedFile(full.fileno(), LineStamps("worker 0/1")).write(b"text\n") == 5
 
 
 @pytest.mark.journey

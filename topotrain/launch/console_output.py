@@ -1,15 +1,18 @@
 """Buffered output of a launcher to its terminal, pipe or file.
 
-A reader that stops reading (a pager, a terminal after Ctrl-S) blocks the program's `print`, as under plain `python`. It
-must not block the launcher, which has to notice deaths and signals. So a thread per descriptor does the writing, and
-the launcher asks units to read no more output while too much is buffered (`full`).
+The output is no part of the job. A thread per descriptor does the writing, so that a reader that does not read never
+blocks the launcher, which has to notice deaths and signals. A slow reader slows the program down: the launcher asks
+units to read no more output while too much is buffered (`full`). Output is dropped if its reader has gone or has
+stopped reading (a pager, a terminal after Ctrl-S), or the disk is full. The job goes on, and the logs have all of it.
 """
 
+import io
 import os
 import select
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -20,6 +23,8 @@ FULL_BYTES = 1 << 20
 """The number of buffered bytes per descriptor above which the output is full."""
 LAST_S = 1.0
 """Seconds to write the remaining output after a signal has ended the job."""
+STOPPED_S = 10.0
+"""Seconds without a byte taken after which a reader counts as stopped."""
 _LOOK_MS = 100
 _LARGE = 1 << 18
 
@@ -34,7 +39,9 @@ class OutputQueue:
         self._most = _LARGE if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
         self._changed = threading.Condition()
         self._buffer = bytearray()
-        self._error: OSError | None = None
+        self.lost = 0
+        """The number of bytes that were dropped."""
+        self._taken_at = time.monotonic()  # or nothing was there to be taken
         self._over = False
         self._thread = threading.Thread(target=self._live, name="outlet", daemon=True)
         self._thread.start()
@@ -44,26 +51,34 @@ class OutputQueue:
         """The number of bytes that the descriptor has not taken yet."""
         return len(self._buffer)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the reader has taken nothing for long, although there is output."""
+        return bool(self._buffer) and time.monotonic() >= self._taken_at + STOPPED_S
+
     def put(self, data: bytes) -> None:
-        """Buffer `data` for writing. Raises the OSError of an earlier failed write."""
+        """Buffer `data` for writing; beyond FULL_BYTES not for a stopped reader."""
         with self._changed:
-            # The error is raised once, where the next output is written, as a direct write would have done.
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            if self.stopped and len(self._buffer) > FULL_BYTES:
+                self.lost += len(data)
+                return
+            if not self._buffer:
+                self._taken_at = time.monotonic()
             self._buffer += data
             self._changed.notify_all()
 
-    def empty(self, seconds: float | None) -> int:
-        """Wait, at most so many seconds, until all is written; return the bytes left."""
+    def empty(self, seconds: float | None) -> None:
+        """Wait until all is written, at most so many seconds; None: or the reader stops."""
+        until = None if seconds is None else time.monotonic() + seconds
         with self._changed:
-            self._changed.wait_for(lambda: not self._buffer, seconds)
-            return len(self._buffer)
+            while self._buffer and (not self.stopped if until is None else time.monotonic() < until):
+                self._changed.wait(_LOOK_MS / 1000)
 
     def close(self) -> None:
         """End the thread, and drop the output that is still buffered."""
         with self._changed:
             self._over = True
+            self.lost += len(self._buffer)
             self._changed.notify_all()
         self._thread.join(LAST_S)
 
@@ -84,13 +99,15 @@ class OutputQueue:
                 done = os.write(self._fd, piece)
             except BlockingIOError:
                 continue
-            except OSError as error:
+            except OSError:
                 with self._changed:
-                    # The reader is gone, so all output is dropped, and waiting threads go on.
-                    self._error, done = error, len(self._buffer)
+                    # The reader is gone, or the disk is full for now: what waits is dropped, and the job goes on.
+                    done = len(self._buffer)
+                    self.lost += done
             with self._changed:
                 # Only now: until it is written, output counts as waiting.
                 del self._buffer[:done]
+                self._taken_at = time.monotonic()
                 self._changed.notify_all()
 
 
@@ -106,7 +123,7 @@ class StreamWriter:
         return bool(self._channel.waiting)
 
     def write(self, text: str) -> int:
-        """Buffer the text for writing. Raises OSError, such as BrokenPipeError."""
+        """Buffer the text for writing; never raises for the reader."""
         self._channel.put(text.encode(getattr(self._file, "encoding", None) or "utf-8", "backslashreplace"))
         return len(text)
 
@@ -127,7 +144,7 @@ class ConsoleOutput:
     @property
     def full(self) -> bool:
         """Whether so much is buffered that units should read no more output."""
-        return any(channel.waiting > FULL_BYTES for channel in self._channels.values())
+        return any(channel.waiting > FULL_BYTES and not channel.stopped for channel in self._channels.values())
 
     def writer(self, file: IO[str]) -> IO[str]:
         """Return a file that writes to `file` through its queue.
@@ -156,29 +173,24 @@ class ConsoleOutput:
         log: where the program's output is stored as well.
         """
         try:
-            self._wait(None if self._patient else LAST_S)
-        except KeyboardInterrupt:
-            self._patient = False
-            raise
+            for channel in self._channels.values():
+                channel.empty(None if self._patient else LAST_S)
         finally:
             # Ctrl-C here, or an earlier signal, ends the wait. The user learns how many bytes are lost.
-            left = 0 if self._patient else self._wait(0.0)
             for channel in self._channels.values():
                 channel.close()
-            if left:
-                text = f"{left:,} bytes of output were not taken by their reader; the program's are all in {log}"
+            lost = sum(channel.lost for channel in self._channels.values())
+            if lost:
+                text = f"{lost:,} bytes of output were not taken by their reader; the program's are all in {log}"
                 print(f"topotrain: {text}", file=sys.stderr, flush=True)
-
-    def _wait(self, seconds: float | None) -> int:
-        return sum([channel.empty(seconds) for channel in self._channels.values()])
 
 
 @contextmanager
 def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
     """Redirect the terminal's output through a queue for the length of the block.
 
-    The block ends when all output is taken. Ctrl-C ends the wait for a reader that does not read. After an exception in
-    the block the wait is limited to `LAST_S` seconds.
+    The block ends when all output is taken, or its reader stops. Ctrl-C ends the wait, too. After an exception in the
+    block it is limited to `LAST_S` seconds.
     """
     made, former = ConsoleOutput(), terminal.file
     terminal.file = made.writer(former)
@@ -195,3 +207,24 @@ def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
 def out_of(outlet: ConsoleOutput, chatty: bool) -> IO[str] | None:
     """Return the file for the main worker's stdout; None: that of the console."""
     return outlet.writer(sys.stdout) if chatty else None
+
+
+class _LossyFile(io.FileIO):
+    """A descriptor that drops what it does not take."""
+
+    def write(self, data: Any, /) -> int:
+        """Write as much as possible, and report all as written."""
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def lossy_streams() -> None:
+    """Let no error of stdout or stderr end this process, which trains."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        former = getattr(sys, name)
+        former.flush()
+        raw = io.BufferedWriter(_LossyFile(fd, "w", closefd=False))
+        line_by_line = fd == 2 or former.isatty()
+        setattr(sys, name, io.TextIOWrapper(raw, former.encoding, "backslashreplace", line_buffering=line_by_line))

@@ -4,6 +4,7 @@ A stamp is inserted where a line begins, and no byte of the program is changed. 
 carriage returns is one line. Output below Python's streams, such as that of a C library, goes to the log as it is.
 """
 
+import contextlib
 import io
 import os
 import re
@@ -75,12 +76,13 @@ class StampedFile(io.BufferedIOBase):
         return True
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
-        """Write all of `data`. Raises OSError."""
+        """Write `data`, and drop what a full disk does not take."""
         output = bytes(data)
         left = self._stamps.stamped(output, time.time())
-        while left:
-            # A nearly full disk may take a part only.
-            left = left[os.write(self._fd, left) :]
+        with contextlib.suppress(OSError):  # a log is no part of the training
+            while left:
+                # A nearly full disk may take a part only.
+                left = left[os.write(self._fd, left) :]
         return len(output)
 
 

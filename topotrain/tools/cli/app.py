@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from topotrain.tools.replay.job_record import JobRecord
 
 REPLAY = "topotrain.tools.replay"
+TRAINS = frozenset({"run", "unit", "launch", "check", "compare", "pserver", "replay"})
+"""Commands whose outcome is a training and not what they print."""
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -104,6 +106,10 @@ Example:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; raises SystemExit with the code of the command."""
     words = _with_watch_port(sys.argv[1:] if argv is None else argv)
+    if argv is None and words[:1] and words[0] in TRAINS:
+        from topotrain.launch.console_output import lossy_streams
+
+        lossy_streams()
     # On the words as they came: `separate` hides those after the program from the parser.
     _warn_of_misplaced_options(words)
     app(args=separate(words), prog_name="topotrain")
