@@ -171,19 +171,6 @@ def test_the_holder_is_named_and_not_the_launcher_before_it(tmp_path):
 
 @pytest.mark.journey
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_a_stranger_that_holds_the_lock_is_called_one(tmp_path):
-    (tmp_path / "lock").touch(0o644)  # of a version that let others read it
-    with held(tmp_path / "lock", "65534") as pid:
-        said = refusal(tmp_path)
-        assert f"process {pid} of user nobody holds {tmp_path / 'lock'}: remove that file" in said
-        assert "in use by no job of this user" in said
-        (tmp_path / "lock").unlink()
-        with claimed(job_at(tmp_path)):
-            pass
-
-
-@pytest.mark.journey
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_no_stranger_can_open_the_lock(tmp_path):
     tmp_path.chmod(0o755)
     with claimed(job_at(tmp_path)):

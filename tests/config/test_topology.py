@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.config.job import Cluster, ConfigError
+from topotrain.config.job import Cluster, ConfigError, TransportChoice
 from topotrain.config.topology import MOST, Address, Role, Topology, layout, validate
 
 DOCS = Path(__file__).parents[2] / "docs" / "topologies.md"
@@ -367,3 +367,10 @@ def test_units_that_workers_have_left_are_idle_and_all_ranks_stay(apart):
         assert replace(smaller, units=smaller.units[:1]).unit_of(address) == rank
     with pytest.raises(ValueError, match="3 hosts for"):
         layout(cluster, (0, 0, 0))
+
+
+def test_shared_memory_does_not_reach_another_host() -> None:
+    apart = Cluster(nworkers_per_group=2, transport=TransportChoice.kShm)
+    assert len(layout(apart, (0, 0)).units) == 2
+    with pytest.raises(ConfigError, match=r"cluster.transport = 'kShm': cannot join units on 2 hosts: kAuto takes"):
+        layout(apart, (0, 1))

@@ -97,7 +97,7 @@ def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: Job
             last = [data for _, data in events][-1]
         assert job.process.wait(timeout=60) == 143
     assert last["job"]["ended"] is not None and last["job"]["code"] == 143
-    assert "asked to end by `topotrain stop` or from its page" in job.said
+    assert "asked to end by `topotrain stop`, `topotrain jobs stop` or from its page" in job.said
     assert "snapshot 3 has step" in job.said, "the last one"
     assert alive(pids) == []
 

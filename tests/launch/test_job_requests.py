@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topotrain.comm.store import open_store, within
+from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.config.job import ConfigError
 from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
@@ -228,6 +228,46 @@ def test_a_request_in_the_store_that_a_lost_leader_has_taken_is_answered_by_the_
         assert present.take() == [ResizeRequest("leave", 2, 5.0)], "a request is carried out once"
         assert json.loads(store.get("answers/ab") or b"") == {"error": LEADER_LOST}
         assert store.keys("requests/") == ["requests/cd"]
+
+
+class FailsOnce:
+    """A store of which one operation on a key fails, before or after it has its effect."""
+
+    def __init__(self, store: Store, name: str, key: str, after: bool) -> None:
+        self._store, self._name, self._key, self._after = store, name, key, after
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._store, name)
+
+        def acts(key: str, *words: Any) -> Any:
+            fails = name == self._name and key.startswith(self._key)
+            if fails:
+                self._name = ""
+            found = None if fails and not self._after else act(key, *words)
+            if fails:
+                raise StoreError("the store is full")
+            return found
+
+        return acts
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("name", "key"), [("get", "asked"), ("keys", ""), ("get", "requests/"), ("set", "requests/"), ("set", "answers/")]
+)
+def test_one_error_of_the_store_loses_no_request(tmp_path: Path, name: str, key: str, after: bool) -> None:
+    with closing(open_store((tmp_path / "store").as_uri())) as store:
+        store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
+        store.set("asked", b"ab")
+        requests = JobRequests()
+        taker = StoreRequests(FailsOnce(store, name, key, after), requests)  # type: ignore[arg-type]
+        for _ in range(3):
+            with suppress(StoreError):
+                taker.look()
+            for wish in requests.take():
+                requests.reply(wish, {"text": "has left"})
+        assert json.loads(store.get("answers/ab") or b"") == {"text": "has left"}
+        assert store.keys("requests/") == []
 
 
 # ---- by workspace ----------------------------------------------------------------------------------------------------

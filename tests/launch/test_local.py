@@ -1,5 +1,6 @@
 """Whole jobs on this machine, parts played in place of training: the outcome, its cause, and that nobody is left."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,13 +11,18 @@ from dataclasses import replace
 import pytest
 
 from tests.support.launch_targets import CALLS, launch, marked, parts, processes, small_job, wait_for
+from tests.support.refused_forks import VARIABLE
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
-from topotrain.launch import job_shutdown, run_loop
+from topotrain.launch import job_shutdown, local, run_loop
+from topotrain.launch.agent import workspace
 from topotrain.launch.agent.pipes import LineReader
-from topotrain.launch.agent.unit_process import UnitProcess
+from topotrain.launch.agent.unit_process import UnitProcess, start_unit
+from topotrain.launch.control_socket import ask
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.recovery.recovery_actions import StopJob
 
 pytestmark = pytest.mark.journey
 
@@ -32,6 +38,7 @@ def test_a_job_that_goes_well(tmp_path, mark):
     assert outcome.pids["server 0/0"] == outcome.pids["server 0/1"]
     assert "".join(event.text for event in events if isinstance(event, Output)).count("two") == 1
     assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
+    assert not (tmp_path / "run" / "control").exists()
     assert os.stat(tmp_path / "run" / "token").st_mode & 0o777 == 0o600
     assert len((tmp_path / "run" / "token").read_bytes()) == 32
     entries = {entry["roles"][0]: entry for entry in processes(tmp_path)}
@@ -92,6 +99,32 @@ def test_a_grace_that_is_over_and_a_second_sigterm_end_a_job(tmp_path, mark):
     hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
     outcome, _ = launch(tmp_path / "twice", roles, twice, grace_s=100.0)
     assert outcome.code == 143 and outcome.seconds < 50
+
+
+class Doubled(JobRequests):
+    """Gets each request twice, so that one look finds both."""
+
+    def add(self, wish, client):
+        super().add(wish, client)
+        super().add(wish, client)
+
+
+@pytest.mark.parametrize("asks", ["twice at once", "and is signalled"])
+def test_two_who_ask_for_the_end_at_once_lose_no_snapshot(tmp_path, mark, monkeypatch, asks):
+    if asks == "twice at once":
+        monkeypatch.setattr(local, "JobRequests", Doubled)
+
+    def end():
+        if asks == "twice at once":
+            threading.Thread(target=lambda: ask(tmp_path, StopJob())).start()
+        else:  # both before the loop looks at its signals
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="saves")
+    outcome, events = launch(tmp_path, roles, on_serving("server 0/0", end), grace_s=100.0)
+    assert outcome.code == 143
+    assert [type(event) for event in events if isinstance(event, Saved)] == [Saved]
 
 
 def test_ctrl_c_ends_a_job_at_once(tmp_path, mark):
@@ -157,6 +190,76 @@ def test_an_end_that_was_not_announced_starts_the_group_again(tmp_path, mark):
     assert (outcome.code, outcome.cause) == (0, None)
     (incident,) = [event for event in events if isinstance(event, Incident)]
     assert (incident.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
+
+
+REFUSING = replace(CALLS, preload=(*CALLS.preload, "tests.support.refused_forks"))
+
+
+@pytest.mark.parametrize(
+    ("dies", "forks", "restarts", "code"),
+    [
+        # The first three forks are those of the start.
+        (parts(worker_0_1="once"), "4", 3, 0),
+        (parts(worker_0_1="once"), "4 5 6 7 8 9", 2, 1),
+        ((), "2", 1, 0),
+    ],
+)
+def test_a_fork_that_the_system_refuses_is_tried_again(tmp_path, mark, monkeypatch, dies, forks, restarts, code):
+    monkeypatch.setenv(VARIABLE, forks)
+    job = small_job(tmp_path, dies, restarts, server_worker_separate=True)
+    events = []
+    outcome = LocalLauncher(REFUSING).start(job, layout(job.cluster), events.append)
+    assert outcome.code == code, outcome
+    refused = [event.what for event in events if isinstance(event, Incident) and "Resource temporarily" in event.what]
+    assert refused and "could not be started" in refused[0]
+    if code:
+        assert "has started again twice" in outcome.cause.text or "2 times" in outcome.cause.text
+        assert "could not be started: [Errno 11]" in outcome.cause.text
+
+
+def test_a_forkserver_that_cannot_load_its_modules_is_not_tried_again(tmp_path, mark):
+    calls = replace(CALLS, preload=(*CALLS.preload, "tests.support.no_such_module"))
+    outcome, events = launch(tmp_path, launcher=LocalLauncher(calls), restarts=3)
+    assert (outcome.code, outcome.cause.kind) == (2, "config")
+    assert "ended with exit code 1 before it could start a process" in outcome.cause.text
+    assert "ModuleNotFoundError" in outcome.cause.traceback
+    assert not [event for event in events if isinstance(event, Incident)]
+
+
+def test_a_unit_that_cannot_be_started_again_is_a_loss(tmp_path, mark, monkeypatch):
+    started = []
+
+    def refused_twice(*words):
+        started.append(words)
+        if len(started) in (4, 5):  # the first unit of the second and of the third attempt
+            raise BlockingIOError(errno.EAGAIN, "no process")
+        return start_unit(*words)
+
+    monkeypatch.setattr(run_loop, "start_unit", refused_twice)
+    acts = parts(server_0_0="frozen once", worker_0_0="until over", worker_0_1="until over")
+    outcome, events = launch(tmp_path, acts, restarts=3, server_worker_separate=True)
+    assert (outcome.code, len(started)) == (0, 8), outcome
+    found = [event for event in events if isinstance(event, Incident)]
+    assert [event.action for event in found] == ["the whole job starts again"] * 3
+    assert all("the job could not be started again: [Errno 11] no process" in event.what for event in found[1:])
+
+
+def test_a_first_unit_that_cannot_be_started_is_an_error_in_one_line(tmp_path, mark, monkeypatch):
+    def refused(*words):
+        raise BlockingIOError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(run_loop, "start_unit", refused)
+    with pytest.raises(ConfigError, match=r"^the processes of the job cannot be started: no process$"):
+        launch(tmp_path)
+
+
+def test_an_error_of_the_start_is_not_hidden_by_the_cleanup(tmp_path, mark, monkeypatch):
+    def full(*words):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run"))
+
+    monkeypatch.setattr(workspace, "write_run_files", full)
+    with pytest.raises(ConfigError, match=r"cluster.workspace = .*No space left on device"):
+        launch(tmp_path)
 
 
 def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeypatch):

@@ -10,14 +10,14 @@ from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
-from topotrain.core.events import Notice, Started
+from topotrain.core.events import Notice, Saved, Started
 from topotrain.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.journey
 
 
-def launch(folder, url, args=(), on_event=lambda event: None):
-    job = replace(small_job(folder / "work", args), rendezvous=url)
+def launch(folder, url, args=(), on_event=lambda event: None, **settings):
+    job = replace(small_job(folder / "work", args, **settings), rendezvous=url)
     return LocalLauncher(CALLS).start(job, layout(job.cluster), on_event)
 
 
@@ -45,9 +45,11 @@ def test_it_can_be_stopped(tmp_path, url):
             registry = Registry(open_store(url))
             threading.Thread(target=lambda: registry.stop(registry.list()[0].id)).start()
 
-    outcome = launch(tmp_path, url, parts(worker_0_0="stay", worker_0_1="stay"), hear)
-    assert (outcome.code, outcome.cause) == (130, None)
-    assert [event.text for event in heard if isinstance(event, Notice)] == ["stopped by `topotrain jobs stop`"]
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="saves")
+    outcome = launch(tmp_path, url, roles, hear, grace_s=100.0)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert "`topotrain jobs stop`" in next(event.text for event in heard if isinstance(event, Notice))
+    assert [event for event in heard if isinstance(event, Saved)], "as after SIGTERM"
     assert Registry(open_store(url)).list()[0].state == "stopped"
 
 

@@ -301,7 +301,7 @@ def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) 
     link_mbit: as in `Topology`.
 
     Raises:
-        ConfigError: the counts do not fit together.
+        ConfigError: the counts do not fit together, or the transport does not reach from host to host.
         ValueError: there are fewer hosts than units.
     """
     # First: the counts below are exact only if every unit is full.
@@ -320,6 +320,9 @@ def layout(cluster: Cluster, hosts: Sequence[int] = (), link_mbit: float = 0.0) 
     units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
     if hosts and len(hosts) < total:
         raise ValueError(f"{len(hosts)} hosts for {total} units")
+    if cluster.transport is TransportChoice.kShm and len(set(hosts)) > 1:
+        apart = f"cannot join units on {len(set(hosts))} hosts: kAuto takes it on a host only"
+        raise ConfigError("cluster.transport", cluster.transport.value, apart)
     return Topology(cluster, tuple(units), tuple(hosts), link_mbit)
 
 

@@ -260,8 +260,10 @@ class ActionExecutor:
         """End the job as after SIGTERM, on all hosts."""
         text = "the job is asked to end; a job that takes snapshots takes a last one first"
         self._requests.reply(request, {"text": text})
-        self._signals.ask(signal.SIGTERM)
-        return [Notice("launcher", "asked to end by `topotrain stop` or from its page")]
+        # A second request before the first one is acted on must not count as a second signal, which saves nothing.
+        if not self._signals.came:
+            self._signals.ask(signal.SIGTERM)
+        return [Notice("launcher", "asked to end by `topotrain stop`, `topotrain jobs stop` or from its page")]
 
     def _take_snapshot(self, request: TakeSnapshot) -> Sequence[Action]:
         """Ask for a snapshot; the answer comes with it."""

@@ -89,11 +89,12 @@ class ControlSocket:
     def __init__(self, folder: Path, selector: selectors.BaseSelector, requests: JobRequests) -> None:
         self._selector, self._requests = selector, requests
         self._callers: set[_Caller] = set()
+        self._path = folder / NAME
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         os.fchmod(self._listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
         # That of the former attempt.
-        (folder / NAME).unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         with _short(folder) as path:
             self._listener.bind(f"{path}/{NAME}")
         self._listener.listen(CALLERS)
@@ -137,6 +138,9 @@ class ControlSocket:
             caller.channel.close()
         self._selector.unregister(self._listener)
         self._listener.close()
+        # The script may have removed the folder.
+        with suppress(OSError):
+            self._path.unlink()
 
 
 @contextmanager

@@ -250,8 +250,9 @@ class JobShutdown:
         # `stopping` stays False: all processes are needed for one more step.
         self.saving = True
         self._after(seconds, self.end_now)
-        text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
-        self._on_event(Notice("launcher", text))
+        if seconds:
+            text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
+            self._on_event(Notice("launcher", text))
 
     def end_now(self) -> None:
         """End the job: the last snapshot exists, or cannot be taken in time."""

@@ -5,7 +5,6 @@ it runs, one forkserver.
 """
 
 import secrets
-import signal
 import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
-from topotrain.core.events import Notice
 from topotrain.extensions.elastic.eligibility import absent_groups
 from topotrain.launch import AlwaysTaken, EventListener, JobOutcome, JobWatch, Launcher, Outlet, UnitPlace
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
@@ -84,7 +82,7 @@ class LocalLauncher(Launcher):
                         outcome = self._run(run, attempt, job, workspace, place)
                         # A signal that comes during a restart ends the job.
                         again = run.shutdown.again and not stop.came
-                        if goes_on is None or not again or (place is not None and place.over):
+                        if goes_on is None or not again:
                             break
                         why, resized = "", run.executor.resized
                         if resized is None:
@@ -110,9 +108,6 @@ class LocalLauncher(Launcher):
                 outcome = replace(outcome, code=128 + stop.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
-                if place.stopped:
-                    on_event(Notice("launcher", "stopped by `topotrain jobs stop`"))
-                    return replace(outcome, code=128 + signal.SIGINT, cause=None)
             return outcome
 
     def _run(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import Store, StoreError, host_store, open_store, within
@@ -19,15 +20,23 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
 from topotrain.launch import JobOutcome, JobWatch
-from topotrain.launch.job_requests import JobRequests
+from topotrain.launch.job_requests import JobRequests, RequestClient
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, forget
+from topotrain.launch.recovery.recovery_actions import StopJob
 from topotrain.launch.store_requests import StoreRequests
 
 _BEAT_EVERY_S = 5.0
 _LOOK_S = 0.25
 _LEAVE_S = 1.0  # for the thread to end; it may be waiting for an unavailable store
+
+
+class _Registry(RequestClient):
+    """The list of jobs, which waits for no answer."""
+
+    def reply(self, said: dict[str, Any]) -> None:
+        """Do nothing."""
 
 
 class RegisteredJob:
@@ -41,14 +50,14 @@ class RegisteredJob:
     """
 
     def __init__(self, root: Store, record: JobRecord, url: str, watch: JobWatch | None = None) -> None:
-        self.url, self.stopped = url, False
+        self.url = url
         self._urls = [url]
         self._root, self._record, self._id = root, record, record.id
         self._registry, self._watched = Registry(root), watch or JobWatch()
         self.requests = JobRequests()
         self._asked_in_store = StoreRequests(within(root, f"jobs/{self._id}"), self.requests)
         self._told, self._teller = socket.socketpair()
-        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="listed", daemon=True)
         self._thread.start()
 
@@ -58,8 +67,8 @@ class RegisteredJob:
 
     @property
     def over(self) -> bool:
-        """Whether the end of the job is decided."""
-        return self.stopped
+        """Return False: the end of a local job is decided here only."""
+        return False
 
     def tell(self, cause: Failed) -> None:
         """Decide the end of the job."""
@@ -93,18 +102,12 @@ class RegisteredJob:
                     self._registry.keep(self._record)
                     self._report()
                 self._asked_in_store.look()
-                stop = self._root.get(stop_key(self._id)) is not None
+                if self._root.get(stop_key(self._id)) is not None:
+                    # Again and again, because a restart of the whole job drops the requests before it.
+                    self.requests.add(StopJob(), _Registry())
             except StoreError:
                 # Training goes on without the store.
                 self._closed.wait(BEAT_S)
-                continue
-            # `close` must not close the socket between the check and the byte.
-            with self._lock:
-                if stop and not self._closed.is_set():
-                    self.stopped = True
-                    self._teller.send(b"!")
-            if stop:
-                return
 
     def _report(self) -> None:
         """Write the state of the job to the store. Raises StoreError."""
@@ -120,7 +123,7 @@ class RegisteredJob:
 
     def ended(self, outcome: JobOutcome) -> None:
         """Record in the store how the job ended."""
-        state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
+        state = "stopped" if outcome.code >= 128 else "failed" if outcome.code else "done"
         with suppress(StoreError):
             # The store may have lost the entry since.
             self._registry.keep(self._record)
@@ -129,10 +132,9 @@ class RegisteredJob:
 
     def close(self) -> None:
         """Stop watching, and delete the rendezvous data of the job."""
-        with self._lock:
-            self._closed.set()
-            self._told.close()
-            self._teller.close()
+        self._closed.set()
+        self._told.close()
+        self._teller.close()
         self._thread.join(_LEAVE_S)
         with suppress(StoreError):
             self._asked_in_store.write()

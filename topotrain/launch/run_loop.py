@@ -11,6 +11,7 @@ read the end of their stdin, and end.
 """
 
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -32,11 +33,12 @@ from topotrain.launch.action_executor import ActionExecutor
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import ending, log_tail
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, start_unit
-from topotrain.launch.agent.workspace import ProcessList
+from topotrain.launch.agent.workspace import ProcessList, unusable
 from topotrain.launch.grace_period import grace
 from topotrain.launch.job_shutdown import JobShutdown, LauncherContext
 from topotrain.launch.multinode.control_connection import News
 from topotrain.launch.multinode.follower import Follower
+from topotrain.launch.recovery.attempt_state import RETRY_S
 from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 from topotrain.launch.recovery.stall_detector import StallDetector
@@ -68,6 +70,7 @@ class RunLoop:
         self._selector = selectors.DefaultSelector()
         self._units = UnitProcesses(self._selector)
         self._table = ProcessTable(topology)
+        self._processes = ProcessList(topology, host.files.processes, own_forkserver=host.forkserver.own)
         self._stalls = StallDetector(self._table.workers, host.held)
         self.shutdown = JobShutdown(self._table, self._units, recovery, host)
         self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host)
@@ -86,7 +89,8 @@ class RunLoop:
     def start(self, calls: EntryPoints, places: Sequence[UnitPlace], attempt: AttemptInfo = AttemptInfo()) -> None:  # noqa: B008
         """Start the units at `places`.
 
-        calls: the functions that child processes run. attempt: its number, and where it resumes.
+        calls: the functions that child processes run. attempt: its number, and where it resumes. Raises ConfigError in
+        the first attempt if the system refuses it. Later that counts as a loss.
         """
         # The mark is inherited by all processes of the job, and `sweep` finds them by it.
         environ = {**os.environ, RUN_VARIABLE: self._host.mark}
@@ -97,27 +101,37 @@ class RunLoop:
             self._selector.register(self._connection.fileno(), selectors.EVENT_READ, self._on_news)
         self._remote.begin(attempt.number)
         forkserver = self._host.forkserver
-        address = forkserver.up(calls.preload, environ, again=attempt.number > 0)
-        self._processes = ProcessList(self.topology, self._host.files.processes, own_forkserver=forkserver.own)
-        self.executor.start(attempt.number, self._host.files.control, self._selector)
+        try:
+            address = forkserver.up(calls.preload, environ, again=attempt.number > 0)
+            self.executor.start(attempt.number, self._host.files.control, self._selector)
+            started = [self._start_unit(replace(each, forkserver=address), calls, attempt, environ) for each in places]
+        except OSError as error:
+            if not attempt.number:
+                raise unusable(self.job, error) from None
+            # Not at once: a limit of processes or memory may be over in a moment. A signal ends the wait.
+            select.select([self._host.signals.woken], [], [], RETRY_S)
+            self._on_event(Failed("launcher", "died", f"the job could not be started again: {error}", ""))
+            return
         served = forkserver.process
         if served is not None:
             self._units.watch(served, lambda: self._on_forkserver_exit(served))
             self._processes(Started("forkserver", served.pid))
-        for place in places:
-            self._start_unit(replace(place, forkserver=address), calls, attempt, environ)
+        for unit in started:
+            self._on_event(Started(unit.who, unit.process.pid))
         # Otherwise the servers would wait for the first push of this group. One unit tells them.
         for group in [] if isinstance(self._recovery, Follower) else sorted(attempt.absent):
             self.executor.command_servers(group, "away", 0)
             if not attempt.number:
                 self._host.on_event(Left(group, "is not there yet", 0.0))
 
-    def _start_unit(self, place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, environ: dict[str, str]) -> None:
+    def _start_unit(
+        self, place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, environ: dict[str, str]
+    ) -> UnitProcess:
         unit = start_unit(place, calls, attempt, environ, self._host.files.logs / f"unit-{place.rank}.log")
         self._units.add(unit)
         self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._on_lines(unit))
         self._units.watch(unit.process, lambda: self._on_unit_exit(unit))
-        self._on_event(Started(unit.who, unit.process.pid))
+        return unit
 
     def run(self) -> JobOutcome:
         """Run the loop until every unit has ended."""
@@ -227,7 +241,12 @@ class RunLoop:
             self._processes(Exited("forkserver", process.pid, code))
         if not self.shutdown.stopping:
             text = f"forkserver (pid {process.pid}) {'has ended' if code is None else ending(code)}"
-            self._on_event(Failed("forkserver", "died", text, log_tail(self._host.forkserver.log)))
+            # It has not loaded torch, and another start would not either, unless it was killed.
+            forked = any(who.startswith(("worker", "server")) for who in self._table.pids)
+            hopeless = not forked and (code is None or code > 0)
+            text += " before it could start a process" * hopeless
+            kind = "config" if hopeless else "died"
+            self._on_event(Failed("forkserver", kind, text, log_tail(self._host.forkserver.log)))
 
     def _is_needed(self) -> bool:
         """Whether this unit must stay for other units."""
@@ -255,8 +274,9 @@ class RunLoop:
     def _on_signal(self) -> None:
         self._host.signals.woken.recv(64)
         came, others = self._host.signals.came, self._host.others
-        # Only the first signal is granted a last snapshot.
-        seconds = grace(self.job, came[0]) if len(came) == 1 and not self.shutdown.stopping else 0.0
+        # A later signal ends the wait for the last snapshot. Two that come at once are one.
+        first = not self.shutdown.saving and not self.shutdown.stopping and signal.SIGINT not in came
+        seconds = grace(self.job, came[0]) if first else 0.0
         if seconds:
             if others is not None:
                 others.save(came[0])

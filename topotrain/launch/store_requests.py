@@ -59,6 +59,7 @@ class StoreRequests:
         self._lock, self._mark = threading.Lock(), b""
         self._answers: dict[str, dict[str, Any]] = {}
         self._taken: set[str] = set()  # a store that has lost a deletion must not cause a request twice
+        self._read: dict[str, bytes] = {}  # requests that are not marked as taken yet, as far as is known
 
     def put(self, id: str, said: dict[str, Any]) -> None:
         """Add an answer, which `look` writes."""
@@ -69,15 +70,20 @@ class StoreRequests:
         """Take new requests, and write the answers since the last call. Raises StoreError."""
         mark = self._store.get(_MARK) or b""
         for key in self._store.keys(_REQUESTS) if mark != self._mark else []:
-            id, raw = key.removeprefix(_REQUESTS), self._store.get(key)
+            id = key.removeprefix(_REQUESTS)
+            # The mark may be in the store although writing it failed.
+            raw = self._read.get(id) or self._store.get(key)
             if raw is None or id in self._taken:
                 continue
-            self._taken.add(id)
             if raw == _TAKEN:
+                self._taken.add(id)
                 # Whether it was carried out is not known, and some requests must not be carried out twice.
                 self.put(id, {"error": LEADER_LOST})
                 continue
+            self._read[id] = raw
             self._store.set(key, _TAKEN, KEEP_S)
+            self._taken.add(id)
+            del self._read[id]
             try:
                 self._requests.add(from_text(raw), _StoreClient(self, id))
             except ValueError as error:
@@ -116,10 +122,10 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         except StoreError as error:
             raise ConfigError("--rendezvous", None, str(error)) from None
         store = within(root, f"jobs/{job}")
-        store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
-        # Last: the job looks for the request when it sees this.
-        store.set(_MARK, id.encode(), KEEP_S)
         try:
+            store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
+            # Last: the job looks for the request when it sees this.
+            store.set(_MARK, id.encode(), KEEP_S)
             return checked(wish, json.loads(_answer(store, id, registry, job)))
         finally:
             with suppress(StoreError):  # the keys expire

@@ -3,14 +3,16 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folder_wipe import wipe
 
+from tests.support.launch_targets import wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
-from topotrain.comm.store.store_base import Store
+from topotrain.comm.store.store_base import KEEP_S, Store, within
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,40 @@ def test_what_another_process_has_written_stays(store: Store) -> None:
         assert store.watch("b", 20) == b"ours"
     assert store.get("a") == b"new"
     values.close()
+
+
+class Kept:
+    """Records for how long a store keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, bytes | None, float | None]] = []
+
+    def get(self, key: str) -> bytes:
+        return b"1"
+
+    def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
+        self.written.append((key, None, ttl))
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
+        self.written.append((key, expected, ttl))
+        return True
+
+
+def test_no_value_of_a_job_stays_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody removes what a killed job has written, as in Redis."""
+    kept: Any = Kept()
+    job = within(kept, "jobs/j")
+    job.set("a", b"1")
+    job.compare_and_set("b", None, b"1")
+    job.set("c", b"1", 3.0)
+    assert kept.written == [("jobs/j/a", None, KEEP_S), ("jobs/j/b", None, KEEP_S), ("jobs/j/c", None, 3.0)]
+    kept.written.clear()
+    monkeypatch.setattr(maintained_values, "RENEW_S", 0.0)
+    values = MaintainedValues(kept)
+    values.set("d", b"1")
+    wait_for(lambda: ("d", b"1", KEEP_S) in kept.written)  # renewed while the process runs
+    values.close()
+    assert kept.written[0] == ("d", None, KEEP_S)
 
 
 def test_after_closing_nothing_is_written_and_no_thread_is_left(store: Store) -> None:
@@ -111,8 +147,8 @@ def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch:
     values.keep("second", b"2")
     write = store.compare_and_set
     monkeypatch.setattr(store, "compare_and_set", lambda key, *rest: (seen.append(key), write(key, *rest))[1])
-    values._check()
-    values._check()
+    values._check(renews=False)
+    values._check(renews=False)
     assert seen == ["second", "first"]
     values.close()
 

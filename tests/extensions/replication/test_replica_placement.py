@@ -27,7 +27,7 @@ from topotrain.extensions.replication.replica_placement import (
     domains,
     parse_placement,
 )
-from topotrain.launch.recovery.attempt_state import AttemptState
+from topotrain.launch.recovery.attempt_state import RETRY_S, AttemptState
 from topotrain.launch.recovery.recovery_actions import (
     LEAVE,
     AskServers,
@@ -177,6 +177,20 @@ def test_a_dead_server_is_replaced_again_and_again_and_no_process_starts_again()
     covered(made, 1)
     _, reseat = made.on_event(lost("server 0/0"), 107.0)
     assert reseat == PlaceReplica("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
+
+
+def test_a_second_copy_whose_fork_is_refused_is_tried_again() -> None:
+    made = covered(machine(), 0)
+    made.on_event(lost("server 0/1"), 105.0)
+    made.on_event(Lost("server 0/1", 0, "server 0/1: no fork", ""), 105.1)
+    made.on_event(Exited("server 0/1", 0, 1), 105.1)
+    assert made.due == 105.1 + RETRY_S
+    (reseat,) = [word for word in made.poll(107.0) if isinstance(word, PlaceReplica)]
+    assert (reseat.process, reseat.number, reseat.why, reseat.unit) == ("server 0/1", 2, "server 0/1: no fork", 3)
+    for _ in range(2):
+        made.on_event(Lost("server 0/1", 0, "server 0/1: no fork", ""), 108.0)
+        found = made.poll(110.0)
+    assert any(isinstance(word, FailJob) for word in found), found
 
 
 def test_both_copies_lost_is_a_new_start() -> None:

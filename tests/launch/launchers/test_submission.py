@@ -5,12 +5,14 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topotrain.comm.store import StoreError
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
@@ -18,7 +20,7 @@ from topotrain.launch import shared_forkserver
 from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, slurm_requeue, torchrun
 from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.launchers.ray_capacity import fits
-from topotrain.launch.launchers.submission import LaunchOptions, LaunchResult, submission, without_password
+from topotrain.launch.launchers.submission import LaunchOptions, LaunchResult, Submission, submission, without_password
 
 SECRET = "5e" * 32
 OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
@@ -180,6 +182,16 @@ def test_several_nodes(tmp_path: Path) -> None:
     four = "nworkers_per_group: 4"
     text = ask("torchrun", tmp_path, four, hosts=("n1", "n2"), id="j1", extra=("--max-restarts=2",))
     assert "--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --rdzv-id=j1 --max-r" in text
+    for given, endpoint in [
+        ("n1:7", "n1:7"),
+        ("fd00::1", "[fd00::1]:29400"),
+        ("[fd00::1]", "[fd00::1]:29400"),
+        ("[fd00::1]:7", "[fd00::1]:7"),
+    ]:
+        text = ask("torchrun", tmp_path, four, hosts=(given, "n2"), id="j1")
+        assert f"--rdzv-endpoint={endpoint} " in text.replace("'", ""), text
+    with pytest.raises(ConfigError, match="--hosts = 'n1:x': must be a host"):
+        ask("torchrun", tmp_path, four, hosts=("n1:x", "n2"), id="j1")
     assert "--nodes=2 --nodelist=n1,n2 --partition=x" in ask(
         "srun", tmp_path, four, nodes=2, hosts=("n1", "n2"), extra=("--partition=x",)
     )
@@ -438,34 +450,54 @@ def test_the_state_of_a_slurm_job(
     assert slurm.query("1")[0] in slurm.QUIET_STATES
 
 
+def in_front(folder: Path, **environ: str) -> Submission:
+    """A submission with these variables, whose units meet in a folder."""
+    job = job_file.loads(f'snapshot_s: 1 grace_s: 20 cluster {{ workspace: "{folder}" }}')
+    made = submission(job, layout(job.cluster), LaunchOptions(id="j1"), {"TOPOTRAIN_TOKEN": SECRET})
+    return replace(made, environ={**made.environ, **environ})
+
+
 @pytest.mark.journey
 def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:
-    assert foreground_tool.run([sys.executable, "-c", "raise SystemExit(5)"], {}) == 5
-    assert foreground_tool.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}) == 137
-    assert (
-        foreground_tool.run([sys.executable, "-c", "import os; raise SystemExit(int(os.environ['A']))"], {"A": "6"})
-        == 6
-    )
+    ends = "import os; raise SystemExit(int(os.environ['A']))"
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert foreground_tool.run([sys.executable, "-c", killed], in_front(tmp_path)) == 137
+    assert foreground_tool.run([sys.executable, "-c", ends], in_front(tmp_path, A="6")) == 6
 
 
 @pytest.mark.journey
-def test_ctrl_c_ends_the_tool_and_tells_the_signal(tmp_path: Path) -> None:
-    tell = tmp_path / "told"
-    child = f"trap 'echo ended > {tell}; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+@pytest.mark.parametrize(
+    ("number", "registered", "told"), [(2, True, "ended"), (15, False, "ended"), (15, True, "asked")]
+)
+def test_a_signal_ends_the_tool_after_the_units_have_saved(
+    tmp_path: Path, number: int, registered: bool, told: str
+) -> None:
+    at, tell = in_front(tmp_path / "w"), tmp_path / "told"
+    registry = Registry(open_store(at.rendezvous.partition("?")[0]))
+    if registered:
+        registry.add(JobRecord("j1", "job"))
+    stop = next(iter((tmp_path / "w").rglob("store"))) / "jobs" / "j1" / "stop"
+    # As units do: they end by themselves when they are asked to in the store.
+    stop = at.folder / "store" / "jobs+j1+stop"
+    asked = f"[ -e {stop} ] && echo asked > {tell} && exit 143"
+    child = f"trap 'echo ended > {tell}; exit 0' TERM; echo up; while :; do {asked}; sleep 0.05; done"
     code = f"""
+from pathlib import Path
+from tests.launch.launchers.test_submission import in_front
 from topotrain.launch.launchers import foreground_tool
 try:
-    foreground_tool.run(["sh", "-c", {child!r}], {{}})
+    foreground_tool.run(["sh", "-c", {child!r}], in_front(Path({str(tmp_path / "w")!r})))
 except foreground_tool.StopRequested as came:
     raise SystemExit(128 + came.number)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TOPOTRAIN_TOKEN": SECRET}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ)
     assert process.stdout is not None
     with process.stdout as out:
         assert out.readline() == b"up\n"
-        process.send_signal(2)
-        assert process.wait(30) == 130
-    assert tell.read_text() == "ended\n"
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert tell.read_text() == f"{told}\n"
 
 
 @pytest.mark.journey

@@ -22,7 +22,7 @@ from topotrain.core.events import (
     Thawed,
     Unrepeatable,
 )
-from topotrain.launch.recovery.attempt_state import LEASE_S
+from topotrain.launch.recovery.attempt_state import LEASE_S, RETRY_S, START_S
 from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, RestartGroup, RestartJob
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy, RestartTerms, recovery
 from topotrain.launch.recovery.restarts import WINDOW_S
@@ -151,8 +151,9 @@ def test_what_the_group_says_while_it_goes_is_no_cause() -> None:
         lost("worker 1/0"),
     ]
     assert tell(made, 105.1, *follows) == []
+    assert made.due == 105.0 + START_S
+    tell(made, 106.0, Started("worker 1/0", 17), Started("worker 1/1", 18))
     assert made.due is None
-    assert made.poll(200.0) == []
 
 
 def test_the_second_death_after_a_new_start_is_another_incarnation() -> None:
@@ -369,9 +370,8 @@ def test_a_worker_that_stays_frozen_is_ended_and_takes_its_group_along() -> None
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
         RestartGroup(1, 1, what),
     ]
-    assert made.due is None
     tell(made, 107.1, Exited("worker 1/0", 7, -9), Started("worker 1/0", 17), Started("worker 1/1", 18))
-    assert made.poll(200.0) == []
+    assert made.due is None
     assert tell(made, 107.5, step("worker 1/0"))[1:] == [Recovered(0, 2.5, 0.0)]  # since it was frozen
 
 
@@ -396,6 +396,7 @@ def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
     assert [word.group for word in made.poll(107.0) if isinstance(word, RestartGroup)] == [0]
     assert made.due == 108.0
     tell(made, 107.5, lost("worker 1/0"))  # whose group starts again without waiting for the frozen one
+    tell(made, 107.6, *(Started(who, 20) for who in WORKERS))
     assert made.due is None
 
 
@@ -472,3 +473,50 @@ def test_the_job_says_what_may_start_again() -> None:
     made = recovery(replace(goes_on, apply=Apply.kOnArrival, grads=Grads.kHidden), TOPOLOGY, BEGAN)
     assert made is not None
     assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], RestartJob)  # nobody could take back what is applied
+
+
+def refused(*workers: str) -> list[Event]:
+    """What a unit reports whose forks of these workers were refused."""
+    return [event for who in workers for event in (Lost(who, 0, f"{who}: no fork", ""), Exited(who, 0, 1))]
+
+
+def test_a_fork_that_is_refused_at_a_restart_is_tried_again_and_counts_once_for_its_group() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"), Exited("worker 1/0", 7, -9), Exited("worker 1/1", 3, -9))
+    for attempt in (2, 3):
+        at = 105.0 + 10 * attempt
+        found = tell(made, at, *refused("worker 1/0", "worker 1/1"))
+        assert all(isinstance(word, Exited) for word in found)
+        assert made.due == at + RETRY_S and not made.complete
+        found = made.poll(at + RETRY_S)
+        assert [word for word in found if isinstance(word, RestartGroup)] == [
+            RestartGroup(1, attempt, "worker 1/0: no fork")
+        ]
+    tell(made, 140.0, *refused("worker 1/1"))
+    (failed,) = [word for word in made.poll(141.0) if isinstance(word, FailJob)]
+    assert failed.failures[0].text.startswith("worker 1/1: no fork, and group 1 has started again 3 times")
+
+
+def test_a_fork_that_succeeds_at_the_second_try_ends_the_loss() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"), Exited("worker 1/0", 7, -9), *refused("worker 1/0"))
+    made.poll(105.0 + RETRY_S)
+    tell(made, 107.0, Started("worker 1/0", 17), Started("worker 1/1", 18))
+    assert made.due is None
+    assert [type(word) for word in tell(made, 107.5, step("worker 1/0"))[1:]] == [Recovered, Recovered]
+
+
+def test_a_first_fork_that_is_refused_is_a_loss() -> None:
+    made = RecoveryPolicy(TOPOLOGY, ALL, BEGAN)
+    tell(made, BEGAN, *(Started(who, 1) for who in EVERYBODY if who != "worker 1/1"), *refused("worker 1/1"))
+    assert [type(word) for word in made.poll(BEGAN + RETRY_S)] == [EndProcess, Incident, RestartGroup]
+
+
+def test_a_process_that_is_never_started_again_is_a_loss() -> None:
+    """As where the former process cannot be killed."""
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"), Exited("worker 1/0", 7, -9), Started("worker 1/0", 17))
+    assert made.poll(104.0 + START_S) == []
+    found = made.poll(105.0 + START_S)
+    assert [type(word) for word in found] == [EndProcess, Incident, RestartGroup]
+    assert "worker 1/1 could not be started within 60 s" in found[2].why  # type: ignore[union-attr]

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -134,3 +136,16 @@ def test_the_command(words, capsys, monkeypatch):
     assert "5ecre7" not in printed.out
     if "--json" in words:
         assert json.loads(printed.out)["variables"]["TOPOTRAIN_TOKEN"] == "set"
+
+
+@pytest.mark.journey
+def test_without_torch_the_report_says_so(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    done = subprocess.run(
+        [sys.executable, "-m", "topotrain", "env"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot be imported: No module named torch" in done.stdout

@@ -1,18 +1,22 @@
 """Values of a process that are written again when the store has lost them.
 
 * A value is written again only where there is none, so a value that another process has written since then stays.
+* A value expires KEEP_S after the process has ended. While it runs, it renews its values now and then.
 * A store that is away is asked again at the next look.
 * Nothing waits for any of this.
 """
 
 import threading
+import time
 from contextlib import suppress
 
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.store.store_base import Store
+from topotrain.comm.store.store_base import KEEP_S, Store
 
 LOOK_S = 1.0
 """Seconds between two checks that the values are still there."""
+RENEW_S = 3600.0
+"""Seconds between two renewals of the time for which the values are kept."""
 _CLOSING_S = 1.0  # for a check that is under way; its store may be away
 
 
@@ -32,7 +36,7 @@ class MaintainedValues:
     def set(self, key: str, value: bytes) -> None:
         """Write a value unconditionally, and maintain it. Raises StoreError."""
         # First, so that an error reaches the caller, and a value that was never written is not maintained.
-        self._store.set(key, value)
+        self._store.set(key, value, KEEP_S)
         self.keep(key, value)
 
     def keep(self, key: str, value: bytes) -> None:
@@ -57,17 +61,20 @@ class MaintainedValues:
             thread.join(_CLOSING_S)
 
     def _run(self) -> None:
+        due = time.monotonic() + RENEW_S
         while not self._closed.wait(LOOK_S):
+            renews = time.monotonic() >= due
             with suppress(StoreError, OSError):  # OSError: the script has closed descriptors of this process
-                self._check()
+                self._check(renews)
+                due = time.monotonic() + RENEW_S if renews else due
 
-    def _check(self) -> None:
+    def _check(self, renews: bool) -> None:
         with self._lock:
             # The latest first: a reader that finds an early value finds those that were written after it.
             values = list(reversed(self._values.items()))
         for key, value in values:
             if self._closed.is_set():
                 return
-            if self._store.get(key) is None:
+            if renews or self._store.get(key) is None:
                 # Not `set`: another process may have written a newer value since the look.
-                self._store.compare_and_set(key, None, value)
+                self._store.compare_and_set(key, value if renews else None, value, KEEP_S)

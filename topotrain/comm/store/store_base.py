@@ -10,6 +10,8 @@ from topotrain.comm.store.key_validation import check_key, check_prefix
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach a server that is away."""
+KEEP_S = 7 * 86_400.0
+"""Seconds for which a store keeps what a job has written last: nobody removes the values of a killed job."""
 
 
 class Store(Protocol):
@@ -66,7 +68,8 @@ class Store(Protocol):
 class PrefixStore:
     """A view of a store: all its keys lie under `prefix` of another store.
 
-    owner: closing the view closes the other store, too. Raises ValueError for an invalid prefix.
+    A value without a `ttl` stays for KEEP_S. owner: closing the view closes the other store, too. Raises ValueError for
+    an invalid prefix.
     """
 
     def __init__(self, store: Store, prefix: str, owner: bool = False) -> None:
@@ -79,11 +82,11 @@ class PrefixStore:
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
         """See `Store`."""
-        self._store.set(self._whole(key), value, ttl)
+        self._store.set(self._whole(key), value, KEEP_S if ttl is None else ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
         """See `Store`."""
-        return self._store.compare_and_set(self._whole(key), expected, value, ttl)
+        return self._store.compare_and_set(self._whole(key), expected, value, KEEP_S if ttl is None else ttl)
 
     def delete(self, key: str) -> None:
         """See `Store`."""

@@ -362,7 +362,8 @@ class Children:
 
     def with_pid(self, pid: int) -> Child:
         """Return the child with this process ID."""
-        return next(child for child in self._all if child.pid == pid)
+        # The system may have given the ID of one that has ended to another.
+        return next(child for child in self._all if child.pid == pid and child.code is None)
 
     def named(self, who: str) -> Child:
         """Return the child of this name."""

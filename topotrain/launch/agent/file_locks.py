@@ -6,7 +6,6 @@ Only the user of a workspace can open its lock file.
 import contextlib
 import fcntl
 import os
-import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def locked(path: Path, how: int) -> Iterator[int]:
             # A lock of `flock` belongs to the open file, so the lock of a killed process ends, too.
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LockTaken(_taken(path, fd)) from None
+            raise LockTaken(_taken(fd)) from None
         yield fd
     finally:
         os.close(fd)
@@ -56,19 +55,12 @@ def _inode(line: str) -> int:
     return int(words[5].rpartition(":")[2]) if len(words) > 5 and words[1] == "FLOCK" else 0
 
 
-def _taken(path: Path, fd: int) -> str:
+def _taken(fd: int) -> str:
     # A holder in another container is listed with a pid that does not exist here. On a file system of several
     # hosts this kernel shows no holder at all.
-    owners = {pid: owner for pid in _holders(fd) if (owner := _owner(pid)) is not None}
-    ours = [pid for pid, owner in owners.items() if owner == os.geteuid()]
-    if ours:
-        return f"is in use by another job (launcher pid {ours[0]}): choose another folder or wait for its end"
-    if owners:
-        pid, owner = next(iter(owners.items()))
-        stranger = f"process {pid} of user {_name(owner)}"
-        return (
-            f"is in use by no job of this user, but {stranger} holds {path}: remove that file, or choose another folder"
-        )
+    here = [pid for pid in _holders(fd) if os.path.exists(f"/proc/{pid}")]
+    if here:
+        return f"is in use by another job (launcher pid {here[0]}): choose another folder or wait for its end"
     # The kernel shows no holder: this pid may be that of an ended launcher.
     said = os.pread(fd, 32, 0).decode(errors="replace").partition(" ")[0] or "unknown"
     elsewhere = f"its lock is held on another host or in another container (last launcher here: pid {said})"
@@ -85,18 +77,3 @@ def _holders(fd: int) -> list[int]:
                 found.append(int(line.split()[4]))
     # The kernel shows 0 or -1 for a process outside of this pid namespace.
     return [pid for pid in found if pid > 0]
-
-
-def _owner(pid: int) -> int | None:
-    """Return the user ID of a process; None if it does not exist."""
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -229,7 +229,8 @@ class Supervisor:
         # An answer to a request comes before the pid is known, so it names the address.
         child = self._children.named(answer["who"])
         if "error" in answer:
-            self._fail(child, f"{child.who} could not be started: {answer['error']}")
+            if not child.doomed:  # its restart is asked for once more already
+                self._fail(child, f"{child.who} could not be started: {answer['error']}")
             self._close(child, 1)
             return
         child.on_fork(answer["pid"])

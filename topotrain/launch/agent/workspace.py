@@ -63,7 +63,7 @@ def claimed(job: Job) -> Iterator[Path]:
             # Held until the launcher ends. A killed one frees it, too.
             lock = stack.enter_context(locked(path / "lock", fcntl.LOCK_EX))
         except OSError as error:
-            raise _unusable(job, error) from None
+            raise unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
         _sign(lock)
@@ -88,7 +88,7 @@ def claimed_by_unit(job: Job, rank: int, start: str) -> Iterator[Path]:
             stack.enter_context(locked(path / "lock", fcntl.LOCK_SH))
             lock = stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
         except OSError as error:
-            raise _unusable(job, error) from None
+            raise unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
         _sign(lock, start)
@@ -137,7 +137,7 @@ def prepare(
             write_text(run_dir / _PAUSE, repr(pause_s))
         more.fill(run_dir)
     except OSError as error:
-        raise _unusable(job, error) from None
+        raise unusable(job, error) from None
     return (run_dir / STORE).as_uri()
 
 
@@ -151,7 +151,10 @@ def write_run_files(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> 
         file.write(token)
 
 
-def _unusable(job: Job, error: OSError) -> ConfigError:
+def unusable(job: Job, error: OSError) -> ConfigError:
+    """Return the refusal of a job that cannot be started because of this error."""
+    if error.filename is None:  # a limit of the system, such as that of processes
+        return ConfigError("", None, f"the processes of the job cannot be started: {error.strerror}")
     accepted = f"must be a folder that can be written ({error.filename}: {error.strerror})"
     return ConfigError("cluster.workspace", job.workspace, accepted)
 

@@ -14,19 +14,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
 
+from topotrain.comm.security.secret import load_secret
+from topotrain.comm.store import StoreError, open_store, within
+from topotrain.comm.store.discovery.job_registry import Registry
+from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.launch.agent.stop_signals import handled
+from topotrain.launch.grace_period import grace
 from topotrain.launch.launchers.env_tables import LaunchInfo
 from topotrain.launch.launchers.submission import LaunchResult, Submission
-
-if TYPE_CHECKING:
-    from topotrain.launch.multinode.node_info import JobEnd
+from topotrain.launch.multinode.node_info import JobEnd, with_job
 
 PATIENCE_S = 40.0
 """Seconds from SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
+_STORE_S = 5.0
 
 
 class StopRequested(Exception):
@@ -35,6 +38,11 @@ class StopRequested(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+def say(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 
 def find(program: str, install: str) -> str:
@@ -101,7 +109,7 @@ def forkserver_here(submission: Submission, environ: Mapping[str, str]) -> Itera
 def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
     """Run a tool that starts all units of a job to its end."""
     try:
-        code = run(words, submission.environ, not submission.options.json)
+        code = run(words, submission)
     except StopRequested as came:
         return LaunchResult(128 + came.number)
     return LaunchResult(agreed(submission.rendezvous, code))
@@ -114,13 +122,8 @@ def agreed(rendezvous: str, code: int, environ: Mapping[str, str] = os.environ) 
     return code if end is None else end.code or code
 
 
-def ending(rendezvous: str, said: "JobEnd | None" = None, environ: Mapping[str, str] = os.environ) -> "JobEnd | None":
+def ending(rendezvous: str, said: JobEnd | None = None, environ: Mapping[str, str] = os.environ) -> JobEnd | None:
     """Return how the job has ended, if it is in the store; set `said` if it is not."""
-    from topotrain.comm.security.secret import load_secret
-    from topotrain.comm.store import StoreError, open_store, within
-    from topotrain.comm.store.store_url import parse
-    from topotrain.launch.multinode.node_info import JobEnd, with_job
-
     try:
         with contextlib.closing(open_store(with_job(rendezvous, ""), load_secret(environ))) as store:
             # Each start of the job has a prefix of its own, which unit 0 has named here.
@@ -137,25 +140,32 @@ def ending(rendezvous: str, said: "JobEnd | None" = None, environ: Mapping[str, 
     return JobEnd.loaded(end) if end else None
 
 
-def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = True) -> int:
+def ask_for_end(rendezvous: str, environ: Mapping[str, str]) -> bool:
+    """Ask the units of a job to save and to end, over their store; return whether they can be asked."""
+    try:
+        with contextlib.closing(open_store(with_job(rendezvous, ""), load_secret(environ), _STORE_S)) as store:
+            Registry(store).stop(parse(rendezvous).job)
+    except StoreError as error:
+        say(f"the units cannot be asked for a last snapshot: {error}")
+        return False
+    return True
+
+
+def run(words: Sequence[str], submission: Submission) -> int:
     """Run a tool to its end; return its exit code.
 
     Raises StopRequested after a signal, when the tool has ended.
-
-    keep_stdout: whether the tool's stdout stays stdout. Otherwise it is redirected to stderr.
     """
-    where = None if keep_stdout else sys.stderr.fileno()
+    where, environ = sys.stderr.fileno() if submission.options.json else None, {**os.environ, **submission.environ}
     with interruptible() as gate:
         gate.close()  # a signal inside Popen would leave an unknown process behind
-        process = subprocess.Popen(
-            words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
-        )
+        process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True)
         try:
             # A signal that came during Popen is raised here, when there is a process to end.
             gate.open()
             code = process.wait()
-        except StopRequested:
-            _end(process)
+        except StopRequested as came:
+            _end(process, submission, grace(submission.job, came.number))
             raise
         except BaseException:
             process.kill()
@@ -165,10 +175,14 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
     return code if code >= 0 else 128 - code
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    # SIGTERM ends all units with each of these tools; at Ctrl-C srun would ask for a second one.
-    process.terminate()
+def _end(process: "subprocess.Popen[bytes]", submission: Submission, grace_s: float) -> None:
     try:
+        # Units that are asked over the store have the whole time for a last snapshot, and then end by themselves.
+        if grace_s and ask_for_end(submission.rendezvous, {**os.environ, **submission.environ}):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s + PATIENCE_S)
+        # SIGTERM ends all units with each of these tools; at Ctrl-C srun would ask for a second one.
+        process.terminate()
         process.wait(PATIENCE_S)
     # A second signal means that the user does not want to wait.
     except (StopRequested, subprocess.TimeoutExpired):

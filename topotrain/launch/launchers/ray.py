@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Topology
 from topotrain.core.events import Failed
+from topotrain.launch.grace_period import grace
 from topotrain.launch.launchers import foreground_tool
 from topotrain.launch.launchers.ray_capacity import Amounts, better, fits
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, LaunchResult, Submission, without_password
@@ -128,7 +129,7 @@ def start(submission: Submission) -> LaunchResult:
                 if code in FINAL_CODES or stop.came or count == submission.options.max_restarts:
                     return LaunchResult(code, {"restarts": str(count)})
                 count += 1
-                _print(f"all units start again ({count} of {submission.options.max_restarts})")
+                foreground_tool.say(f"all units start again ({count} of {submission.options.max_restarts})")
 
 
 def for_attempt(submission: Submission, count: int) -> Submission:
@@ -170,7 +171,7 @@ def _for_nodes(nodes: Sequence[Amounts], wanted: Sequence[Amounts], asked: RayOp
     only = len(nodes) == 1 and len(wanted) > 1 and not asked.grows
     if not only or asked.chosen or asked.strategy != "STRICT_SPREAD" or not fits(nodes, wanted, "SPREAD"):
         return asked
-    _print(
+    foreground_tool.say(
         "the Ray cluster has one node, so the copies of each shard share it and are lost with it: "
         "strategy SPREAD in place of STRICT_SPREAD"
     )
@@ -279,7 +280,9 @@ class _Attempt:
             if now >= due or now - began > self.asked.room:
                 need = _amounts(group.bundle_specs[0])
                 units = f"{self.at.units} units ({need} for unit 0; {self.asked.strategy})"
-                _print(f"the Ray cluster has no room for {units}; {now - began:.0f} of {self.asked.room:g} s waited")
+                foreground_tool.say(
+                    f"the Ray cluster has no room for {units}; {now - began:.0f} of {self.asked.room:g} s waited"
+                )
                 due = now + 4 * QUIET_S
             if now - began > self.asked.room:
                 return False
@@ -309,8 +312,7 @@ class _Attempt:
             bad = self.stop.came or self.lost or any(self.codes.values())
             if bad and until == float("inf"):
                 # The other units end by themselves when they read the reason. Actors that stay are killed.
-                until = time.monotonic() + foreground_tool.PATIENCE_S
-                self._report()
+                until = time.monotonic() + foreground_tool.PATIENCE_S + self._report()
 
     def _receive(self, ref: Any, places: dict[Any, int], runs: dict[Any, int]) -> None:
         rank = places.get(ref, runs.get(ref, -1))
@@ -322,35 +324,38 @@ class _Attempt:
                 where = self.hosts.get(rank, "a node")
                 self.lost = Failed(f"unit {rank}", "died", f"its Ray actor on {where} is lost: {_reason(error)}", "")
                 self.lost_rank = rank
-                _print(f"{self.lost.who}: {self.lost.text}")
+                foreground_tool.say(f"{self.lost.who}: {self.lost.text}")
         else:
             if ref in runs:
                 self.codes[rank] = answer
             else:
                 self.hosts[rank] = answer
-                _print(f"unit {rank} is on {answer}")
+                foreground_tool.say(f"unit {rank} is on {answer}")
         places.pop(ref, None)
         runs.pop(ref, None)
 
-    def _report(self) -> None:
-        """Write the reason of the job's end to the store for the remaining units."""
+    def _report(self) -> float:
+        """Write the reason of the job's end to the store for the remaining units.
+
+        Returns the seconds that they have for a last snapshot.
+        """
         if self.stop.came:
             number = self.stop.came[0]
+            grace_s = grace(self.at.job, number)
+            if grace_s and foreground_tool.ask_for_end(self.at.rendezvous, {**os.environ, **self.at.environ}):
+                return grace_s
             foreground_tool.ending(
                 self.at.rendezvous, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
             )
         elif self.lost is not None:
             foreground_tool.ending(self.at.rendezvous, JobEnd.of(self.lost, self.lost_rank, ""))
+        return 0.0
 
 
 def _reason(error: Exception) -> str:
     """Return the line of Ray's error that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "because" in line or "died" in line.lower()), lines[0] if lines else "")
-
-
-def _print(text: str) -> None:
-    print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

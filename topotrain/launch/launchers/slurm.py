@@ -18,7 +18,7 @@ from topotrain.launch.launchers import foreground_tool, slurm_requeue, srun
 from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
-LOOK_S = 0.5
+LOOK_S, MOST_LOOK_S = 0.5, 30.0
 QUIET_STATES = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "OUT OF SIGHT", "REQUEUED"}
 )
@@ -100,17 +100,18 @@ def wait_for_end(job: str, output: Path, submission: Submission) -> int:
 
     Returns the units' exit code. A signal cancels the job, and the result is 128 + its number.
     """
-    shown = ""
+    shown, began = "", time.monotonic()
     try:
         with foreground_tool.interruptible():
             while True:
                 state, code = query(job)
                 if state != shown:
-                    print(f"topotrain: Slurm job {job} is {state}", file=sys.stderr, flush=True)
+                    foreground_tool.say(f"Slurm job {job} is {state}")
                     shown = state
                 if state not in QUIET_STATES:
                     break
-                time.sleep(LOOK_S)
+                # The controller serves the whole cluster, and a job may run for days.
+                time.sleep(min(MOST_LOOK_S, max(LOOK_S, (time.monotonic() - began) / 10)))
     except foreground_tool.StopRequested as came:
         subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True)
         return 128 + came.number

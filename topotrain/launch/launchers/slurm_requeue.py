@@ -11,20 +11,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from topotrain.comm.security.secret import load_secret
-from topotrain.comm.store import StoreError, open_store
-from topotrain.comm.store.discovery.job_registry import Registry
 from topotrain.comm.store.store_url import parse
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, name_of, numbers
 from topotrain.launch.grace_period import grace
-from topotrain.launch.launchers.foreground_tool import agreed
+from topotrain.launch.launchers.foreground_tool import agreed, ask_for_end, say
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.recovery.resume_point import seal
@@ -35,7 +31,6 @@ RESUME = ("--set", "resume=true")
 MARGIN_S = 30
 """Seconds for a step, the end of the processes and the requeue, besides those for the last snapshot."""
 ENDED_BY_SIGTERM = 143
-_STORE_S = 5.0
 
 
 def check(job: Job) -> None:
@@ -75,15 +70,8 @@ class RequeuedStart:
 
     def ask_for_end(self) -> bool:
         """Ask the units to save and to end; return whether they can be asked."""
-        url = self.environ[RENDEZVOUS_VARIABLE]
         # Over the store and not by a signal, which would also reach the processes that a script starts.
-        try:
-            with closing(open_store(with_job(url, ""), load_secret(self.environ), _STORE_S)) as store:
-                Registry(store).stop(parse(url).job, saves=True)
-        except StoreError as error:
-            _print(f"the units cannot be asked for a last snapshot: {error}")
-            return False
-        return True
+        return ask_for_end(self.environ[RENDEZVOUS_VARIABLE], self.environ)
 
     def agreed_code(self, code: int) -> int:
         """Return the code on which the units have agreed, which have ended with this one."""
@@ -96,7 +84,7 @@ class RequeuedStart:
         # Otherwise a job that never comes to its first snapshot would be requeued for ever.
         progress = newest(self.workspace) != self.before
         if not progress:
-            _print("the job is not queued again: it has taken no snapshot since it was started")
+            say("the job is not queued again: it has taken no snapshot since it was started")
         return progress
 
 
@@ -110,7 +98,7 @@ def newest(workspace: Path) -> str:
 
 def requeue(environ: Mapping[str, str]) -> int:
     """Queue this job again; return the exit code of Slurm's command."""
-    _print("the time limit is near: the job is queued again, and goes on from its last snapshot")
+    say("the time limit is near: the job is queued again, and goes on from its last snapshot")
     return subprocess.run(["scontrol", "requeue", environ[ID_VARIABLE]], stdin=subprocess.DEVNULL).returncode
 
 
@@ -162,10 +150,6 @@ def main(conf: str, *words: str) -> int:
     step = BatchStep(start, words)
     code = start.agreed_code(step.run())
     return requeue(os.environ) if step.near and start.goes_on(code) else code
-
-
-def _print(text: str) -> None:
-    print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

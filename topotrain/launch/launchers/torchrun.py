@@ -48,7 +48,12 @@ def _endpoint(submission: Submission) -> str:
     if not options.id:
         raise ConfigError("--id", "", "must be given for several nodes, the same on each")
     first = options.hosts[0]
-    return first if ":" in first else f"{first}:{PORT}"
+    # An IPv6 address has colons of its own.
+    host = f"[{first}]" if first.count(":") > 1 and not first.startswith("[") else first
+    try:
+        return host if urlsplit(f"//{host}").port else f"{host}:{PORT}"
+    except ValueError:
+        raise ConfigError("--hosts", first, "must be a host, such as node1, node1:29400 or [fd00::1]:29400") from None
 
 
 _TOOL = Torchrun()

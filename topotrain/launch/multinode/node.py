@@ -245,10 +245,10 @@ class Node:
             began = time.monotonic()
             succession = Succession(job, rank, hosts.numbers, hosts)
             attempts = Attempts(rendezvous, agreement, membership, stop, record, succession, agreement.origin)
-            folder = stack.enter_context(linked_folder(agreement.workspace, rank))
-            host = self._context(attempts, folder, on_event)
-            stack.enter_context(closing(host.forkserver))
             try:
+                folder = stack.enter_context(linked_folder(agreement.workspace, rank))
+                host = self._context(attempts, folder, on_event)
+                stack.enter_context(closing(host.forkserver))
                 if wants_snapshots(job) and not is_shared(agreement.workspace, rendezvous.run_id):
                     record(Notice("launcher", _not_shared(job, agreement.workspace, rank)))
                 if rendezvous.opens:
@@ -332,7 +332,7 @@ class Node:
         stores = StoreKeys(rendezvous.run, rendezvous.shared, Registry(root), self._record(rendezvous, job, hosts))
         access = ControlAccess(rendezvous.run, rendezvous.run_id, secret, job.cluster.start_port, job.cluster.lease_s)
         assert rendezvous.me is not None
-        moves = job.cluster.replicas > 1  # the first server may move, and the leader has its place
+        moves = job.cluster.replicas > 1  # the first server may be in another unit, and the leader asks it
         context = UnitContext(
             stores,
             rank,
@@ -341,7 +341,6 @@ class Node:
             rendezvous.verifier,
             job.on_failure is OnFailure.kContinue,
             not moves and LEADER in topology.units[rank].servers,
-            moves,
             _where(topology),
             {"job": job_file.dumps(job).encode(), "hosts": hosts.dumped()},
             self.watch,

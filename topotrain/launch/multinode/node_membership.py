@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from topotrain.comm.store import Store, StoreError
-from topotrain.comm.store.discovery.job_registry import STOP_SAVING, JobRecord, Registry
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError
@@ -91,8 +91,7 @@ class UnitContext:
     stores: the store's keys. rank, word: of this unit, and of its process. access: the settings of the connections.
     verifier: checks the description of a unit that rejoins.
     recovers: the job survives process deaths, so the loss of a unit does not end it.
-    first_server: this unit has the first server, and requests the last snapshot. moves: the first server may be in
-        another process, and the leader knows where.
+    first_server: this unit has the first server, and requests the last snapshot.
     where: the unit of each process and unit name. maintained: values of this start of the job that a leader maintains.
     watch: knows the state of the job in the unit that leads. resumed: the job began at a snapshot.
     """
@@ -104,7 +103,6 @@ class UnitContext:
     verifier: NodeVerifier
     recovers: bool
     first_server: bool
-    moves: bool = False
     where: Mapping[str, int] = field(default_factory=dict)
     maintained: Mapping[str, bytes] = field(default_factory=dict)
     watch: JobWatch = field(default_factory=JobWatch)
@@ -352,8 +350,8 @@ class LeaderMembership(NodeMembership):
 
     @property
     def takes_snapshot(self) -> bool:
-        """As in the base class; where the first server may move, the leader asks it."""
-        return self._context.moves or self._context.first_server
+        """Return True: the leader ends the job if the unit of the first server has not done so in time."""
+        return True
 
     def receive(self, rank: int, words: Words) -> bool:
         """Process a request of a unit; return False for an event of its processes."""
@@ -479,11 +477,8 @@ class LeaderMembership(NodeMembership):
 
     def _look_into_store(self) -> None:
         self._asked_in_store.look()
-        stop = self._stores.shared.get("stop")
-        if stop == STOP_SAVING:
-            self.announce_save(JobEnd(143, text="asked to end after a last snapshot"))
-        elif stop is not None:
-            self.request_end(JobEnd(130, text="stopped by `topotrain jobs stop`"))
+        if self._stores.shared.get("stop") is not None:
+            self.announce_save(JobEnd(143, text="asked to end by its launcher or by `topotrain jobs stop`"))
         raw = self._stores.run.get("end")
         if raw is not None:  # of a unit that could not start, or of a former leader
             end = JobEnd.loaded(raw)

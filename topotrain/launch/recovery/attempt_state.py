@@ -6,25 +6,30 @@ This module is pure: it receives events and the time.
 from collections.abc import Collection, Iterable
 
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Exited, Failed, Frozen, Started, Thawed
+from topotrain.core.events import Event, Exited, Failed, Frozen, Lost, Started, Thawed
 
 LEASE_S = 2.0
 """Seconds for which a process may be stopped. A user can stop it for a moment without causing a restart."""
+RETRY_S = 1.0
+"""Seconds after which a start that has failed is tried again. A limit of processes or memory may be over by then."""
+START_S = 60.0
+"""Seconds within which a process that restarts must have been forked."""
 
 
-class StoppedProcesses:
-    """The processes that the kernel has stopped (SIGSTOP), with their pids and times.
+class OverdueProcesses:
+    """The processes that count as lost at some time, and why.
 
-    The kernel reports to the parent when a child stops and continues, so no process is polled.
+    They are stopped (SIGSTOP), could not be started, or have to start until then. The kernel reports to the parent when
+    a child stops and continues, so no process is polled.
     """
 
     def __init__(self) -> None:
-        self._since: dict[str, tuple[int, float]] = {}
+        self._late: dict[str, tuple[Failed, float, float]] = {}  # the loss, since when, and when it counts
 
     @property
     def due(self) -> float | None:
         """The time at which the first of them counts as lost."""
-        return min((since + LEASE_S for _, since in self._since.values()), default=None)
+        return min((until for _, _, until in self._late.values()), default=None)
 
     def on_event(self, event: Event, now: float) -> None:
         """Record an event."""
@@ -32,24 +37,29 @@ class StoppedProcesses:
             # A process that a debugger holds is not reported, and so has no time limit.
             case Frozen(who=who, pid=pid):
                 # A process that stops again has continued in between, so its time starts anew.
-                self._since[who] = pid, now
+                self.add(who, f"{who} (pid {pid}) was frozen for {LEASE_S:g} s and was ended", now, LEASE_S)
+            case Lost(who=who, pid=0, text=text, log=log):
+                self.add(who, text, now, RETRY_S, log)
             case Thawed(who=who) | Started(who=who) | Exited(who=who):
                 self.forget(who)
             case _:
                 pass
 
+    def add(self, who: str, text: str, now: float, within_s: float, log: str = "") -> None:
+        """Record that a process counts as lost after so many seconds."""
+        self._late[who] = Failed(who, "died", text, log), now, now + within_s
+
     def forget(self, who: str) -> None:
         """Forget a process in any state."""
-        self._since.pop(who, None)
+        self._late.pop(who, None)
 
     def expired(self, now: float) -> list[tuple[Failed, float]]:
-        """Return, and forget, failures of processes stopped for too long, and since when."""
-        found = [(who, pid, since) for who, (pid, since) in self._since.items() if now >= since + LEASE_S]
-        for who, _, _ in found:
+        """Return, and forget, the losses that count by now, and since when."""
+        found = [(lost, since) for lost, since, until in self._late.values() if now >= until]
+        for lost, _ in found:
             # Reported once: `poll` comes again before the process has ended.
-            self.forget(who)
-        text = "{} (pid {}) was frozen for {:g} s and was ended"
-        return [(Failed(who, "died", text.format(who, pid, LEASE_S), ""), since) for who, pid, since in found]
+            self.forget(lost.who)
+        return found
 
 
 class AttemptState:
@@ -81,7 +91,7 @@ class AttemptState:
         """Reasons, found by scripts, why no group can restart alone (False) and why the job cannot restart (True)."""
         self.repeatable: dict[str, str] = {}
         """Of the workers that have reported it: why their script cannot repeat a step; "": it can."""
-        self.stopped = StoppedProcesses()
+        self.overdue = OverdueProcesses()
         self.lost_units: set[int] = set()
         self.missed: set[str] = set()
         """Servers that have lost the connection to another server that was not reported as ended."""
@@ -129,7 +139,7 @@ class AttemptState:
         # A process that was about to start in this unit does not come any more.
         self.leaving -= gone
         for who in gone:
-            self.stopped.forget(who)
+            self.overdue.forget(who)
         return gone
 
     def on_repeatable(self, who: str, reason: str) -> None:
@@ -146,21 +156,36 @@ class AttemptState:
         there = self.members(group) & self.up & self.repeatable.keys() - self.leaving - {lost}
         return set() if any(self.repeatable[who] for who in there) else there
 
-    def move(self, who: str, rank: int) -> None:
+    def not_started(self, who: str) -> None:
+        """Record that a process could not be started. It is tried again when it counts as lost."""
+        self.leaving.add(who)
+        self.up.discard(who)
+
+    def take_overdue(self, now: float) -> list[tuple[Failed, float]]:
+        """Return the losses that count by now, and since when."""
+        found = self.overdue.expired(now)
+        # The report is about the process that was to start, and no longer about its predecessor.
+        self.leaving -= {lost.who for lost, _ in found}
+        return found
+
+    def move(self, who: str, rank: int, now: float) -> None:
         """Record that a process restarts, in this unit."""
         self._unit_of[who] = rank
-        self.stopped.forget(who)
-        # Until the new process has started, reports under this name are about the former one.
-        self.leaving.add(who)
-        self.up.add(who)
+        self._await_start({who}, now)
 
-    def restart(self, group: int, members: set[str]) -> int:
+    def _await_start(self, members: set[str], now: float) -> None:
+        # From here on losses of these processes are those of the former ones, until the new ones have started.
+        self.leaving |= members
+        self.up |= members
+        # Nothing else would notice that one never does, as where the former process cannot be killed.
+        for who in sorted(members):  # a policy that receives all again decides alike
+            self.overdue.add(who, f"{who} could not be started within {START_S:g} s", now, START_S)
+
+    def restart(self, group: int, members: set[str], now: float) -> int:
         """Record that these workers of a group restart; return their incarnation."""
         # What the former processes have reported must not be counted against the new ones.
         self.forget(members)
-        # From here on losses of these workers are those of the former processes, until the new ones have started.
-        self.leaving |= members
-        self.up |= members
+        self._await_start(members, now)
         self.finished -= members
         for who in members:
             self.repeatable.pop(who, None)
@@ -172,6 +197,8 @@ class AttemptState:
         # They count as finished, so their ends are no losses.
         self.finished.update(who)
         self.leaving.difference_update(who)
+        for each in who:
+            self.overdue.forget(each)
 
     def hold(self, failed: Failed, until: float) -> None:
         """Hold an error back until a time; an earlier time limit stays."""
@@ -190,7 +217,7 @@ class AttemptState:
         """Drop the reports of these workers, and the errors of servers about them."""
         members = set(members)
         for who in members:
-            self.stopped.forget(who)
+            self.overdue.forget(who)
         # Errors of servers are dropped, too: they are about connections to the processes that restart.
         self._keep([held for held in self.held if held.who in self.group_of and held.who not in members])
 

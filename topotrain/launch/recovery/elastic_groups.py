@@ -227,7 +227,7 @@ class GroupChanges:
             return [refused(GroupRequest(JOIN, group), f"group {group} cannot join: {event.text}")]
         # Until its first step the group counts neither as finished nor as one that restarts.
         self._states[group] = GroupEntry(arriving=True)
-        incarnation = self._restarts.prepare(group, self._attempt.members(group))
+        incarnation = self._restarts.prepare(group, self._attempt.members(group), now)
         joined = Joined(group, incarnation, self._restarts.at(now))
         text = f"group {group} starts (incarnation {incarnation})"
         starts = RestartGroup(group, incarnation, "it joins the job", told=group in self._told)

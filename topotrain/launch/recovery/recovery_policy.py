@@ -4,7 +4,7 @@ A process death is a root cause. Connection errors that other processes report b
 may follow from a death waits for one, while an exception of the user's program, or a wrong setting, ends the job at
 once. The policy is pure: it receives events and the time, and returns actions.
 
-* A process that stays frozen is ended, and counts as dead.
+* A process that stays frozen is ended, and counts as dead. So does one that could not be started.
 * Over several units the leader decides for all. The others send it their events (`follower.py`). A unit without a
   heartbeat is lost with all its processes.
 * `restarts` limits how often a group or the job restarts. It has no delay, because the old processes have
@@ -140,7 +140,7 @@ class RecoveryPolicy:
         if self._attempt.over:
             return None
         change = None if self._resizing is None else self._resizing.due
-        found = (self._attempt.held_until, self._attempt.stopped.due, self._states.due, change)
+        found = (self._attempt.held_until, self._attempt.overdue.due, self._states.due, change)
         return min((due for due in found if due is not None), default=None)
 
     @property
@@ -213,11 +213,16 @@ class RecoveryPolicy:
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event, with the event if it is shown."""
         attempt, replicas = self._attempt, self._replicas
-        # First, because the end or restart of a process also ends its time as a frozen one.
-        attempt.stopped.on_event(event, now)
+        # First, because the end or restart of a process also ends its time as a frozen one. The process before one that
+        # is about to start says nothing about that.
+        if not (isinstance(event, Exited | Frozen | Thawed) and event.who in attempt.leaving):
+            attempt.overdue.on_event(event, now)
         match event:
             case Failed():
                 return self._on_failed(event, now)
+            case Lost(who=who, pid=0) if who in attempt.residents and not attempt.over:
+                attempt.not_started(who)
+                return []
             case Lost(who=who, text=text, log=log):
                 return self._on_lost(Failed(who, "died", text, log), now)
             case Started(who=who) if who in attempt.residents:
@@ -262,9 +267,10 @@ class RecoveryPolicy:
     def poll(self, now: float) -> list[Action]:
         """Return the actions that are due by time."""
         found: list[Action] = []
-        for lost, since in [] if self._attempt.over else self._attempt.stopped.expired(now):
+        for lost, since in [] if self._attempt.over else self._attempt.take_overdue(now):
             # Lost since it stopped: the others have waited for it since then.
             found += [EndProcess(lost.who), *self._on_lost(lost, since)]
+            found += self._groups.on_exit(self._attempt.group_of.get(lost.who), now)
         found += self._groups.poll(now)
         late = [] if self._resizing is None or self._attempt.over else self._resizing.poll(now)
         # The losses above come first: they may explain errors that are held back.

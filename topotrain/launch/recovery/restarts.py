@@ -187,7 +187,7 @@ class Restarts:
         told: as in `RestartGroup`.
         """
         self.budget.count(group, what(lost), now)
-        incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group))
+        incarnation = self.prepare(group, {worker} if worker else self._attempt.members(group), now)
         # Before `incident`, which takes this number and counts on.
         # With backup workers the first step of the group shows that it trains.
         self.times.begin(self._incidents, group, now, worker if told else "")
@@ -195,10 +195,10 @@ class Restarts:
         incident = self.incident(lost, f"{action} (incarnation {incarnation})", now)
         return [incident, RestartGroup(group, incarnation, what(lost), worker, told)]
 
-    def prepare(self, group: int, members: set[str]) -> int:
+    def prepare(self, group: int, members: set[str], now: float) -> int:
         """Record that these workers of a group restart; return their incarnation."""
         self.times.forget(members)
-        return self._attempt.restart(group, members)
+        return self._attempt.restart(group, members, now)
 
     def restart_job(self, lost: Failed, now: float) -> list[Action]:
         """Restart the whole job if the budget allows it, or end it."""

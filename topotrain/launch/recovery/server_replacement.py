@@ -102,21 +102,21 @@ class ServerReplacement:
         found = []
         for who, key in keys.items():
             self._restarts.budget.count(key, what(lost), now)
-            found.append(self._fill(who, lost))
+            found.append(self._fill(who, lost, now))
         # Lost connections between servers are explained by this loss.
         self._attempt.forget_servers(self.servers)
         # Any group's next step shows that the servers answer again.
         self._restarts.times.begin(self._restarts.next_incident, None, now)
         return [self._restarts.incident(lost, _consequence([each.unit for each in found], lost), now), *found]
 
-    def _fill(self, who: str, lost: Failed) -> PlaceReplica:
+    def _fill(self, who: str, lost: Failed, now: float) -> PlaceReplica:
         """Replace a server process, where a unit may host the replacement."""
         slot = self._slots[who]
         rank = self._unit_for(who, slot)
-        self._attempt.stopped.forget(who)
+        self._attempt.overdue.forget(who)
         if rank >= 0:
             self._placement.filled(slot, domain_in(self._topology, slot, rank))
-            self._attempt.move(who, rank)
+            self._attempt.move(who, rank, now)
             # The number becomes the incarnation of the process: peers refuse one with a lower number.
             self._replaced += 1
         return PlaceReplica(who, self._replaced, what(lost), self._placement.to_data(), rank)

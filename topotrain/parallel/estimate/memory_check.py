@@ -9,9 +9,12 @@ import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.estimate.process_memory import ProcessNeed
+
+if TYPE_CHECKING:  # its module imports torch, and `topotrain env` reports where that is missing
+    from topotrain.parallel.estimate.process_memory import ProcessNeed
 
 SAFE = 0.85
 """Fraction of a host's memory that a job may plan to use."""
@@ -75,7 +78,7 @@ def stacks(peers: int) -> int:
     return (_THREADS + 2 * peers) * (_limit(resource.RLIMIT_STACK) or _STACK)
 
 
-def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
+def on_host(processes: "Sequence[ProcessNeed]", each: int) -> int:
     """Return the bytes that the processes of one host take together."""
     own = sum(each if need.workers else ITSELF for need in processes)
     units = len({need.unit for need in processes})
@@ -87,7 +90,7 @@ def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
 class MemoryExcess:
     """Bytes by which one process, or all processes of a host, exceed a limit."""
 
-    needs: tuple[ProcessNeed, ...]
+    needs: "tuple[ProcessNeed, ...]"
     nbytes: int
     who: str
     words: str
@@ -97,7 +100,9 @@ class MemoryExcess:
         return ConfigError("memory", self.who, f"does not fit: {self.words}. {_advice(self.needs)}")
 
 
-def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> list[MemoryExcess]:
+def excesses(
+    needs: "Iterable[ProcessNeed]", here: MemoryLimits, host: int = 0, each: int = ITSELF
+) -> list[MemoryExcess]:
     """Return all excesses over the limits of a host; [] if everything fits.
 
     Args:
@@ -117,7 +122,7 @@ def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, ea
     return found
 
 
-def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[MemoryExcess]:
+def _of_process(need: "ProcessNeed", here: MemoryLimits, itself: int) -> Iterator[MemoryExcess]:
     own = itself - ITSELF + LIMITED + stacks(need.peers)
     bounds = (
         ("RLIMIT_DATA", own, need.private, here.data),
@@ -130,13 +135,13 @@ def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[
             yield MemoryExcess((need,), own + wanted - bound, need.who, words)
 
 
-def check(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> None:
+def check(needs: "Iterable[ProcessNeed]", here: MemoryLimits, host: int = 0, each: int = ITSELF) -> None:
     """Raise ConfigError for a job that cannot fit. Arguments are those of `excesses`."""
     for excess in excesses(needs, here, host, each):
         raise excess.error()
 
 
-def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
+def _sizes(needs: "Sequence[ProcessNeed]") -> dict[str, int]:
     return {
         "parameters": sum(need.values for need in needs),
         "gradients": sum(need.gradients for need in needs),
@@ -147,14 +152,14 @@ def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
     }
 
 
-def _parts(needs: Sequence[ProcessNeed]) -> str:
+def _parts(needs: "Sequence[ProcessNeed]") -> str:
     sizes = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
     shared, views = sum(need.shared for need in needs), sum(need.views for need in needs)
     more = f", and {_mb(views)} of that mapped once more" if views else ""
     return sizes + (f"; {_mb(shared)} of it shared{more}" if shared else "")
 
 
-def _advice(needs: Sequence[ProcessNeed]) -> str:
+def _advice(needs: "Sequence[ProcessNeed]") -> str:
     """Return what would help against the largest part of the memory."""
     sizes = _sizes(needs)
     most = max(sizes, key=sizes.__getitem__)

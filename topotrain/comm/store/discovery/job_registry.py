@@ -5,7 +5,7 @@ expires when it is not renewed. `summary/ID` holds the state of its training, as
 `jobs/ID/stop` for a request to end.
 
 * A record changes by compare-and-set only.
-* A record expires KEEP seconds after its last change or heartbeat.
+* A record expires KEEP_S seconds after its last change or heartbeat.
 """
 
 import json
@@ -15,13 +15,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from topotrain.comm.store.key_validation import StoreError, check_key
-from topotrain.comm.store.store_base import Store
+from topotrain.comm.store.store_base import KEEP_S, Store
 
-KEEP = 7 * 86_400.0
 BEAT_TTL = 30.0
 """Seconds after which a job without a heartbeat counts as lost."""
-STOP_SAVING = b"stop after a snapshot"
-"""The request to end after a last snapshot, as after SIGTERM."""
 RUNNING, LOST = "running", "lost"
 ENDED = ("done", "failed", "stopped")
 SUMMARY_BYTES = 16 << 10
@@ -75,7 +72,7 @@ class Registry:
                 raise StoreError(f"job {record.id!r} runs already: choose another id or stop it")
             # Before the record: a running job without a heartbeat counts as lost.
             self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)
-            if self._store.compare_and_set(_key(record.id), old, _dumped(entry), KEEP):
+            if self._store.compare_and_set(_key(record.id), old, _dumped(entry), KEEP_S):
                 break
         # Last: the request was meant for an earlier job of this ID.
         self._store.delete(stop_key(record.id))
@@ -99,19 +96,19 @@ class Registry:
         """Note the state of a job's training. One that is too large is left out."""
         raw = json.dumps(summary, separators=(",", ":")).encode()
         if len(raw) <= SUMMARY_BYTES:
-            self._store.set(_summary(id), raw, KEEP)
+            self._store.set(_summary(id), raw, KEEP_S)
 
     def beat(self, id: str, ttl: float = BEAT_TTL) -> None:
         """Renew the heartbeat for `ttl` seconds. Raises UnknownJob without a record."""
         raw = self._raw(id)
-        self._store.compare_and_set(_key(id), raw, raw, KEEP)  # if it loses against a change, that has renewed it
+        self._store.compare_and_set(_key(id), raw, raw, KEEP_S)  # if it loses against a change, that has renewed it
         self._store.set(_alive(id), repr(time.time()).encode(), ttl)
 
     def keep(self, record: JobRecord, ttl: float = BEAT_TTL) -> None:
         """Renew the heartbeat as `beat`; register the job again if its record is gone."""
         if self._store.get(_key(record.id)) is None:
             self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)  # before the record, as in `add`
-            self._store.compare_and_set(_key(record.id), None, _dumped(record), KEEP)
+            self._store.compare_and_set(_key(record.id), None, _dumped(record), KEEP_S)
         self.beat(record.id, ttl)
 
     def end(self, id: str, state: str) -> None:
@@ -121,19 +118,16 @@ class Registry:
         while True:
             raw = self._raw(id)
             entry = replace(_loaded(id, raw), state=state)
-            if self._store.compare_and_set(_key(id), raw, _dumped(entry), KEEP):
+            if self._store.compare_and_set(_key(id), raw, _dumped(entry), KEEP_S):
                 break
         # An ended job needs no heartbeat, and a lost one is recognized by its absence.
         self._store.delete(_alive(id))
 
-    def stop(self, id: str, saves: bool = False) -> JobRecord:
-        """Ask a job to end, if it has not; return its record. Raises UnknownJob.
-
-        saves: a job of several units takes a last snapshot first.
-        """
+    def stop(self, id: str) -> JobRecord:
+        """Ask a job to end as after SIGTERM, if it has not; return its record. Raises UnknownJob."""
         record = self.view(id)
         if record.state not in ENDED:
-            self._store.set(stop_key(id), STOP_SAVING if saves else b"stop", KEEP)
+            self._store.set(stop_key(id), b"stop", KEEP_S)
         return record
 
     def _raw(self, id: str) -> bytes:
