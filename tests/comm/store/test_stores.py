@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.comm.request_reply import RequestChannel
-from topotrain.comm.store import StoreError, open_store, serve_store, within
+from topotrain.comm.store import StoreError, maintained_values, open_store, serve_store, within
 from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
 from topotrain.comm.store import tcp_store as tcp_module
@@ -612,3 +613,55 @@ def test_without_redis_py_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StoreError, match="pip install 'topotrain\\[redis\\]'"):
         open_store("redis://127.0.0.1")
+
+
+# ---- values of strangers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(redis_urls, monkeypatch):
+    """A Redis server with values of a job, and a client of it without the job's secret."""
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET.hex())
+    url = redis_urls("redis")
+    stranger = RedisUrl(url)
+    stranger.flush()
+    with closing(open_store(url, SECRET)) as store:
+        yield store, stranger.client, url
+    stranger.client.close()
+
+
+def test_a_value_without_the_seal_of_its_key_and_secret_counts_as_none(server):
+    store, stranger, url = server
+    store.set("jobs/j.1/job", b"program: 'mine'")
+    real = stranger.get("topotrain/jobs/j.1/job")
+    with closing(open_store(url, bytes(31) + b"x")) as other:
+        assert other.get("jobs/j.1/job") is None
+    forged = [b"program: 'theirs'", real + b"args: 'x'", real[:40], b"", bytes(32) + b"program"]
+    for key, values in {"jobs/j.1/job": forged, "jobs/j.2/job": [real], "jobs/j.1/run": [real]}.items():
+        for value in values:
+            stranger.set(f"topotrain/{key}", value)
+            assert store.get(key) is None
+            with pytest.raises(TimeoutError):
+                store.watch(key, 0.01)
+            assert not store.compare_and_set(key, value, b"new")
+            # It is replaced as if there was none.
+            assert store.compare_and_set(key, None, b"new")
+            assert store.get(key) == b"new"
+
+
+def test_values_are_restored_where_a_stranger_has_replaced_them(server, monkeypatch):
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.02)
+    store, stranger, _ = server
+    kept = maintained_values.MaintainedValues(store)
+    kept.set("jobs/j/run", b"word")
+    stranger.set("topotrain/jobs/j/run", b"another")
+    assert store.watch("jobs/j/run", 20) == b"word"
+    kept.close()
+
+
+def test_keys_that_no_store_writes_are_not_listed(server):
+    store, stranger, _ = server
+    store.set("jobs/a", b"")
+    for name in (b"\x1b]0;x", b"jobs/\xff", b"jobs/.a", b"jobs/A b", b"jobs/" + b"a" * 300):
+        stranger.set(b"topotrain/" + name, b"")
+    assert store.keys() == store.keys("jobs/") == ["jobs/a"]

@@ -35,7 +35,7 @@ def open_store(
     With `?job=NAME` at its end, all keys lie under `jobs/NAME/`.
 
     Args:
-        secret: 32 bytes for tcp:// stores. None: `secret.load_secret` of the environment, when it is needed.
+        secret: 32 bytes for all stores but file://. None: `secret.load_secret` of the environment, when it is needed.
         patience: seconds for which an operation tries to reach a server that is away.
         environ: instead of the process's environment.
 
@@ -108,11 +108,13 @@ def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping
         from topotrain.comm.store.file_store import FileStore
 
         return FileStore(url.path)
+    from topotrain.comm.security.secret import load_secret
+
+    secret = load_secret(environ) if secret is None else secret
     if url.scheme == "tcp":
-        from topotrain.comm.security.secret import load_secret
         from topotrain.comm.store.tcp_store import TcpStore
 
-        return TcpStore(url.host, url.port, load_secret(environ) if secret is None else secret, patience)
+        return TcpStore(url.host, url.port, secret, patience)
     from topotrain.comm.store.redis_store import RedisStore
 
-    return RedisStore(url)
+    return RedisStore(url, secret)

@@ -19,9 +19,14 @@ class StoreError(Exception):
     """A store that cannot be opened or used; the text is for the user."""
 
 
+def is_key(text: str) -> bool:
+    """Return whether this is a valid key."""
+    return len(text) <= MAX_KEY and _KEY.fullmatch(text) is not None
+
+
 def check_key(key: str, name: str = "key") -> None:
     """Raise ValueError unless `key` is a valid key."""
-    if len(key) > MAX_KEY or not _KEY.fullmatch(key):
+    if not is_key(key):
         rule = "parts of [a-z0-9_.-] joined by '/', none beginning with a dot"
         raise ValueError(f"{name} = {key!r}: must be {rule}, at most {MAX_KEY} characters")
 

@@ -3,8 +3,13 @@
 Every write is one script on the server, which compares, writes, and publishes on the channel of the key. So no other
 write falls in between, and a watching client need not poll. A script that is sent twice, because a reply was lost,
 finds the outcome that it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
+
+The server does not know the job's secret, so each value is sealed with it. A value without the seal of its key counts
+as none. The list of jobs is not sealed: it is for every user of the server.
 """
 
+import hashlib
+import hmac
 import secrets
 import threading
 import time
@@ -12,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.comm.security.secret import job_key
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value, is_key
 from topotrain.comm.store.store_url import StoreUrl
 
 MISSING = "redis:// needs the package redis: pip install 'topotrain[redis]'"
@@ -26,6 +32,8 @@ _PAUSE = 0.1  # seconds before the one retry of a command whose connection was l
 _REMEMBERED = 60_000  # milliseconds for which a script's outcome is kept
 _SPACE = "topotrain/"
 _PAGE = 1000  # keys at a time
+_LISTED = ("registry/", "alive/", "summary/")  # no process of a job relies on these keys of the whole store
+_SEAL = 65  # characters: a line of hexadecimal digits, so that a text stays one for other programs
 
 _WRITE = """
 local done = redis.call('GET', KEYS[2])
@@ -54,11 +62,13 @@ class RedisStore:
     With TLS the server must have a certificate for its name, signed by `ca` (a file) or by an authority that this
     system trusts. Errors name host and port, never the password.
 
+    secret: 32 bytes, the same in all clients that read each other's values.
+
     Raises:
         StoreError: redis-py is not installed.
     """
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, secret: bytes) -> None:
         try:
             import redis
             from redis.backoff import ConstantBackoff
@@ -69,7 +79,7 @@ class RedisStore:
         self._lock = threading.Lock()
         self._closed = False
         self._under_way = 0  # operations, of all threads
-        self._secret = url.password
+        self._key, self._password = job_key(secret, "sealed values of a store"), url.password
         self._where = f"{url.scheme}://{url.host}:{url.port or PORT}"
         tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": url.ca or None} if url.scheme == "rediss" else {}
         self._client: Any = redis.Redis(
@@ -88,9 +98,7 @@ class RedisStore:
     def get(self, key: str) -> bytes | None:
         """See `Store`."""
         check_key(key)
-        with self._as_store_errors():
-            value: bytes | None = self._client.get(_SPACE + key)
-            return value
+        return self._opened(key, self._read(key))
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
         """See `Store`."""
@@ -98,7 +106,13 @@ class RedisStore:
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
         """See `Store`."""
-        return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
+        when, there = ("none", b"") if expected is None else ("same", self._sealed(key, expected))
+        while not self._write(key, when, there, "put", value, ttl):
+            found = None if expected is not None else self._read(key)
+            if found is None or self._opened(key, found) is not None:
+                return False
+            when, there = "same", found  # a value without the seal is replaced
+        return True
 
     def delete(self, key: str) -> None:
         """See `Store`."""
@@ -109,8 +123,9 @@ class RedisStore:
         check_prefix(prefix)
         with self._as_store_errors():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
-            found = set(self._client.scan_iter(match=f"{_SPACE}{prefix}*", count=_PAGE))
-        return sorted(name.decode()[len(_SPACE) :] for name in found)
+            names = set(self._client.scan_iter(match=f"{_SPACE}{prefix}*", count=_PAGE))
+        found = (name.decode("ascii", "replace").removeprefix(_SPACE) for name in names)
+        return sorted(key for key in found if is_key(key))  # another program may have written under any name
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """See `Store`."""
@@ -139,14 +154,32 @@ class RedisStore:
             self._closed = True
         self._close_unused()
 
+    def _read(self, key: str) -> bytes | None:
+        with self._as_store_errors():
+            value: bytes | None = self._client.get(_SPACE + key)
+            return value
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        if key.startswith(_LISTED):
+            return value
+        # Keys contain no zero byte, so no other pair of key and value has this text.
+        return hmac.new(self._key, key.encode() + b"\0" + value, hashlib.sha256).hexdigest().encode() + b"\n" + value
+
+    def _opened(self, key: str, raw: bytes | None) -> bytes | None:
+        """Return the value if it has the seal of this key, else None."""
+        if raw is None or key.startswith(_LISTED):
+            return raw
+        value = raw[_SEAL:]
+        return value if hmac.compare_digest(self._sealed(key, value), raw) else None
+
     def _write(self, key: str, when: str, expected: bytes, what: str, value: bytes, ttl: float | None) -> bool:
         check_key(key)
         check_value(value)
-        life, name = check_ttl(ttl), _SPACE + key
+        sealed, life, name = self._sealed(key, value), check_ttl(ttl), _SPACE + key
         # The braces keep both keys on one node of a cluster.
         once = f"{{{name}}}once/{secrets.token_hex(16)}"
         with self._as_store_errors():
-            return bool(self._client.eval(_WRITE, 2, name, once, when, expected, what, value, life, _REMEMBERED))
+            return bool(self._client.eval(_WRITE, 2, name, once, when, expected, what, sealed, life, _REMEMBERED))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -182,8 +215,8 @@ class RedisStore:
             raise
         except self._errors as error:
             text = str(error).split("\n")[0]
-            if self._secret:
-                text = text.replace(self._secret, "***")
+            if self._password:
+                text = text.replace(self._password, "***")
             if text.startswith("HELLO must be called"):  # the server's text for a missing password names its protocol
                 text = "authentication required: give a password, as in redis://:PASSWORD@HOST"
             raise StoreError(f"store {self._where}: {text or type(error).__name__}") from None

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Self, TypeVar
 
 from topotrain.comm.store import Store, StoreError, within
@@ -232,6 +233,8 @@ class NodeRendezvous:
     def _open(self) -> bool:
         """Open a start of the job; return False if an earlier one runs on."""
         known = self._patiently(lambda: self.shared.get("run"), "the store")
+        if known is None:
+            self._await_strangers()
         old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
         if old is not None and self._await_end(old):
             self.word = (known or b"").decode()
@@ -245,16 +248,28 @@ class NodeRendezvous:
             forget_attempts(self._root, f"{self.id}.{(known or b'').decode()}")
         return True
 
+    def _await_strangers(self) -> None:
+        """Wait until no units with another secret have this job's name. Raises ConfigError."""
+        while self._is_foreign(self.shared, "run") and any("/alive/" in k for k in self._root.keys(f"jobs/{self.id}.")):
+            self._waiting(f"the end of a job {self.id!r} with another secret")
+            if time.monotonic() > self._deadline:
+                raise self._running("with another secret")
+            time.sleep(BEAT_S / 4)
+
+    def _is_foreign(self, store: Store, key: str) -> bool:
+        """Return whether the value of this key is not of this job's secret."""
+        return key in store.keys(key) and store.get(key) is None
+
     def _await_end(self, old: Store) -> bool:
         """Wait until all units of an earlier start are gone; ConfigError if it is running.
 
         Returns True instead if only its unit 0 is gone, and the others go on without it.
         """
-        first = {key: old.get(key) for key in old.keys("alive/")}
-        while living := old.keys("alive/"):
+        first = _heartbeats(old)
+        while living := _heartbeats(old):
             self._waiting(f"the end of an earlier start of job {self.id!r}")
             # A heartbeat that stays the same is of a killed unit, and expires. One that moves is of a running unit.
-            moving = [key for key in living if (now := old.get(key)) is not None and now != first.get(key)]
+            moving = [key for key, now in living.items() if now != first.get(key)]
             runs = bool(moving) and old.get("end") is None
             survives = runs and "alive/0" not in moving and _survives(old)
             if survives and "alive/0" not in living:
@@ -308,9 +323,11 @@ class NodeRendezvous:
         from `given`.
         """
         job = job_file.loads(self._await(self.run, "job", "the job from unit 0").decode(), "the job in the store")
-        if given is not None and given.digest() != job.digest():
+        if given is None:
+            return job
+        if given.digest() != job.digest():
             raise ConfigError("JOB.conf", given.name or None, f"differs from that of the job ({job.name or 'no name'})")
-        return job
+        return replace(job, program=given.program, args=given.args) if given.program else job
 
     def check(self, job: Job) -> None:
         """Raise ConfigError where the job has another number of units."""
@@ -398,7 +415,8 @@ class NodeRendezvous:
                 self._check_start(store is self.shared)
             if time.monotonic() > self._deadline:
                 who = f"(job {self.id!r}, unit {self.rank})"
-                raise StoreError(f"{what} did not come within {self.patience:g} s {who}")
+                why = ": its value in the store is not of this unit's secret" if self._is_foreign(store, key) else ""
+                raise StoreError(f"{what} did not come within {self.patience:g} s {who}{why}")
 
     def _check_start(self, outside: bool) -> None:
         """Raise EndedBeforeStart or JobRestarted unless this start is the current one."""
@@ -445,6 +463,11 @@ def _is_final(error: StoreError) -> bool:
     return isinstance(error, AccessDenied)
 
 
+def _heartbeats(run: Store) -> dict[str, bytes]:
+    """Return the heartbeats of a start, by key. Raises StoreError."""
+    return {key: value for key in run.keys("alive/") if (value := run.get(key)) is not None}
+
+
 def outlast(run: Store, rank: int) -> None:
     """Wait in the leader until the other units have left, or are silent.
 
@@ -452,7 +475,7 @@ def outlast(run: Store, rank: int) -> None:
     """
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
-        while time.monotonic() < until and set(run.keys("alive/")) - {f"alive/{rank}"}:
+        while time.monotonic() < until and _heartbeats(run).keys() - {f"alive/{rank}"}:
             time.sleep(BEAT_S / 10)
 
 

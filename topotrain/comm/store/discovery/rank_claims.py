@@ -49,10 +49,10 @@ class RankClaim:
         """Return the texts of the processes that were seen to renew their claims, by rank."""
         found = {}
         for key in self._store.keys("seats/"):
-            number = int(key.rpartition("/")[2])
             value = self._store.get(key)
-            if number == self.number or value is None:
+            if key == self._key or value is None:
                 continue
+            number = int(key.rpartition("/")[2])
             # A value that never changes may be that of a dead process.
             if self._first.setdefault(number, value) != value:
                 found[number] = str(json.loads(value)["says"])
