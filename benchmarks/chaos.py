@@ -110,8 +110,8 @@ CHECKS: Sequence[Check] = (
     Check(
         "S1",
         "20,000 simulated schedules of faults",
-        "topotrain/tools/cli/simulate.py",
-        ("-m", "topotrain", "simulate", "--seeds", "20000"),
+        "tests/support/simulate.py",
+        ("tests/support/simulate.py", "--seeds", "20000"),
     ),
     Check(
         "S2",

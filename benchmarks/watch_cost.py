@@ -47,7 +47,9 @@ class OpenPage:
         self._port = int(found.group(1))
         with closing(self._connection()) as connection:
             connection.request("GET", found.group(2))
-            self._cookie = str(connection.getresponse().getheader("Set-Cookie")).partition(";")[0]
+            answer = connection.getresponse()
+            self._cookie = str(answer.getheader("Set-Cookie")).partition(";")[0]
+            self._root = str(answer.getheader("Location"))
 
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
@@ -56,7 +58,7 @@ class OpenPage:
     def open(self) -> Iterator[None]:
         """Read the events for the length of the block."""
         connection = self._connection()
-        connection.request("GET", "/api/events", headers={"Cookie": self._cookie})
+        connection.request("GET", f"{self._root}api/events", headers={"Cookie": self._cookie})
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"the page was refused: {response.read()!r}")

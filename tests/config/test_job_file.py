@@ -297,6 +297,24 @@ def test_yaml_gives_the_same_job_and_errors_with_a_place(tmp_path: Path) -> None
             load(path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\n"
+        + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnopqrs", "bcdefghijklmnopqrst")),
+        "a: &a [*a]\n",
+        "a: &a\n  b: *a\n",
+        "a: " + "[" * 5000,
+    ],
+)
+def test_aliases_and_depths_of_yaml_are_bounded(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"job\.yaml.*(values, aliases included|nested too deep)"):
+        load(path)
+
+
 def test_without_pyyaml_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "job.yml"

@@ -31,6 +31,7 @@ class PageClient:
 
     url: str
     cookie: str = ""
+    root: str = ""
     host: str = field(init=False)
     port: int = field(init=False)
     login_path: str = field(init=False)
@@ -49,7 +50,7 @@ class PageClient:
     ) -> PageAnswer:
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)) as connection:
             own = {"Cookie": self.cookie} if self.cookie else {}
-            connection.request(method, path, body, {**own, **(headers or {})})
+            connection.request(method, self._whole(path), body, {**own, **(headers or {})})
             response = connection.getresponse()
             found = {name.lower(): value for name, value in response.getheaders()}
             return PageAnswer(response.status, found, response.read().decode())
@@ -60,7 +61,11 @@ class PageClient:
     def login(self) -> PageAnswer:
         answer = self.get(self.login_path)
         self.cookie = answer.headers.get("set-cookie", "").partition(";")[0]
+        self.root = answer.headers.get("location", "").rstrip("/")
         return answer
+
+    def _whole(self, path: str) -> str:
+        return path if path.startswith(("/login", "/metrics")) else self.root + path
 
     def act(self, wish: Any, **headers: str) -> PageAnswer:
         usual = {"Origin": self.origin, "X-Topotrain": "1", "Content-Type": "application/json"}
@@ -70,7 +75,7 @@ class PageClient:
     def events(self, path: str = "/api/events") -> "Iterator[Iterator[tuple[str, Any]]]":
         """Yields the server-sent events, each as its name and its data."""
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)) as connection:
-            connection.request("GET", path, headers={"Cookie": self.cookie})
+            connection.request("GET", self._whole(path), headers={"Cookie": self.cookie})
             response = connection.getresponse()
             assert response.status == 200, response.read()
             assert response.getheader("Content-Type") == "text/event-stream; charset=utf-8"

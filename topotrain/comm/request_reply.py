@@ -160,21 +160,22 @@ def _prove_client(sock: socket.socket, proof: Identity) -> HandshakeSocket:
     return channel
 
 
-def _prove_server(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> HandshakeSocket:
+def _prove_server(
+    sock: socket.socket, proof: Identity, certificate: "Certificate | None"
+) -> tuple[HandshakeSocket, bytes]:
+    """Return the socket to a proven client, and the welcome that it waits for."""
     until = time.monotonic() + DEADLINE  # one deadline for TLS and the handshake together
     prepare(sock)
     keep_alive(sock)
     if certificate is None:
         _, welcome = answer(sock, proof, {SERVER})
-        sock.sendall(welcome)
-        return sock
+        return sock, welcome
     from topotrain.comm.security.tls import server_side
 
     channel, binding = server_side(sock, certificate)
     _, welcome = answer(channel, proof, {SERVER}, until - time.monotonic(), binding)
     channel.trust()
-    channel.sendall(welcome)
-    return channel
+    return channel, welcome
 
 
 def _certificate_for(address: str, secret: bytes) -> "Certificate | None":
@@ -238,7 +239,8 @@ class RequestServer:
     def handle_connection(self, sock: socket.socket) -> None:
         """Serve a client, once it has proven itself."""
         with suppress(OSError, TransportError):  # the end of one client concerns no other
-            channel = RequestChannel(_prove_server(sock, self._identity, self._certificate))
+            proven, welcome = _prove_server(sock, self._identity, self._certificate)
             # From here on it no longer counts among the few that may be unproven.
             self._listener.proven(sock)
-            self._handler.serve_client(channel)
+            proven.sendall(welcome)
+            self._handler.serve_client(RequestChannel(proven))

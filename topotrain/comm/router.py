@@ -23,7 +23,7 @@ from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, 
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.inprocess import InProcessTransport
 from topotrain.comm.transport.shared_memory import ProcessMemory
-from topotrain.comm.transport.socket_transport import PeerAdmission, SocketTransport
+from topotrain.comm.transport.socket_transport import PeerAdmission, SocketTransport, passes
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, TransportChoice
@@ -208,8 +208,8 @@ class Router:
                 return
             except TransportError as error:
                 # With `again` the address may have been known before the process listened. Without it the address is
-                # fresh, and an error is final.
-                if not self._timeouts.again or not _may_change(error):
+                # fresh, and only a refusal that passes is not final.
+                if not passes(error) and not (self._timeouts.again and _may_change(error)):
                     raise
                 if time.monotonic() + pause > until:
                     raise self._absent(peer, error) from error
@@ -386,9 +386,7 @@ class Router:
 
 
 def _may_change(error: Exception) -> bool:
-    """Whether a connection that failed like this may succeed later."""
-    if isinstance(error, Refused):
-        return error.code == "FULL"
+    """Whether a peer that failed like this may not have listened yet."""
     return isinstance(error, PeerUnreachable | NotOurProtocol)
 
 

@@ -26,6 +26,7 @@ from topotrain.config.singa_layers import DividedLayer, divided_in_data, divided
 
 _Places = dict[str, tuple[int, int]]  # path of a field -> line and column of its first mention, from 1
 _NET = "neuralnet"
+_YAML_NODES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,23 +379,28 @@ def _read_yaml(text: str, source: str, message: Any) -> _Read:
     try:
         # Composed for the places and loaded for the values, because values do not know their lines.
         root = yaml.compose(text, yaml.SafeLoader)
-        _yaml_places(root, "", places)
+        _yaml_places(root, "", places, iter(range(_YAML_NODES)))
         read = _read_dict(yaml.safe_load(text) or {}, source, message)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = None if mark is None else (mark.line + 1, mark.column + 1)
         raise ConfigError("", None, f"not valid YAML: {error.problem}", _place(source, at)) from None
+    except RecursionError:
+        raise ConfigError("", None, "nested too deep", source) from None
     except ConfigError as error:
         raise error.at(_place(source, _find(places, error.field))) from None
     return _Read(places, read.divided)
 
 
-def _yaml_places(node: Any, path: str, places: _Places) -> None:
+def _yaml_places(node: Any, path: str, places: _Places, left: Iterator[int]) -> None:
+    # An alias is followed wherever it stands, so a short text can have very many nodes.
+    if next(left, None) is None:
+        raise ConfigError("", None, f"has more than {_YAML_NODES:,} values, aliases included")
     if node is None or node.id == "scalar":
         return
     if node.id == "sequence":
         for item in node.value:
-            _yaml_places(item, path + "[]", places)
+            _yaml_places(item, path + "[]", places, left)
         return
     # YAML takes the last of two equal keys without an error.
     seen = set()
@@ -404,7 +410,7 @@ def _yaml_places(node: Any, path: str, places: _Places) -> None:
         if inner in seen:
             raise ConfigError(inner, None, "is given twice")
         seen.add(inner)
-        _yaml_places(value, inner, places)
+        _yaml_places(value, inner, places, left)
 
 
 def _fill(message: Any, data: Any, path: str) -> None:

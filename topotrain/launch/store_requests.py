@@ -117,6 +117,7 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         registry, id = Registry(root), secrets.token_hex(8)
         try:
             _check_runs(registry, job)
+            registry.check_secret(job)
         except UnknownJob as error:
             raise UnknownJob(f"{error} (store {parse(url).text})") from None
         except StoreError as error:

@@ -7,7 +7,10 @@ the terminal.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from topotrain.config.plain_text import printable
+
 _LONGEST = 100  # characters of a word from a job
+_MOST = 1e30
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
@@ -114,12 +117,12 @@ def _dicts(value: object) -> list[Mapping[str, Any]]:
 
 
 def _word(value: object) -> str:
-    text = value if isinstance(value, str) else ""
-    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
+    return printable(value[:_LONGEST]) if isinstance(value, str) else ""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # Within these bounds an int can be divided and shown. They are false for NaN.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def _number(value: Any, digits: int, unit: float = 1.0) -> str:

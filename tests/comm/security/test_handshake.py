@@ -272,21 +272,13 @@ def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
     transports = TransportGroup("tcp")
     pair = Pair(transports)
     silent = [knock(pair.url) for _ in range(3)]
-    latecomer, me = transports.wire(patience=0), Address(Role.WORKER, 8, 0)
-    latecomer.attach(me, Recorder())
     deadline = time.monotonic() + WAIT
     while pair.server_wire._listener.unproven < 3:
         assert time.monotonic() < deadline
-    with pytest.raises(Refused) as refused:
-        latecomer.connect(me, SERVER, pair.url)
-    assert refused.value.code == "FULL"
-    patient, other = transports.wire(), Address(Role.WORKER, 8, 1)
+    patient, other = transports.wire(patience=0), Address(Role.WORKER, 8, 1)
     patient.attach(other, Recorder())
-    thread = threading.Thread(target=patient.connect, args=(other, SERVER, pair.url))
-    thread.start()
-    refusals(pair.server_wire, "FULL", 2)
-    silent.pop().close()  # room again: who is patient comes in
-    thread.join()
+    patient.connect(other, SERVER, pair.url)  # it pushes one of them out
+    refusals(pair.server_wire, "FULL", 1)
     patient.send(other, SERVER, Fetch(round=4))
     assert pair.server.next() == Fetch(round=4)
     for sock in silent:

@@ -26,7 +26,7 @@ from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport import Refused, TransportError, listener, socket_transport, tcp
+from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
 from topotrain.config.job import Cluster, Link
 from topotrain.config.topology import Address, Role, layout
@@ -447,7 +447,7 @@ def test_a_wrong_token_and_a_full_house(transports, monkeypatch):
     for _ in range(10):
         with pytest.raises(Refused, match="AUTH"):
             stranger.connect(me, SERVER, pair.url)
-    monkeypatch.setattr(listener, "MAX_UNPROVEN", 0)
+    monkeypatch.setattr(pair.server_wire._listener, "_most", 0)
     with pytest.raises(Refused) as refused:
         stranger.connect(me, SERVER, pair.url)
     assert refused.value.code == "FULL"

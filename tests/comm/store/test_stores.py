@@ -641,7 +641,7 @@ def test_a_value_without_the_seal_of_its_key_and_secret_counts_as_none(server):
         for value in values:
             stranger.set(f"topotrain/{key}", value)
             assert store.get(key) is None
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match="its value is not of this process's secret"):
                 store.watch(key, 0.01)
             assert not store.compare_and_set(key, value, b"new")
             # It is replaced as if there was none.

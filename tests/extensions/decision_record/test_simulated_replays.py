@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
+from seeded_runs import LAYOUTS
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage, StepMade
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.simulator.fault_schedule import Fault
-from topotrain.tools.simulator.seeded_runs import LAYOUTS
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from seeded_runs import LAYOUTS, run_seeds, run_trial, schedule_of
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, total
 
 from topotrain.config.job import Agreement
@@ -13,7 +14,6 @@ from topotrain.extensions.checkpointing.snapshot_messages import Remainder
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
 from topotrain.extensions.group_averaging.gossip_averaging import GossipAveraging
 from topotrain.tools.simulator.fault_schedule import FAR, FaultSchedule
-from topotrain.tools.simulator.seeded_runs import LAYOUTS, run_seeds, run_trial, schedule_of
 
 pytestmark = pytest.mark.simulated
 
@@ -119,7 +119,7 @@ NAMES = ("ring average", "elastic averaging", "gossip")
 def test_every_batch_counts_once_under_faults(name):
     kills = crashes = snapshots = 0
     for verdict in run_seeds(range(40), name=name):
-        assert not verdict.wrong, f"topotrain simulate --layout '{name}' --seed {verdict.seed}: {verdict.wrong}"
+        assert not verdict.wrong, f"tests/support/simulate.py --layout '{name}' --seed {verdict.seed}: {verdict.wrong}"
         kills, crashes, snapshots = kills + verdict.kills, crashes + verdict.crashes, snapshots + verdict.snapshots
     assert kills and crashes and snapshots
 

@@ -29,6 +29,7 @@ from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.core.server.server_extension import StepResult
+from topotrain.extensions.tables import push_modes
 from topotrain.extensions.tables.row_optimizers import make_optimizer, optimizer_text
 from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
 from topotrain.extensions.tables.table_client import TableClient
@@ -893,3 +894,37 @@ def test_a_row_of_another_shard() -> None:
     bench.open(TableSpec("t", 10, 2, mode="async"))
     with pytest.raises(ProtocolError, match="row 1 of table 't' is on another shard"):
         bench.say(0, TablePull, 0, 1, 0, IDS)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "step"])
+def test_rows_that_wait_are_bounded_in_bytes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_modes, "_MOST_KEPT", 200)
+    bench = Bench(workers=2)
+    bench.open(TableSpec("t", 10, 2, mode=mode, optimizer=rule(torch.optim.SGD, lr=1.0)))
+    body = torch.ones(4)  # with its row numbers 32 bytes
+    for turn in range(1, 21):  # what is applied or dropped no longer counts
+        for worker in range(2):
+            bench.say(worker, TablePush, 0, turn, True, IDS, body=body)
+        bench.book._tables["t"].drop(0, turn) if mode == "step" else None
+    assert not any(bench.book._tables["t"]._kept.values())
+    with pytest.raises(ProtocolError, match=r"bytes of rows of table 't' waiting, at most 200"):
+        repeat(10, lambda turn: bench.say(0, TablePush, 0, 21, False, IDS, body=body))
+
+
+def test_turns_ahead_of_a_slow_worker_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_modes, "_MOST_KEPT", 200)
+    bench = Bench(workers=2)
+    bench.open(TableSpec("t", 10, 2, mode="sync"))
+    with pytest.raises(ProtocolError, match=r"worker 0/0 has .* bytes of rows of table 't' waiting"):
+        repeat(30, lambda turn: bench.say(0, TablePush, 0, turn, True, IDS, body=torch.ones(4)))
+
+
+def test_early_messages_are_bounded_with_their_texts() -> None:
+    bench, me, text = Bench(), Address(Role.WORKER, 0, 0), "x" * 60_000
+    with pytest.raises(ProtocolError, match="message 0 about tables never came"):
+        repeat(4000, lambda number: bench.book.handle(me, TableOpen(number, 0, text)))
+
+
+def repeat(times: int, say: Callable[[int], object]) -> None:
+    for number in range(1, times):
+        say(number)

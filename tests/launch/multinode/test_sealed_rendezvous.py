@@ -6,11 +6,14 @@ from contextlib import closing
 import pytest
 import redis_server
 
-from topotrain.comm.store import open_store
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.launch.job_requests import StopJob
 from topotrain.launch.multinode import node_rendezvous
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
+from topotrain.launch.store_requests import ask_over_store
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 JOB = Job(name="j", program="train.py", args=("1",), cluster=Cluster(nworkers_per_group=2))
@@ -91,6 +94,17 @@ def test_a_job_with_another_secret_keeps_its_name(enter, url):
         enter(0, OTHER, patience=0.5)
     with closing(open_store(url, SECRET)) as store:
         assert store.get("jobs/j/run") == first.word.encode()
+
+
+def test_requests_with_another_secret_are_told_so(enter, url):
+    enter(0)
+    with closing(open_store(url, OTHER)) as store:
+        registry = Registry(store)
+        registry.add(JobRecord("j", "j"))
+        with pytest.raises(StoreError, match="job 'j' has another secret than this process: TOPOTRAIN_TOKEN"):
+            registry.stop("j")
+        with pytest.raises(ConfigError, match="job 'j' has another secret than this process"):
+            ask_over_store(url, "j", StopJob(), {"TOPOTRAIN_TOKEN": OTHER.hex()})
 
 
 def test_a_unit_with_another_secret_is_told_so(enter, monkeypatch):

@@ -133,7 +133,6 @@ def test_a_job_with_a_layout_is_not_measured() -> None:
         ["compare", "auto.conf", "train.py"],
         ["chaos", "auto.conf", "train.py"],
         ["doctor", "auto.conf"],
-        ["simulate", "--layout", "auto.conf"],
     ],
 )
 def test_other_commands_refuse_it_with_the_way_out(

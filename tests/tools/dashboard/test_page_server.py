@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import pytest
 from growing_recording import STARTED, GrowingRecording, step
 from page_client import PageClient
 
+from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
+from topotrain.tools.dashboard import page_server
 from topotrain.tools.dashboard.event_streams import RunTicker, StreamLimits
 from topotrain.tools.dashboard.page_files import page_files
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
@@ -89,9 +91,12 @@ def test_the_token_is_exchanged_once(stranger: PageClient) -> None:
     # Programs that look at links must not use it up.
     assert stranger.ask("HEAD", stranger.login_path).status == 405
     answer = stranger.login()
-    assert (answer.status, answer.headers["location"]) == (303, "/")
-    attributes = {part.strip().lower() for part in answer.headers["set-cookie"].split(";")[1:]}
-    assert attributes == {"httponly", "samesite=strict", "path=/"}
+    root = answer.headers["location"]
+    assert answer.status == 303 and len(root) > 40
+    attributes = {part.strip() for part in answer.headers["set-cookie"].split(";")[1:]}
+    # Browsers send cookies to all ports of a host, but only below their path.
+    assert attributes == {"HttpOnly", "SameSite=strict", f"Path={root}"}
+    assert PageClient(stranger.url, stranger.cookie).get("/").status == 403
     assert stranger.get("/").status == 200
     again = stranger.get(stranger.login_path)
     assert again.status == 403 and "was used already" in again.text
@@ -314,7 +319,7 @@ def test_a_reader_that_takes_nothing_is_dropped_and_the_others_go_on(recording: 
         client.login()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((client.host, client.port))
-        slow.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode())
+        slow.sendall(_asking(client))
         with client.events() as events, growing(recording):
             next(events)
             assert not _opens(client), "there is room for two"
@@ -356,9 +361,14 @@ def test_too_many_pages_are_refused_in_one_line(recording: GrowingRecording) -> 
         until(lambda: _opens(client))
 
 
+def _asking(client: PageClient) -> bytes:
+    path = f"{client.root}/api/events"
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode()
+
+
 def _opens(client: PageClient) -> bool:
     with closing(socket.create_connection((client.host, client.port))) as sock:
-        sock.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode())
+        sock.sendall(_asking(client))
         return b" 200 " in sock.recv(100)
 
 
@@ -444,3 +454,55 @@ def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monke
         with socket.create_connection(("127.0.0.1", bound.port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert not plain.recv(4096).startswith(b"HTTP")
+
+
+# ---- silent connections ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connected(client: PageClient, count: int, text: bytes = b"") -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.create_connection((client.host, client.port), 20)) for _ in range(count)]
+        for sock in found:
+            with suppress(OSError):  # pushed out
+                sock.sendall(text)
+        yield found
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_strangers_take_a_bounded_number_of_descriptors(page: PageClient) -> None:
+    before = descriptors()
+    with page.events() as events, connected(page, 4 * MAX_UNPROVEN, b"G") as found:
+        next(events)
+        # Each held connection is two descriptors, because both ends are in this process.
+        until(lambda: descriptors() - before - len(found) <= MAX_UNPROVEN + 5)
+        with connected(page, 4 * MAX_UNPROVEN):  # all at once: those which are pushed out are closed on the way
+            assert descriptors() - before - 2 * len(found) <= MAX_UNPROVEN + 50
+        assert page.get("/api/view").status == 200, "a newcomer pushes a silent one out"
+
+
+def test_a_connection_without_an_allowed_request_ends(
+    stranger: PageClient, monkeypatch: pytest.MonkeyPatch, recording: GrowingRecording
+) -> None:
+    monkeypatch.setattr(page_server, "_NEWCOMER_S", 0.2)
+    request = b"GET /api/view HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with served(recording.workspace) as client:
+        client.login()
+        for text in (b"", b"GET /", request):
+            with connected(client, 1, text) as (sock,):
+                while sock.recv(4096):
+                    pass
+        with client.events() as events:  # of the page itself goes on
+            next(events)
+            until(lambda: not _more(client))
+            recording.add(3.0, step("worker 0/0", 2))
+            assert next(events)
+
+
+def _more(client: PageClient) -> bool:
+    """Whether a silent connection that is made now is still open after the time of a newcomer."""
+    with connected(client, 1) as (sock,):
+        return sock.recv(1) != b""

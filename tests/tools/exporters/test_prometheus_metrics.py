@@ -4,10 +4,12 @@ import json
 import re
 import socket
 import ssl
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sample_history import sampled
 
+from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
 from topotrain.tools.exporters.metrics_server import MetricsExport, parse_address
@@ -219,3 +222,27 @@ def test_the_page_has_every_metric() -> None:
     text = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(topotrain_[a-z0-9_]+)` \| .* \| (.+?) \|$", text, re.MULTILINE))
     assert rows == {metric.name: metric.help for metric in prometheus_metrics.ALL}
+
+
+def test_silent_and_slow_clients_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "_SLOW_S", 1.0)
+    before = threading.active_count()
+    with served() as export, ExitStack() as stack:
+        port = int(export.url.rsplit(":", 1)[1].partition("/")[0])
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(100)]
+        for sock in slow:
+            with suppress(OSError):  # pushed out
+                sock.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        assert fetch(export.url)[0] == 200, "a newcomer pushes one of them out"
+        # A byte now and then is no reason to wait longer.
+        while any(_takes(sock) for sock in slow):
+            assert threading.active_count() - before <= MAX_UNPROVEN + 2
+            time.sleep(0.02)
+
+
+def _takes(sock: socket.socket) -> bool:
+    try:
+        sock.sendall(b"a")
+    except OSError:
+        return False
+    return True

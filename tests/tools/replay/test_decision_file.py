@@ -181,7 +181,7 @@ def test_server_groups_that_exchange_write_no_snapshots_while_they_are_recorded(
 
 
 @pytest.mark.parametrize(
-    "words", [("--out", "x.safetensors"), ("--workspace", "there"), ("--until", "1"), ("train.py",)]
+    "words", [("--out", "x.safetensors"), ("--workspace", "there"), ("--until", "1"), ("train.py",), ("--recorded",)]
 )
 def test_a_comparison_refuses_what_only_a_replay_has(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,5 +192,29 @@ def test_a_comparison_refuses_what_only_a_replay_has(
         app.main(("replay", str(path), "--compare", str(path), *words))
     assert left.value.code == 2
     said = capsys.readouterr()
-    assert "--compare runs nothing: leave out PROGRAM, --until, --dump, --out and --workspace" in said.err
+    assert "--compare runs nothing: leave out PROGRAM, --recorded, --until, --dump, --out and --workspace" in said.err
     assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give PROGRAM, or --recorded to run what the recording names, which is: -m timeit 'a ?b'"),
+        (("--recorded", "train.py"), "--recorded runs the program of the recording: leave out PROGRAM"),
+    ],
+)
+def test_the_program_of_a_recording_runs_only_when_it_is_asked_for(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.record"
+    replace(RECORD, job=replace(JOB, program="-m timeit", args=("a \x1bb",))).save(path)
+    with pytest.raises(SystemExit) as left:
+        app.main(("replay", str(path), *words))
+    assert left.value.code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "job.record.replay").exists()
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "job.record"
+    replace(RECORD, parts={**RECORD.parts, "worker-0-9": bytes(65 << 20)}).save(path)
+    assert "would take more than 64 MB of memory" in refused(path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 
 from topotrain.config.job import Keep
 from topotrain.core.protocol import StepDecision
@@ -17,7 +18,6 @@ from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeR
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.tools.simulator.fault_schedule import FaultKind
 from topotrain.tools.simulator.islands.island_trial import IslandTrial, trains_alone
-from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
 
@@ -65,7 +65,7 @@ def test_no_step_is_lost_or_counted_twice(name: str) -> None:
     # A step of a group has several messages for each of its workers.
     for seed in range(25 if LAYOUTS[name].cluster.nworkers_per_group == 1 else 12):
         verdict = verdict_of(name, seed)
-        assert not verdict.wrong, f'topotrain simulate --seed {seed} --layout "{name}": {verdict.wrong}'
+        assert not verdict.wrong, f'tests/support/simulate.py --seed {seed} --layout "{name}": {verdict.wrong}'
         kills, crashes, snapshots = kills + verdict.kills, crashes + verdict.crashes, snapshots + verdict.snapshots
     assert crashes and snapshots
     assert kills or name == "islands in step", "workers die where they can start again"

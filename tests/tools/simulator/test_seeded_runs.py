@@ -3,6 +3,7 @@
 import pytest
 import torch
 from living_objects import living
+from seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
@@ -17,7 +18,6 @@ from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointEx
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 def test_every_seed_counts_every_batch_once(part):
     kills = snapshots = moves = 0
     for verdict in run_seeds(range(50 * part, 50 * part + 50)):
-        assert not verdict.wrong, f"topotrain simulate --seed {verdict.seed}: {verdict.wrong}"
+        assert not verdict.wrong, f"tests/support/simulate.py --seed {verdict.seed}: {verdict.wrong}"
         kills += verdict.kills
         snapshots += verdict.snapshots
         moves += verdict.moves

@@ -28,6 +28,7 @@ from dataclasses import astuple, dataclass
 
 from topotrain.comm.transport import ConnectionLost, Refused, TransportError
 from topotrain.comm.transport.multi_socket import HandshakeSocket
+from topotrain.config.plain_text import printable
 from topotrain.config.topology import Address, Role
 
 TOKEN_BYTES = 32
@@ -345,7 +346,7 @@ def _refusal(raw: bytes) -> TransportError:
     if raw[0] >= len(CODES):
         return NotOurProtocol(f"refused with unknown code {raw[0]}")
     # The text is unproven: control characters must not reach a terminal or a log.
-    return Refused(CODES[raw[0]], "".join(c if c.isprintable() else "?" for c in raw[1:].decode("utf-8", "replace")))
+    return Refused(CODES[raw[0]], printable(raw[1:].decode("utf-8", "replace")))
 
 
 def _versions(low: int, high: int) -> str:

@@ -146,7 +146,9 @@ class RedisStore:
                 value = self.get(key)
                 if value is not None and value != known:
                     return value
-        raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
+        foreign = value is None and self._read(key) is not None
+        why = "; its value is not of this process's secret (TOPOTRAIN_TOKEN)" if foreign else ""
+        raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s{why}")
 
     def close(self) -> None:
         """Close idle connections now, and others after their operation."""

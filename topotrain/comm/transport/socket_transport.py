@@ -61,7 +61,7 @@ class SocketTransport:
 
     Subclasses listen, reach a peer, and choose which peers to accept.
 
-    patience: seconds for which `connect` retries when the peer is FULL, or too slow in the handshake.
+    patience: seconds for which `connect` retries when the peer is FULL, or ends the handshake, or is too slow in it.
     pump: reads the connections; without it each is read on a thread of its own.
     lanes: sockets per connection.
     """
@@ -166,10 +166,8 @@ class SocketTransport:
             try:
                 self._dial(me, peer, parts)
                 return
-            except (Refused, HandshakeTimeout) as error:
-                # Both pass on a loaded machine. Every other refusal would come again.
-                busy = isinstance(error, HandshakeTimeout) or error.code == "FULL"
-                if not busy or time.monotonic() + pause > until:
+            except TransportError as error:
+                if not passes(error) or time.monotonic() + pause > until:
                     raise
             self._stop.wait(spread(pause))
             pause = min(2 * pause, 0.5)
@@ -279,6 +277,9 @@ class SocketTransport:
         line, binding = self._secure(sock, _HEARING)
         left = until - time.monotonic()
         peer, welcome = answer(line, self._identity, self._residents, left, binding)
+        assert self._listener is not None
+        # First: a connection that its endpoint knows is not pushed out by a newcomer.
+        self._listener.proven(sock)
         try:
             if peer.lane.lanes != self._lanes:
                 raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
@@ -405,6 +406,13 @@ class SocketTransport:
             # A newer connection of the peer may have taken its place.
             if self._routes.get(route) is connection:
                 del self._routes[route]
+
+
+def passes(error: TransportError) -> bool:
+    """Whether a connection was refused for a reason that passes, such as a flood of newcomers."""
+    return isinstance(error, HandshakeTimeout | HandshakeAborted) or (
+        isinstance(error, Refused) and error.code == "FULL"
+    )
 
 
 def _hung_up(sock: socket.socket) -> bool:

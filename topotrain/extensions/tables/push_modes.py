@@ -4,6 +4,7 @@ All shards decide alike, because every worker sends each of its pushes to every 
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -29,8 +30,10 @@ from topotrain.extensions.tables.table_spec import Ids, TableSpec
 
 # Pushes of one worker that are not complete, or belong to a step that is not over.
 _MOST_OPEN = 64
-# Optimizer settings that a group has sent for future turns.
-_MOST_RULES = 1 << 12
+# Bytes of the rows of one worker that a shard keeps until their push is applied.
+_MOST_KEPT = 1 << 32
+# Optimizer settings that a group has sent for future turns, and their characters.
+_MOST_RULES, _MOST_RULE_TEXT = 1 << 12, 1 << 22
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class PendingPush:
     """Parts received of a worker's push, or of its pushes in one step: (ids, rows)."""
 
     parts: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
+    nbytes: int = 0
 
     def joined(self, width: int, dtype: torch.dtype) -> tuple[Ids, torch.Tensor]:
         """Return the whole push, each row once, ascending. Equal rows are added up."""
@@ -81,6 +85,7 @@ class TableShard:
         # The clipping of the job's updater is for steps of the model. Other pushes have no step.
         self._import, self._clip = import_module, clip if spec.mode == "step" else None
         self._pushes: dict[tuple[Address, int], PendingPush] = {}
+        self._kept: Counter[Address] = Counter()  # bytes of rows by worker
         self._rules: dict[
             int, list[tuple[int, str]]
         ] = {}  # group -> (turn, optimizer), the present one and future ones
@@ -101,16 +106,19 @@ class TableShard:
         push = self._pushes.setdefault((sender, turn), PendingPush())
         if rows is not None:
             push.parts.append((ids, rows))
+            push.nbytes += ids.nbytes + rows.nbytes
+            self._keep(sender, ids.nbytes + rows.nbytes)
         if last:
             self._complete(sender, turn)
 
     def set_optimizer(self, sender: Address, since: int, text: str) -> None:
         """Set the optimizer of pushes from turn `since` on. Raises ConfigError."""
         check_optimizer(self.spec, text, self._import)
-        if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
+        known = self._rules.setdefault(self._group(sender), [])
+        if len(known) >= _MOST_RULES or sum(len(rule) for _, rule in known) > _MOST_RULE_TEXT:
             raise ProtocolError(f"{sender} sets the optimizer of table {self.spec.name!r} for too many future turns")
         # Sorted by turn alone. Of several settings for one turn, the last to arrive comes last and counts.
-        insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
+        insort(known, (self._since(since), text), key=itemgetter(0))
 
     def may_read(self, sender: Address, seen: int) -> bool:
         """Return whether `seen` turns of the sender are applied."""
@@ -171,7 +179,16 @@ class TableShard:
         self._text = text or self._text
 
     def _joined(self, sender: Address, turn: int) -> tuple[Ids, torch.Tensor]:
-        return self._pushes.pop((sender, turn), PendingPush()).joined(self.spec.width, self.spec.torch_dtype)
+        push = self._pushes.pop((sender, turn), PendingPush())
+        self._kept[sender] -= push.nbytes
+        return push.joined(self.spec.width, self.spec.torch_dtype)
+
+    def _keep(self, sender: Address, nbytes: int) -> None:
+        """Count bytes that wait for other messages. Raises ProtocolError for too many."""
+        self._kept[sender] += nbytes
+        if self._kept[sender] > _MOST_KEPT:
+            waiting = f"{sender} has {self._kept[sender]:,} bytes of rows of table {self.spec.name!r} waiting"
+            raise ProtocolError(f"{waiting}, at most {_MOST_KEPT:,}")
 
     def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
         """Change rows. No other code changes them.
@@ -228,11 +245,14 @@ class SyncTable(TableShard):
         if turn != self._counts[sender] + 1:
             raise ProtocolError(f"push {turn} of table {self.spec.name!r}, {self._counts[sender] + 1} was due")
         self._counts[sender] = turn
-        self._turns.setdefault(turn, {})[sender] = self._joined(sender, turn)
+        found = self._turns.setdefault(turn, {})[sender] = self._joined(sender, turn)
+        self._keep(sender, found[1].nbytes)
         # A fast worker may have pushed several turns ahead of the slowest one.
         while len(self._turns.get(self._applied + 1, {})) == len(self._workers):
             self._use_optimizer_of(0, self._applied + 1)
-            self.apply(*self._sum(self._turns.pop(self._applied + 1)), adds=False)
+            turns = self._turns.pop(self._applied + 1)
+            self._kept.subtract({worker: rows.nbytes for worker, (_, rows) in turns.items()})
+            self.apply(*self._sum(turns), adds=False)
             self._applied += 1
 
     def _sum(self, parts: Mapping[Address, tuple[Ids, torch.Tensor]]) -> tuple[Ids, torch.Tensor]:
@@ -323,7 +343,7 @@ class StepTable(TableShard):
     def drop(self, group: int, step: int) -> None:
         """Drop the pushes of a step that is over."""
         for key in [key for key in self._pushes if key[0].group == group and key[1] <= step]:
-            del self._pushes[key]
+            self._kept[key[0]] -= self._pushes.pop(key).nbytes
 
 
 KINDS: Mapping[str, type[TableShard]] = {"async": AsyncTable, "sync": SyncTable, "step": StepTable}

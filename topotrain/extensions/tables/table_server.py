@@ -51,7 +51,7 @@ class _WorkerTables:
     worker: Address
     next: int = 0
     early: dict[int, m.Message] = field(default_factory=dict)
-    # Of the bodies of the early messages.
+    # Of the bodies and texts of the early messages.
     early_bytes: int = 0
     tables: dict[int, TableShard] = field(default_factory=dict)
     # Steps with all of their rows here.
@@ -68,7 +68,7 @@ class _WorkerTables:
         # The messages of a worker are handled in the order in which they were sent, each once.
         if number in self.early:
             return
-        size = _body_bytes(message)
+        size = _all_bytes(message)
         if number != self.next and (len(self.early) >= _MAX_EARLY or self.early_bytes + size > _MAX_EARLY_BYTES):
             raise m.ProtocolError(f"{self.worker}: message {self.next} about tables never came")
         self.early[number] = message
@@ -78,7 +78,7 @@ class _WorkerTables:
         message = self.early.pop(self.next, None)
         if message is not None:
             self.next += 1
-            self.early_bytes -= _body_bytes(message)
+            self.early_bytes -= _all_bytes(message)
         return message
 
     def commit_rows(self, step: int) -> None:
@@ -327,6 +327,11 @@ def _rows(table: TableShard, message: TablePush | TableAssign) -> tuple[Ids, tor
     if size != len(ids) * table.spec.row_bytes:
         raise m.ProtocolError(f"table {table.spec.name!r}: {size} bytes for {len(ids)} rows of {width}")
     return ids, None if body is None else body.view(table.spec.torch_dtype).view(-1, width)
+
+
+def _all_bytes(message: m.Message) -> int:
+    """Return the bytes of the rows, and of the numbers or the text beside them."""
+    return _body_bytes(message) + sum(len(getattr(message, name, "")) for name in ("ids", "spec", "optimizer"))
 
 
 def _body_bytes(message: m.Message) -> int:

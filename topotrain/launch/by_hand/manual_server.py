@@ -24,6 +24,7 @@ from topotrain.comm.store.discovery.static_addresses import StaticStore
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, Job, OnFailure, TransportChoice
+from topotrain.config.plain_text import printable
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import PrivateMemory
@@ -104,7 +105,7 @@ class WaitNotice(RetryNotice):
 
 def tell(text: str) -> None:
     """Print a line for the user."""
-    print(f"topotrain: {text}", file=sys.stderr, flush=True)
+    print(f"topotrain: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def understandable(error: TransportError, terms: SharedSettings) -> TransportError:

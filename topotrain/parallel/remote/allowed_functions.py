@@ -5,13 +5,17 @@ They make tensors out of tensors and numbers. A function that is not listed is n
 - Functions that read or write files or run code.
 - Functions that expose uninitialized memory (`empty`, `as_strided`, `set_`).
 - Functions that draw random numbers, except dropout.
+
+Some functions read or write beyond their arguments where these do not fit together. They are called after a check.
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import overrides
+from torch._subclasses.fake_tensor import FakeTensor
 
 _LAYERS = """
     linear bilinear embedding conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
@@ -48,6 +52,7 @@ _METHODS = """
     new_zeros new_ones new_full new_tensor
 """
 _ATTRIBUTES = "T mT"
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
 
 
 def _table() -> dict[str, Callable[..., Any]]:
@@ -63,7 +68,58 @@ def _table() -> dict[str, Callable[..., Any]]:
     return {name: function for name, function in found.items() if function is not None}
 
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = _table()
+@wraps(torch.repeat_interleave)
+def _repeat_interleave(
+    input: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> torch.Tensor:
+    """Check the counts, which torch trusts where it is given the size of the output."""
+    # Fake tensors have no values: they are checked when the description is run.
+    if isinstance(repeats, torch.Tensor) and not isinstance(repeats, FakeTensor):
+        counts, size = repeats.reshape(-1).tolist(), input.numel() if dim is None else input.size(dim)
+        total = sum(counts) * (size if len(counts) == 1 else 1)  # without the overflow of torch's sum
+        if min(counts, default=0) < 0 or total >= 1 << 62 or output_size not in (None, total):
+            raise ValueError(f"repeats must be at least 0, and their sum must be the size of the output, {output_size}")
+    return torch.repeat_interleave(input, repeats, dim, output_size=output_size)
+
+
+def _recurrent(function: Callable[..., Any], gates: int) -> Callable[..., Any]:
+    """Return a recurrent function that checks the sizes of its states and weights."""
+
+    @wraps(function)
+    def checked(
+        input: torch.Tensor,
+        states: Any,
+        weights: Any,
+        bias: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not isinstance(weights, list | tuple):
+            raise ValueError("packed sequences cannot be sent to a session")
+        first, last = (states if isinstance(states, list | tuple) else (states, states))[:2]
+        ways, hidden, out = 1 + both, last.size(-1), first.size(-1)
+        expected: list[tuple[int, ...]] = []
+        for size in [input.size(-1), *[ways * out] * (layers - 1)]:
+            one = [(gates * hidden, size), (gates * hidden, out), *[(gates * hidden,)] * (2 if bias else 0)]
+            expected += [*one, *[(out, hidden)] * (out != hidden)] * ways
+        batch = input.size(0 if batch_first else 1)
+        sizes = [tuple(state.shape) for state in (first, last)], [tuple(weight.shape) for weight in weights]
+        if input.dim() != 3 or sizes != ([(layers * ways, batch, size) for size in (out, hidden)], expected):
+            raise ValueError("the sizes of input, states and weights do not fit together")
+        return function(input, states, weights, bias, layers, dropout, train, both, batch_first)
+
+    return checked
+
+
+_TORCH = _table()
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **_TORCH,
+    **{f"{home}.repeat_interleave": _repeat_interleave for home in ("torch", "torch.Tensor")},
+    **{f"torch.{name}": _recurrent(_TORCH[f"torch.{name}"], gates) for name, gates in _GATES.items()},
+}
 """Functions by the names that torch itself gives them (`torch.overrides.resolve_name`)."""
 
 
@@ -78,4 +134,4 @@ def name_of(function: object) -> str:
     return _AGAIN.get(function, name or text)
 
 
-_AGAIN: Mapping[object, str] = {function: name for name, function in FUNCTIONS.items()}
+_AGAIN: Mapping[object, str] = {function: name for name, function in (*_TORCH.items(), *FUNCTIONS.items())}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from topotrain.config.field_checks import ConfigError
@@ -119,6 +120,8 @@ class _Building:
     steps: list[ProgramStep] = field(default_factory=list)
     edges: dict[tuple[int, ValueLocation], LayoutEdge] = field(default_factory=dict)
     numbers: dict[object, int] = field(default_factory=dict)
+    memory: set[StorageWeakRef] = field(default_factory=set)
+    bytes: int = 0
 
     def add(
         self,
@@ -172,10 +175,10 @@ def program(
         workers: workers of the cluster.
         first: the worker with the connection to the session. It has the arguments.
         box: takes the output on the first worker. None: the output is the loss, and all workers get it.
-        most: bytes that one value may have.
+        most: bytes that all values together may have.
 
     Raises:
-        ConfigError: torch refuses a call, or a value is too large. The error names the line of the user's code.
+        ConfigError: torch refuses a call, or the values are too large. The error names the line of the user's code.
     """
     # Sizes are found without memory, and a value that is too large is refused before it exists.
     with quiet(), FakeTensorMode():
@@ -224,9 +227,15 @@ def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[
         accepted = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise ConfigError(node.function, None, accepted, node.line) from None
     for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.Tensor) and _bytes(leaf) > most:
-            accepted = f"makes a value of {_bytes(leaf):,} bytes, more than the limit of this worker, {most:,} bytes"
-            raise ConfigError(node.function, None, accepted, node.line)
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        # A view has no memory of its own.
+        if (memory := StorageWeakRef(leaf.untyped_storage())) not in building.memory:  # type: ignore[no-untyped-call]
+            building.memory.add(memory)
+            building.bytes += _bytes(leaf)
+        if max(building.bytes, _bytes(leaf)) > most:
+            size = f"makes a value of {_bytes(leaf):,} bytes, so that the values of this call have {building.bytes:,}"
+            raise ConfigError(node.function, None, f"{size}, more than the limit of this worker, {most:,}", node.line)
     examples[NodeOutput(number)] = result
     layout = ValueLocation(LocationKind.AT, worker=node.worker)
     refs = _refs(building, [args, kwargs], layout, examples)

@@ -31,7 +31,6 @@ from topotrain.tools.cli import (
     jobs,
     pserver,
     setup_commands,
-    simulate,
     unit,
     watch,
 )
@@ -260,7 +259,7 @@ def _is_program(command: str, word: str, positionals: int) -> bool:
 def _takes_program(command: str) -> bool:
     # After the program of `chaos`, `probe` or `advise` its own options go on, so the script's need a "--" there. The
     # others have no program.
-    return command not in ("jobs", "store", "chaos", "predict", "probe", "advise", "simulate", "watch", "report")
+    return command not in ("jobs", "store", "chaos", "predict", "probe", "advise", "watch", "report")
 
 
 def _version(wanted: bool) -> None:
@@ -688,7 +687,6 @@ chaos.register(app)
 check_command.register(app)
 advise_command.register(app)
 elastic_commands.register(app)
-simulate.register(app)
 setup_commands.register(app)
 watch.register(app)
 probe_command.register(app)

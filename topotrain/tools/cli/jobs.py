@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
+from topotrain.config.plain_text import printable
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
 from topotrain.tools.monitor.monitored_run import complain
 
@@ -180,7 +181,7 @@ def _when(record: "JobRecord") -> str:
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return columns of equal width."""
     # Names and hosts come from other processes, and must not control the terminal.
-    clean = [tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row) for row in rows]
+    clean = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)
     return "\n".join(lines)

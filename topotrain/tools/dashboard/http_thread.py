@@ -12,6 +12,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
 
+from topotrain.comm.transport.listener import Newcomers
 from topotrain.tools.dashboard.event_streams import RunTicker
 
 _MOST_CONNECTIONS = 128
@@ -19,6 +20,7 @@ _HEADER_BYTES = 16 << 10
 _KEEP_S = 30
 _END_S = 2
 _JOIN_S = 5.0
+_LOOK_S = 0.5
 
 
 class HttpThread:
@@ -29,9 +31,17 @@ class HttpThread:
         sock: listens already, so that no request is refused while the thread starts.
         tls: for an address that other machines reach.
         ticker: runs on the same event loop.
+        newcomers: the connections of the socket that have not made a request yet.
     """
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None, ticker: RunTicker) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        tls: ssl.SSLContext | None,
+        ticker: RunTicker,
+        newcomers: Newcomers,
+    ) -> None:
         config = Config(
             app,
             loop="asyncio",
@@ -51,7 +61,7 @@ class HttpThread:
         )
         config.load()
         config.ssl = tls
-        self._server, self._sock, self._ticker = Server(config), sock, ticker
+        self._server, self._sock, self._ticker, self._newcomers = Server(config), sock, ticker, newcomers
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="page", daemon=True)
         self._thread.start()
@@ -61,9 +71,15 @@ class HttpThread:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        ticking = asyncio.ensure_future(self._ticker.run())
+        beside = [asyncio.ensure_future(each) for each in (self._ticker.run(), self._end_late())]
         await self._server.serve(sockets=[self._sock])
-        ticking.cancel()
+        for task in beside:
+            task.cancel()
+
+    async def _end_late(self) -> None:
+        while True:
+            self._newcomers.end_late()
+            await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Let the streams send what came last, and end the thread."""

@@ -25,8 +25,8 @@ _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.-]+)";[ \t]*\n?',
 _EXPORT = re.compile(r"^export (?=(?:async function|function|class|const)\b)", re.M)
 _EXPORTED = re.compile(r"^export (?:async function|function|class|const)\s*\*?\s*([\w$]+)", re.M)
 _UNKNOWN = re.compile(r"^(?:import|export)\b.*|\bimport\(.*|\bimport\.meta\b.*", re.M)
-_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w.-]+)">')
-_SCRIPT = re.compile(r'<script type="module" src="/static/([\w.-]+)"></script>')
+_STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.-]+)">')
+_SCRIPT = re.compile(r'<script type="module" src="static/([\w.-]+)"></script>')
 _LIVE = 'data-source="live"'
 _FIRST_META = '<meta charset="utf-8">'
 _END = "</body>"
@@ -81,8 +81,8 @@ def mailed_page(
     for old, new in (
         (_LIVE, 'data-source="embedded"'),
         (_FIRST_META, meta),
-        (f'<link rel="stylesheet" href="/static/{styles[0]}">', f"<style>{style}</style>"),
-        (f'<script type="module" src="/static/{scripts[0]}"></script>', f'<script type="module">{script}</script>'),
+        (f'<link rel="stylesheet" href="static/{styles[0]}">', f"<style>{style}</style>"),
+        (f'<script type="module" src="static/{scripts[0]}"></script>', f'<script type="module">{script}</script>'),
     ):
         text = text.replace(old, new, 1)
     # Last: the view may have any text in it, also that of a mark.

@@ -42,13 +42,15 @@ class PageAccess:
 
     Args:
         names: the host names and addresses by which browsers may reach this server, IPv6 addresses in brackets.
-        port: of the server. Cookies do not differ by port, so it is in the name of the cookie.
+        port: of the server. Cookies do not differ by port, so it is in the name of the cookie, and the cookie is for
+            `root` alone, the random beginning of the page's path.
         open_metrics: `/metrics` needs no cookie, because only this machine reaches the server.
     """
 
     def __init__(self, names: Iterable[str], port: int, open_metrics: bool = False) -> None:
         self._names, self._open_metrics = frozenset(name.lower() for name in names), open_metrics
         self.cookie = f"topotrain-{port}"
+        self.root = f"/{secrets.token_urlsafe(_BYTES)}"
         self._token: str | None = secrets.token_urlsafe(_BYTES)
         self._session = ""
 

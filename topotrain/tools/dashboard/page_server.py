@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.listener import Newcomers, shut_down
 from topotrain.comm.transport.tcp import local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
@@ -30,6 +32,8 @@ PACKAGES = ("starlette", "uvicorn")
 MISSING = "the page needs the packages starlette and uvicorn: pip install 'topotrain[watch]'"
 _RUNS = ("A", "B")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_NEWCOMER_S = 10.0
+"""Seconds in which a connection must have made a request that is allowed."""
 _STALLED_MS = 15_000
 """Milliseconds after which the kernel ends a connection that takes no byte."""
 
@@ -48,6 +52,24 @@ class PageOptions:
     limits: StreamLimits = field(default_factory=StreamLimits)
 
 
+class PageSocket(socket.socket):
+    """A listening socket whose connections must make themselves known, or end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock.family, sock.type, sock.proto, sock.detach())
+        self.newcomers = Newcomers(_NEWCOMER_S)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, for which another one may have to end."""
+        if self.newcomers.crowded:
+            raise BlockingIOError  # the event loop closes those first, and asks again
+        sock, peer = super().accept()
+        pushed = self.newcomers.add(sock, peer)
+        if pushed is not None:
+            shut_down(pushed)
+        return sock, peer
+
+
 @dataclass(frozen=True, slots=True)
 class BoundPage:
     """A listening socket for the page, with what browsers need to know.
@@ -55,7 +77,7 @@ class BoundPage:
     names: the hosts that a browser may name. fingerprint: of the certificate; "" where there is none.
     """
 
-    sock: socket.socket
+    sock: PageSocket
     host: str
     names: tuple[str, ...]
     tls: ssl.SSLContext | None = None
@@ -86,7 +108,7 @@ def bind_page(options: PageOptions) -> BoundPage:
     except TransportError as error:
         raise ConfigError(options.host_option, None, str(error)) from None
     try:
-        sock = bind(address.family, address.address, options.port)
+        sock = PageSocket(bind(address.family, address.address, options.port))
     except OSError as error:
         taken = "another process listens there" if error.errno == EADDRINUSE else f"it cannot be used: {error.strerror}"
         raise ConfigError(options.port_option, options.port, f"must be a free port, or 0 for any: {taken}") from None
@@ -112,8 +134,8 @@ def served_page(bound: BoundPage, workspaces: Sequence[Path], limits: StreamLimi
     ticker = RunTicker(runs, limits or StreamLimits())
     loopback = ipaddress.ip_address(bound.host).is_loopback
     access = PageAccess(bound.names, bound.port, open_metrics=loopback)
-    routes = PageRoutes(ticker, access, bound.tls is not None)
-    thread = HttpThread(routes.application(), bound.sock, bound.tls, ticker)
+    routes, newcomers = PageRoutes(ticker, access, bound.tls is not None), bound.sock.newcomers
+    thread = HttpThread(routes.application(newcomers), bound.sock, bound.tls, ticker, newcomers)
     try:
         yield bound.url(access.token)
     finally:

@@ -2,7 +2,7 @@
 
 The module is imported where a page is served.
 
-GET  /login?token=T     the one-time token for a cookie
+GET  /login?token=T     the one-time token for a cookie, with which the others are below a path of random letters
 GET  /                  the page, and its files below /static/
 GET  /api/view          the view of a run: ?run=B the second one
 GET  /api/events        the same, and then what is new, as server-sent events
@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from topotrain.comm.transport.listener import Newcomers
 from topotrain.tools.dashboard.event_streams import EventStream, RunTicker
 from topotrain.tools.dashboard.page_access import LOGIN, METRICS, PageAccess, PageRequest
 from topotrain.tools.dashboard.page_acts import PageAct, wish_of
@@ -69,8 +70,11 @@ class PageRoutes:
         self._files = page_files()
         self._acts = 0
 
-    def application(self) -> ASGIApp:
-        """Return the application, behind the checks of `PageAccess`."""
+    def application(self, newcomers: Newcomers) -> ASGIApp:
+        """Return the application, behind the checks of `PageAccess`.
+
+        newcomers: connections that end soon unless they make a request that is allowed.
+        """
         routes = [
             Route(LOGIN, self.login),
             Route("/", self.index),
@@ -82,7 +86,7 @@ class PageRoutes:
             Route(METRICS, self.metrics),
         ]
         handlers: dict[Any, Any] = {HTTPException: _refused, Exception: _failed}
-        return AccessGuard(Starlette(routes=routes, exception_handlers=handlers), self._access)
+        return AccessGuard(Starlette(routes=routes, exception_handlers=handlers), self._access, newcomers)
 
     async def login(self, request: Request) -> Response:
         """Give the cookie for the token, and go to the page."""
@@ -92,9 +96,14 @@ class PageRoutes:
         session = self._access.login(request.query_params.get("token", ""))
         if not session:
             raise HTTPException(403, self._access.login_refusal())
-        response = RedirectResponse("/", status_code=303)
+        response = RedirectResponse(f"{self._access.root}/", status_code=303)
         response.set_cookie(
-            self._access.cookie, session, path="/", secure=self._secure, httponly=True, samesite="strict"
+            self._access.cookie,
+            session,
+            path=f"{self._access.root}/",
+            secure=self._secure,
+            httponly=True,
+            samesite="strict",
         )
         return response
 
@@ -177,8 +186,8 @@ class AccessGuard:
     An ASGI application around another one.
     """
 
-    def __init__(self, app: ASGIApp, access: PageAccess) -> None:
-        self._app, self._access = app, access
+    def __init__(self, app: ASGIApp, access: PageAccess, newcomers: Newcomers) -> None:
+        self._app, self._access, self._newcomers = app, access, newcomers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -190,13 +199,21 @@ class AccessGuard:
                 _add_headers(message)
             await send(message)
 
-        refusal = self._access.refusal(_request_of(scope))
+        # A browser sends the cookie to all ports of a machine, but only below this path, which no other server knows.
+        inside = scope["path"].startswith(f"{self._access.root}/")
+        if inside:
+            scope = {**scope, "path": scope["path"].removeprefix(self._access.root)}
+        refusal = self._access.refusal(_request_of(scope, inside))
+        if inside and not refusal:
+            self._newcomers.admit(tuple(scope["client"]))
         app = PlainTextResponse(f"{refusal}\n", status_code=403) if refusal else self._app
         await app(scope, receive, with_headers)
 
 
-def _request_of(scope: Scope) -> PageRequest:
-    headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+def _request_of(scope: Scope, inside: bool) -> PageRequest:
+    """Return the parts that are checked. A cookie counts only inside the path to which it was given."""
+    pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+    headers = [(name, value) for name, value in pairs if inside or name != "cookie"]
     return PageRequest(scope["method"], scope["path"], scope["scheme"], headers)
 
 

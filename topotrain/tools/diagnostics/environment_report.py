@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from topotrain.config.plain_text import printable
 from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.tools.diagnostics.shown_variables import shown_variables
 
@@ -181,12 +182,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as lines of a name and a value."""
     rows = list(_rows(report))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {_printable(value)}" for name, value in rows)
-
-
-def _printable(text: str) -> str:
-    # A variable may hold line breaks and escape sequences, which must not control the terminal.
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return "\n".join(f"{name.ljust(width)}  {printable(value)}" for name, value in rows)
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from topotrain.config.plain_text import printable
+
 
 class State(str, Enum):
     ok = "ok"
@@ -27,8 +29,7 @@ class Finding:
         """Return one line; width: of the column of names."""
         whole = f"{self.text.rstrip('.')}: {self.advice}" if self.advice else self.text
         # An error of another library may have several lines, and a name may hold any character.
-        clean = "".join(c if c.isprintable() else " " for c in whole)
-        return f"{self.state.value.ljust(7)}  {self.name.ljust(width)}  {clean}"
+        return f"{self.state.value.ljust(7)}  {self.name.ljust(width)}  {printable(whole, ' ')}"
 
 
 def ok(name: str, text: str) -> Finding:

@@ -5,6 +5,7 @@ It listens on loopback, unless another address is given. There it speaks TLS, an
 
 import hmac
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from typing import Any
 
 from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.listener import Newcomers, shut_down
 from topotrain.comm.transport.tcp import ListenAddress, local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
@@ -26,6 +28,8 @@ PATH = "/metrics"
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SHORTEST_TOKEN = 16
 _SLOW_S = 10.0
+"""Seconds for a whole request."""
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class _MetricsHttpServer(ThreadingHTTPServer):
         self.socket.close()
         self.socket = bind(address.listen.family, address.listen.address, address.port)
         self.server_address = self.socket.getsockname()
-        self._address = address
+        self._address, self._newcomers = address, Newcomers(_SLOW_S)
         self.summary: Mapping[str, Any] = {}
         self.url = url_of(address.listen.address, self.port, "https" if tls else "http") + PATH
         if tls is not None:
@@ -126,6 +130,21 @@ class _MetricsHttpServer(ThreadingHTTPServer):
     @property
     def port(self) -> int:
         return int(self.server_address[1])
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a connection, for which another one may have to end."""
+        if self._newcomers.crowded:
+            time.sleep(_PAUSE_S)  # their threads close those first, and the server asks again
+            raise BlockingIOError
+        sock, peer = super().get_request()
+        pushed = self._newcomers.add(sock, peer)
+        if pushed is not None:
+            shut_down(pushed)
+        return sock, peer
+
+    def service_actions(self) -> None:
+        """End late connections; `serve_forever` calls this twice a second, and after each request."""
+        self._newcomers.end_late()
 
     def show(self, summary: Mapping[str, Any]) -> None:
         # Replaced as a whole: requests have threads of their own.

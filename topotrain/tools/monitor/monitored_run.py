@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import Job
+from topotrain.config.plain_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,6 +192,7 @@ def complaining_of(path: Path) -> Iterator[None]:
 
 def complain(text: str) -> None:
     """Print an error to stderr, in one block."""
-    first, *rest = text.rstrip().splitlines() or [""]
+    # A part of the text may come from another process or a file.
+    first, *rest = printable(text, keep="\t\n").rstrip().splitlines() or [""]
     lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import UnionType
@@ -30,6 +30,8 @@ VERSION = 1
 _DESCRIPTION = "record.json"
 _PART = re.compile(r"(server|worker)-\d{1,6}-\d{1,6}(-\d{1,6})?")
 _MOST_BYTES = 1 << 32
+_SMALL_BYTES, _MOST_RATIO = 1 << 26, 100
+"""Above this size, the parts have at most so many times the bytes of the file."""
 _FIELDS: Mapping[str, tuple[type[Any] | UnionType, str]] = {
     "job": (str, "must be the text of a job file"),
     "whole": (bool, "must be true or false"),
@@ -81,7 +83,8 @@ class DecisionFile:
         about = {
             "format": FORMAT,
             "version": VERSION,
-            "job": job_file.dumps(self.job),
+            # A replay needs no store, whose URL may have a password.
+            "job": job_file.dumps(replace(self.job, rendezvous="")),
             "whole": self.whole,
             "made_at": self.made_at,
             "versions": dict(self.versions),
@@ -107,8 +110,9 @@ def load_decisions(path: Path) -> DecisionFile:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
-            if sum(info.file_size for info in infos) > _MOST_BYTES:
-                raise _refused(path, f"has more than {_MOST_BYTES >> 30} GB")
+            most = min(_MOST_BYTES, max(_SMALL_BYTES, _MOST_RATIO * path.stat().st_size))
+            if sum(info.file_size for info in infos) > most:
+                raise _refused(path, f"would take more than {most >> 20:,} MB of memory")
             about = _description(path, archive)
             parts = {info.filename: archive.read(info) for info in infos if _PART.fullmatch(info.filename)}
     except OSError as error:

@@ -5,6 +5,7 @@ It runs a recorded job again with the same decisions, or compares two recordings
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.config.plain_text import printable
 from topotrain.tools.cli.completion import job_files
 from topotrain.tools.cli.job_arguments import (
     Args,
@@ -70,25 +72,30 @@ def register(app: typer.Typer) -> None:
         workspace: Annotated[
             str, typer.Option("--workspace", metavar="DIR", help="Of the replay, instead of FILE.replay.")
         ] = "",
+        recorded: Annotated[
+            bool, typer.Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
+        ] = False,
         as_json: AsJson = False,
         quiet: Quiet = False,
         forkserver: Forkserver = "",
     ) -> None:
         """Run a recorded job again, to the same bits.
 
-        The same processes run the same program, and each server makes its decisions in the recorded order. Without
-        PROGRAM and ARGS those of the recording are used.
+        The same processes run the same program, and each server makes its decisions in the recorded order. A recording
+        may come from somebody else, so its own program runs with --recorded only.
         """
         with refusing():
             from topotrain.tools.replay.decision_file import load_decisions
 
             record = load_decisions(file)
             if compare is not None:
-                if program or until or dump or out is not None or workspace:
-                    raise BadInput("--compare runs nothing: leave out PROGRAM, --until, --dump, --out and --workspace")
+                if program or until or dump or out is not None or workspace or recorded:
+                    text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
+                    raise BadInput(f"--compare runs nothing: {text}")
                 raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
             if out is not None and not dump:
                 raise BadInput("--out is for the parameters that --dump names: give one")
+            check_asked(record.job, program, recorded)
             job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
             stop = parse_until(until, record)
             if out is not None:
@@ -102,6 +109,15 @@ class Shown:
     def __init__(self, dump: Sequence[str], out: Path | None, as_json: bool, quiet: bool, forkserver: str) -> None:
         self.dump, self.out = dump, out
         self.as_json, self.quiet, self.forkserver = as_json, quiet, forkserver
+
+
+def check_asked(job: Job, program: str | None, recorded: bool) -> None:
+    """Raise BadInput unless the user says which program may run."""
+    if recorded and program:
+        raise BadInput("--recorded runs the program of the recording: leave out PROGRAM")
+    if not recorded and not program:
+        names = printable(f"{job.program} {shlex.join(job.args)}")
+        raise BadInput(f"give PROGRAM, or --recorded to run what the recording names, which is: {names}")
 
 
 def replayed_job(recorded: Job, program: str | None, args: list[str] | None, workspace: str) -> Job:

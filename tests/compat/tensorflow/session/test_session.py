@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch.nn import functional as f
 import topotrain as tt
 from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.transport.frame import BODY, Header
-from topotrain.compat.tensorflow.session import session_server
+from topotrain.compat.tensorflow.session import session_protocol, session_server
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection, call
 from topotrain.compat.tensorflow.session.session_server import SessionServer
 from topotrain.compat.tensorflow.session.session_task import TaskAddress
@@ -29,8 +29,9 @@ from topotrain.core.client.client import JobError
 from topotrain.core.message_limits import MAX_BODY
 from topotrain.core.optim.adapter import OptimizerSpec, describe, remake
 from topotrain.parallel.program.split_program import LocationKind
+from topotrain.parallel.program.worker_program import replaced
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
-from topotrain.parallel.remote.argument_codec import read_json
+from topotrain.parallel.remote.argument_codec import CallInput, NodeOutput, read_json
 from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription, states_from
 from topotrain.parallel.remote.graph_recorder import record
 from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
@@ -552,9 +553,11 @@ def test_who_is_not_let_in_reads_why(cluster, monkeypatch):
 
 def test_a_stranger_that_has_the_token_and_sends_nonsense_disturbs_no_session(cluster):
     host, port = cluster.cluster["worker"][0].split(":")
-    for words in ({}, {"do": 3}, {"do": "begin", "meet": {"name": 1}}, {"do": "begin"}):
+    for words in ({}, {"do": 3}, {"do": "begin"}, {"do": "join", "then": {}}, {"do": "join", "then": {"meet": 1}}):
         talk = call(host, int(port), bytes.fromhex(TOKEN))
         talk.send(words)
+        if "then" in words:
+            talk.send(words["then"])
         assert "error" in talk.receive()[0]
         talk.close()
     trained(cluster.target(), Mlp, (4,))
@@ -599,3 +602,106 @@ def test_what_a_server_is_told_of_sessions():
         tt.train.Server({"ps": ["a:1"], "worker": ["a:2"]}, "ps", 0, session=1)
     with pytest.raises(ConfigError, match="an address of its own for every task"):
         tt.train.Server({"ps": ["a:1"], "worker": ["a:2", "a:2"]}, "ps", 0, session=True)
+
+
+# ---- memory of a task ------------------------------------------------------------------------------------------------
+
+
+def described(*nodes: tuple[str, list[object], dict[str, object]], output: int) -> GraphDescription:
+    data = [[name, 0, args, kwargs, False, "model.py:1"] for name, args, kwargs in nodes]
+    return GraphDescription.from_data(
+        {"inputs": [["int64", [2]]], "nodes": data, "output": {"value": [output, []]}}, 1, 0
+    )
+
+
+def replayed(description: GraphDescription, *inputs: torch.Tensor, most: int = 1 << 20) -> None:
+    """Run a description as a task does: on fake tensors, and then for real."""
+    program(description, (), 1, 0, OutputCollector(), most)
+    values: list[Any] = []
+    known = {CallInput: lambda ref: inputs[ref.number], NodeOutput: lambda ref: values[ref.node]}
+    for node in description.nodes:
+        args, kwargs = replaced([list(node.args), dict(node.kwargs)], lambda ref: known[type(ref)](ref), tuple(known))
+        values.append(FUNCTIONS[node.function](*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"), [([3, -1], 2), ([10_000_000, -9_999_990], 10), ([1, 1], 3), ([1 << 62, 1 << 62], 10)]
+)
+@pytest.mark.parametrize("home", ["torch", "torch.Tensor"])
+def test_counts_of_repeats_must_be_those_of_the_output(home: str, counts: list[int], size: int) -> None:
+    repeat = described(
+        ("torch.zeros", [[2]], {}),
+        (f"{home}.repeat_interleave", [{"value": [0, []]}, {"input": 0}], {"output_size": size}),
+        output=1,
+    )
+    with pytest.raises(ValueError, match="repeats must be at least 0, and their sum must be the size of the output"):
+        replayed(repeat, torch.tensor(counts))
+    assert torch.equal(
+        FUNCTIONS[f"{home}.repeat_interleave"](torch.arange(2), torch.tensor([2, 0])), torch.tensor([0, 0])
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False, "batch_first": True}])
+def test_recurrent_functions_read_no_memory_beyond_their_weights(
+    kind: type[nn.RNNBase], options: dict[str, Any]
+) -> None:
+    layer = kind(3, 5, **options)
+    call = FUNCTIONS[f"torch.{layer.mode.lower()}"]
+    x, state = torch.randn(4, 2, 3), torch.zeros(layer.num_layers * (2 if layer.bidirectional else 1), 2, 5)
+    if layer.batch_first:
+        x = x.transpose(0, 1)
+    states = (state, state) if kind is nn.LSTM else state
+    rest = (layer.bias, layer.num_layers, 0.0, False, layer.bidirectional, layer.batch_first)
+    weights = list(layer._flat_weights)
+    assert torch.equal(call(x, states, weights, *rest)[0], layer(x)[0])
+    small, short = torch.zeros(1, 1), torch.zeros(1, 2, 5)
+    for wrong in ([small, *weights[1:]], [*weights[:-1], small], weights[:-1], []):
+        with pytest.raises(ValueError, match="do not fit together"):
+            call(x, states, wrong, *rest)
+    if layer.num_layers > 1:
+        with pytest.raises(ValueError, match="do not fit together"):
+            call(x, (short, short) if kind is nn.LSTM else short, weights, *rest)
+    with pytest.raises(ValueError, match=r"packed|do not fit"):
+        call(x, torch.tensor([1]), states, weights, *rest[:-1])
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_projection_has_weights_of_its_own() -> None:
+    layer = nn.LSTM(3, 5, proj_size=2)
+    states = torch.zeros(1, 2, 2), torch.zeros(1, 2, 5)
+    found = FUNCTIONS["torch.lstm"](
+        torch.ones(4, 2, 3), states, list(layer._flat_weights), *(True, 1, 0.0, False, False, False)
+    )
+    assert torch.equal(found[0], layer(torch.ones(4, 2, 3))[0])
+
+
+def test_all_values_of_a_description_together_are_bounded() -> None:
+    views = [("torch.Tensor.view", [{"value": [0, []]}, 1024], {})] * 8  # which have no memory of their own
+    replayed(described(("torch.zeros", [[1024]], {}), *views, output=8), torch.zeros(2), most=4096)
+    with pytest.raises(ConfigError, match=r"the values of this call have 12,288, more than the limit .* 8,192"):
+        replayed(described(*[("torch.zeros", [[1024]], {})] * 3, output=2), torch.zeros(2), most=8192)
+
+
+def test_a_peer_without_a_session_takes_no_memory(cluster: Any) -> None:
+    host, port = cluster.cluster["worker"][0].split(":")
+    for words, tensors in (({"do": "nothing", "x": "x" * 5000}, []), ({"do": "open"}, [torch.zeros(1 << 20)])):
+        talk = call(host, int(port), bytes.fromhex(TOKEN))
+        with suppress(SessionClosed):
+            talk.send(words, tensors)
+        with pytest.raises(SessionClosed):
+            talk.receive()
+        talk.close()
+
+
+def test_a_text_of_very_many_items_is_neither_sent_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (SessionConnection(RequestChannel(sock)) for sock in socket.socketpair())
+    with closing(ours), closing(theirs):
+        with pytest.raises(ConfigError, match="numbers and names"):
+            ours.send({"x": [[]] * (1 << 20)})
+        monkeypatch.setattr(session_protocol, "_MAX_ITEMS", 1 << 30)
+        sending = threading.Thread(target=lambda: ours.send({"x": [[]] * (1 << 20)}))
+        sending.start()
+        text = bytes(theirs._frame(1, 20).payload)
+        sending.join()
+        assert session_protocol._items(text) > 1 << 20

@@ -11,6 +11,7 @@ expires when it is not renewed. `summary/ID` holds the state of its training, as
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ ENDED = ("done", "failed", "stopped")
 SUMMARY_BYTES = 16 << 10
 """Limit of the state of a job's training, as JSON."""
 _LONG = 120  # characters of a name
+_MOST_UNITS = 1 << 20
+_LATEST = 1e11  # seconds since 1970, which `time.localtime` can show
 
 
 class UnknownJob(StoreError):
@@ -127,8 +130,16 @@ class Registry:
         """Ask a job to end as after SIGTERM, if it has not; return its record. Raises UnknownJob."""
         record = self.view(id)
         if record.state not in ENDED:
+            self.check_secret(id)
             self._store.set(stop_key(id), b"stop", KEEP_S)
         return record
+
+    def check_secret(self, id: str) -> None:
+        """Raise StoreError where the job would not believe what this process writes."""
+        run = f"jobs/{id}/run"
+        if self._store.get(run) is None and run in self._store.keys(run):
+            accepted = "TOPOTRAIN_TOKEN or TOPOTRAIN_TOKEN_FILE must be as for its units"
+            raise StoreError(f"job {id!r} has another secret than this process: {accepted}")
 
     def _raw(self, id: str) -> bytes:
         try:
@@ -146,10 +157,9 @@ class Registry:
         alive = self._store.get(_alive(id))
         if record.state == RUNNING and alive is None:
             return replace(record, state=LOST)
-        try:
-            return replace(record, heartbeat=float(alive or 0))
-        except ValueError:
-            raise StoreError(f"{_alive(id)} in the store is not a time") from None
+        with suppress(ValueError):
+            return replace(record, heartbeat=min(max(0.0, float(alive or 0)), _LATEST))
+        return record
 
 
 def stop_key(id: str) -> str:
@@ -193,6 +203,7 @@ def _dumped(record: JobRecord) -> bytes:
 
 
 def _loaded(id: str, raw: bytes) -> JobRecord:
+    """Return a record; one that cannot be read is that of a lost job, and keeps no other from being shown."""
     types: dict[str, tuple[type, ...]] = {
         "id": (str,),
         "name": (str,),
@@ -205,8 +216,10 @@ def _loaded(id: str, raw: bytes) -> JobRecord:
     try:
         data = {name: value for name, value in json.loads(raw).items() if name in names}
         right = all(isinstance(data[name], kinds) for name, kinds in types.items())
+        right = right and 0 <= data["started"] <= _LATEST and 0 <= data["units"] <= _MOST_UNITS
         if not right or data["id"] != id or data["state"] not in (RUNNING, *ENDED):
             raise ValueError
-        return JobRecord(**{**data, "hosts": tuple(str(address) for address in data["hosts"])})
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise StoreError(f"registry/{id} in the store is not a record of a job") from None
+        hosts = tuple(str(address)[:_LONG] for address in data["hosts"][:_MOST_UNITS])
+        return JobRecord(**{**data, "name": data["name"][:_LONG], "hosts": hosts})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return JobRecord(id, "its record in the store cannot be read", LOST)

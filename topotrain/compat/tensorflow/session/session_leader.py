@@ -128,6 +128,8 @@ class SessionLeader:
             if task != self._me:
                 numbers = numbers_of(states, task.index) if task.job == "worker" else []
                 self._others[task] = connection = self._call(task)
+                # A task takes a long message only from the session that it belongs to.
+                self._send(task, connection, {"do": "join"})
                 self._send(task, connection, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
         # All are asked first, and the replies are read after that: the tasks prepare at the same time.
         for task, connection in self._others.items():

@@ -25,6 +25,10 @@ FRAME_S = 120.0
 """Seconds without any progress in the middle of a message, after which the other side counts as gone."""
 # Bounds what a peer may announce before its tensors come.
 _MAX_TENSORS = 200_000
+_MAX_TEXT, _MAX_ITEMS = 16 << 20, 1 << 20
+"""Bytes of a text, and items in it: an item of two bytes takes up to a hundred in memory."""
+_MAX_FIRST = 1 << 12
+"""Bytes of the first message of a connection, which has no tensors."""
 # Kinds of frames.
 _TEXT, _TENSOR = 1, 2
 
@@ -45,8 +49,9 @@ class SessionConnection:
         flat = [tensor.detach().contiguous().resolve_conj().resolve_neg() for tensor in tensors]
         forms = [TensorForm.of(tensor).to_data() for tensor in flat]
         text = json.dumps({"words": fields, "tensors": forms}).encode()
-        if len(text) > MAX_BODY:
-            raise ConfigError("session", f"{len(text):,} bytes", f"a description may have {MAX_BODY:,}")
+        if len(text) > _MAX_TEXT or _items(text) > _MAX_ITEMS:
+            accepted = f"a description may have {_MAX_TEXT:,}, and {_MAX_ITEMS:,} numbers and names"
+            raise ConfigError("session", f"{len(text):,} bytes", accepted)
         try:
             self._channel.send(FRAME_S, _TEXT, payload=text)
             for tensor in flat:
@@ -57,17 +62,27 @@ class SessionConnection:
         except TransportError as error:
             raise SessionClosed(str(error)) from error
 
-    def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def receive(
+        self, seconds: float | None = None, most: int = _MAX_TEXT, tensors: int = _MAX_TENSORS
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Return the next message and its tensors. Raises SessionClosed.
 
-        seconds: in which the message must begin; None: any time.
+        seconds: in which the message must begin; None: any time. most: bytes of its text. tensors: at most so many.
         """
         try:
-            fields, forms = _opened(read_json(bytes(self._frame(_TEXT, seconds).payload)))
+            text = bytes(self._frame(_TEXT, seconds, most).payload)
+            if _items(text) > _MAX_ITEMS:
+                raise SessionClosed("its message has too many items")
+            fields, forms = _opened(read_json(text), tensors)
             return fields, [self._tensor(form) for form in forms]
         # ConfigError: the text is no valid description. Such a peer cannot be understood any further.
         except (TransportError, ConfigError) as error:
             raise SessionClosed(str(error)) from error
+
+    def receive_first(self) -> dict[str, Any]:
+        """Return the first message, from a peer that belongs to no session yet. Raises SessionClosed."""
+        # A deadline: a peer that says nothing must not keep a place.
+        return self.receive(FRAME_S, _MAX_FIRST, tensors=0)[0]
 
     def close(self) -> None:
         """Close the connection, which wakes a thread that waits for a message."""
@@ -101,11 +116,16 @@ class SessionConnection:
         return torch.frombuffer(came, dtype=dtype).view(form.sizes)
 
 
-def _opened(data: Any) -> tuple[dict[str, Any], list[TensorForm]]:
+def _items(text: bytes) -> int:
+    """Return at least the number of items in a JSON text."""
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def _opened(data: Any, most: int) -> tuple[dict[str, Any], list[TensorForm]]:
     if not isinstance(data, dict) or data.keys() != {"words", "tensors"} or not isinstance(data["words"], dict):
         raise SessionClosed("it does not keep to the protocol of sessions")
     tensors = data["tensors"]
-    if not isinstance(tensors, list) or len(tensors) > _MAX_TENSORS:
+    if not isinstance(tensors, list) or len(tensors) > most:
         raise SessionClosed("it announces too many tensors")
     forms = [TensorForm.from_data(tensor) for tensor in tensors]
     if sum(form.nbytes for form in forms) > MAX_TENSOR_BYTES:

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from topotrain.comm.request_reply import RequestChannel, RequestServer
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import numeric, split_address
@@ -77,13 +75,14 @@ class SessionServer:
     def serve_client(self, channel: RequestChannel) -> None:
         """Serve a client, or another task of its session."""
         connection = SessionConnection(channel)
-        # A deadline: a peer that says nothing must not keep one of MAX_CALLERS places.
-        said, tensors = connection.receive(FRAME_S)
-        self._answer(connection, said, tensors)
+        self._answer(connection, connection.receive_first())
 
-    def _answer(self, connection: SessionConnection, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def _answer(self, connection: SessionConnection, said: Mapping[str, Any]) -> None:
         workers = [f"tcp://{task.address}" for task in self._tasks if task.job == "worker"]
         client = said.get("do") == "open"
+        if not client and said.get("do") != "join":
+            connection.send({"error": "a session begins with open or join", "config": True})
+            return
         if client and self._me.job != "worker":
             connection.send(
                 {"error": f"is {self._me}: a session talks to a worker, {' or '.join(workers)}", "config": True}
@@ -98,6 +97,8 @@ class SessionServer:
                 SessionLeader(connection, self._tasks, self._me, self._host, self._secret).lead()
             else:
                 counts = [sum(task.job == job for task in self._tasks) for job in ("worker", "ps")]
-                follow(self._me, connection, said, tensors, counts, self._host, self._secret, self._shards)
+                # Only now: a peer without a session could fill the memory.
+                request, tensors = connection.receive(FRAME_S)
+                follow(self._me, connection, request, tensors, counts, self._host, self._secret, self._shards)
         finally:
             self._turn.release()

@@ -4,6 +4,7 @@ The session is a job of its own. Servers hold the parameters, the workers of one
 value travels over the group's activation channel.
 """
 
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from topotrain.training.worker_extension import WorkerExtension
 OVER = "the session is over"
 # Bytes that a value may always have, whatever memory the machine reports.
 _LEAST_BYTES = 64 << 20
+# Bytes of all descriptions of a session.
+_LEARNED_BYTES = 64 << 20
 # Seconds in which a server may still send the reason for a lost connection.
 _CAUSE_S = 1.5
 _NAME = re.compile(r"session-[0-9a-f]{16}")
@@ -111,6 +114,7 @@ class SessionWorker:
         division = self._model.divided(states, meet.workers)
         self._localised = localise(self._model, self._optimizer, division, index)
         self._graphs: dict[int, _Graph] = {}
+        self._learned = 0
         # Masks are drawn with a generator of its own. Its state goes back to the client.
         self._generator = torch.Generator()
         self._connections: WorkerConnections | None = None
@@ -161,6 +165,9 @@ class SessionWorker:
         """Keep a description to be run under this number. Raises ConfigError."""
         if type(number) is not int or number in self._graphs:
             raise ConfigError("description", number, "must have a whole number that no other description has")
+        self._learned += len(json.dumps(data))
+        if self._learned > _LEARNED_BYTES:
+            raise ConfigError("description", number, f"all of a session may have {_LEARNED_BYTES:,} bytes together")
         description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
         box = None if loss else OutputCollector()
         # A description may ask for any size, and must not take all memory of the machine.

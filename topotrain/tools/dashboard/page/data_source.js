@@ -41,9 +41,9 @@ export class ServerSource {
 
   /** Call `listener.onView`, `onDelta` and `onConnection` as data arrive. */
   start(listener) {
-    this._follow("A", "/api/events", listener, () => {
+    this._follow("A", "api/events", listener, () => {
       // Asked for only where there is one: a refused request is an error in the browser's console.
-      if (this._hasSecond) this._follow("B", "/api/events?run=B", listener, () => {});
+      if (this._hasSecond) this._follow("B", "api/events?run=B", listener, () => {});
     });
   }
 
@@ -92,13 +92,13 @@ export class ServerSource {
 
   /** The last lines of a process's log, or null. */
   async log(process) {
-    const answer = await fetch(`/api/log?process=${encodeURIComponent(process)}`);
+    const answer = await fetch(`api/log?process=${encodeURIComponent(process)}`);
     return answer.ok ? answer.text() : null;
   }
 
   /** Ask the job to do something; returns the answer as text. */
   async act(wish) {
-    const answer = await fetch("/api/act", {
+    const answer = await fetch("api/act", {
       method: "POST",
       headers: { "Content-Type": "application/json", "X-Topotrain": "1" },
       body: JSON.stringify(wish),

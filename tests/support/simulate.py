@@ -1,70 +1,65 @@
-"""The command `topotrain simulate`: test a job under faults, in virtual time."""
+"""Test jobs under faults, in virtual time.
+
+Groups die, leave and join, connections end, processes pause or become slow, clocks jump, the whole job dies and
+restarts from its newest snapshot, and messages are delayed, duplicated or reordered. A ledger has a cell for every
+batch, and each batch must count once, at the end and in every snapshot. If a seed violates this, its schedule is
+reduced to the faults that are needed.
+
+    python tests/support/simulate.py --seed 7 --layout examples/conf/downpour.conf
+    python tests/support/simulate.py --seeds 1000
+"""
 
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from seeded_runs import LAYOUTS, TrialVerdict, chosen, layout_of, prepared, run_seeds, run_trial, schedule_of, shrink
 
-from topotrain.config.job import ConfigError
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.live_terminal import redraws
 from topotrain.tools.simulator.one_core import one_core
 
-if TYPE_CHECKING:
-    from topotrain.config.job import Job
-    from topotrain.tools.simulator.seeded_runs import TrialVerdict
-
-EXAMPLE = """\b
-Example:
-  topotrain simulate --seed 7 --layout examples/conf/downpour.conf
-  topotrain simulate --seeds 1000
-"""
 _SHOWN = 20
 """Wrong seeds that are listed at most."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def simulate(
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random choices.")] = 0,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="COUNT", min=1, help="Simulate so many seeds, from N on.")
+    ] = 1,
+    where: Annotated[
+        str,
+        typer.Option("--layout", metavar="NAME|JOB.conf", help="Instead of one that the seed chooses."),
+    ] = "",
+    only: Annotated[
+        str,
+        typer.Option("--only", metavar="I,J", help="Only these of the seed's faults; a - alone: none."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+) -> None:
+    """Simulate a job under faults, on a simulated network in virtual time.
 
-    @app.command("simulate", epilog=EXAMPLE)
-    def simulate(
-        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random choices.")] = 0,
-        seeds: Annotated[
-            int, typer.Option("--seeds", metavar="COUNT", min=1, help="Simulate so many seeds, from N on.")
-        ] = 1,
-        where: Annotated[
-            str,
-            typer.Option("--layout", metavar="NAME|JOB.conf", help="Instead of one that the seed chooses."),
-        ] = "",
-        only: Annotated[
-            str,
-            typer.Option("--only", metavar="I,J", help="Only these of the seed's faults; a - alone: none."),
-        ] = "",
-        as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
-    ) -> None:
-        """Simulate a job under faults, on a simulated network in virtual time.
-
-        It has the same servers as a real job; only the script's pushes are made up. Ends with code 1 if a batch was
-        lost or counted twice, or if a process would wait for ever.
-        """
-        with refusing():
-            job = _job(where)
-            if seeds > 1 and only:
-                raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
-            with one_core():
-                if seeds > 1:
-                    raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
-                raise typer.Exit(_one(seed, job, where, only, as_json))
+    It has the same servers as a real job; only the script's pushes are made up. Ends with code 1 if a batch was
+    lost or counted twice, or if a process would wait for ever.
+    """
+    with refusing():
+        job = _job(where)
+        if seeds > 1 and only:
+            raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
+        with one_core():
+            if seeds > 1:
+                raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
+            raise typer.Exit(_one(seed, job, where, only, as_json))
 
 
-def _job(where: str) -> "Job | None":
-    from topotrain.config.job_file import load_with_warnings
-    from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared
-
+def _job(where: str) -> Job | None:
     if not where:
         return None
     if where in LAYOUTS:
@@ -78,14 +73,15 @@ def _job(where: str) -> "Job | None":
 class _Found:
     """A verdict, with the shortest schedule that gives the same if it is bad."""
 
-    verdict: "TrialVerdict"
-    shortest: "TrialVerdict | None"
+    verdict: TrialVerdict
+    shortest: TrialVerdict | None
     kept: tuple[int, ...]
 
     def command(self) -> str:
         """Return the command that repeats the shortest schedule."""
         only = ",".join(map(str, self.kept)) or "-"
-        return f'topotrain simulate --seed {self.verdict.seed} --layout "{self.verdict.layout}" --only {only}'
+        words = f'--seed {self.verdict.seed} --layout "{self.verdict.layout}" --only {only}'
+        return f"python tests/support/simulate.py {words}"
 
     def as_data(self) -> dict[str, Any]:
         data = self.verdict.as_data()
@@ -94,17 +90,13 @@ class _Found:
         return data
 
 
-def _looked_into(verdict: "TrialVerdict", job: "Job | None") -> _Found:
-    from topotrain.tools.simulator.seeded_runs import LAYOUTS, shrink
-
+def _looked_into(verdict: TrialVerdict, job: Job | None) -> _Found:
     if not verdict.wrong:
         return _Found(verdict, None, ())
     return _Found(verdict, *shrink(job or LAYOUTS[verdict.layout], verdict))
 
 
-def _one(seed: int, job: "Job | None", name: str, only: str, as_json: bool) -> int:
-    from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, layout_of, run_trial, schedule_of
-
+def _one(seed: int, job: Job | None, name: str, only: str, as_json: bool) -> int:
     name = name or layout_of(seed)
     used = job or LAYOUTS[name]
     schedule = schedule_of(used, name, seed)
@@ -128,10 +120,8 @@ def _numbers(only: str, count: int) -> tuple[int, ...] | None:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
-    from topotrain.tools.simulator.seeded_runs import run_seeds
-
-    begun, wrong = time.monotonic(), list["TrialVerdict"]()
+def _many(seeds: range, job: Job | None, name: str, as_json: bool) -> int:
+    begun, wrong = time.monotonic(), list[TrialVerdict]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
     shows = redraws(sys.stderr)
     for done, verdict in enumerate(run_seeds(seeds, job, name), 1):
@@ -157,11 +147,9 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
     return int(bool(wrong))
 
 
-def _summary(seeds: int, wrong: "Sequence[TrialVerdict]", counts: dict[str, int], took: float) -> str:
+def _summary(seeds: int, wrong: Sequence[TrialVerdict], counts: dict[str, int], took: float) -> str:
     counted = ", ".join(f"{count} {what}" for what, count in counts.items())
-    text = (
-        f"topotrain: {seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {counted}; {len(wrong)} went wrong"
-    )
+    text = f"{seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {counted}; {len(wrong)} went wrong"
     more = ", ..." if len(wrong) > _SHOWN else ""
     return text + (": " + ", ".join(str(v.seed) for v in wrong[:_SHOWN]) + more if wrong else "")
 
@@ -184,3 +172,7 @@ def _words(found: _Found) -> str:
         again = replace(found, verdict=found.shortest, shortest=None)
         lines += ["", "the same with less:", _words(again), "", f"to repeat it: {found.command()}"]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    typer.run(simulate)
