@@ -23,6 +23,8 @@ ALLREDUCE = tuple(
             "clipping=replaced hooks=clamp_before silent=no_zero_grad",
             "hooks=clamp_before gradients=create_graph",
             "hooks=post_before gradients=set",
+            "data=renewed gradients=autograd",
+            "data=renewed gradients=set",
         ),
     )
 )

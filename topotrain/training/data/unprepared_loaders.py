@@ -27,12 +27,14 @@ class _Reading:
     Attributes:
         loader: a description of it.
         backwards: those of the script when it was given its last batch.
+        steps: as many.
         open: the pass has neither ended nor been dropped.
         trains: a backward followed while it was open.
     """
 
     loader: str
-    backwards: int
+    backwards: int = 0
+    steps: int = 0
     open: bool = True
     trains: bool = False
 
@@ -86,7 +88,7 @@ class UnpreparedLoaders(WorkerExtension):
     def __init__(self, worker: Worker, loader: ShardedLoader, at_close: ExitStack) -> None:
         self._worker, self._prepared, self._thread = worker, loader, threading.get_ident()
         self._readings: list[_Reading] = []
-        self.steps = 0
+        self.steps = self._backwards = 0
         """Steps so far."""
         self.meant = -1
         """The step before which the script was last given a batch of a loader of `tt.as_is`."""
@@ -111,9 +113,9 @@ class UnpreparedLoaders(WorkerExtension):
     def read(self, reading: _Reading | None, loader: str) -> _Reading:
         """The script is given a batch."""
         if reading is None or reading not in self._readings:
-            reading = _Reading(loader, 0)
+            reading = _Reading(loader)
             self._readings.append(reading)
-        reading.backwards = self._worker.tally.backwards
+        reading.backwards, reading.steps = self._worker.tally.backwards, self.steps
         return reading
 
     def before_step(self) -> None:
@@ -122,11 +124,14 @@ class UnpreparedLoaders(WorkerExtension):
         Raises:
             ConfigError: a batch of such a loader has a part in the step.
         """
+        known, tally = self._prepared.in_step or self.meant == self.steps, self._worker.tally
+        # The script has set gradients without a backward, of whatever it has read.
+        made = tally.backwards == self._backwards and any(p.grad is not None for p in self._worker.parts.tensors)
         for reading in self._readings:
             # A batch of a pass that is over may have been one to validate with, before the backward.
-            if reading.open or not (self._prepared.in_step or self.meant == self.steps):
+            if reading.open or not known:
                 self.look(reading)
-            if reading.trains:
+            if reading.trains or (made and not known and reading.steps == self.steps):
                 accepted = (
                     "gives batches to train with, and was not given to tt.prepare: every worker would train on all of "
                     "it. Read what tt.prepare returns, and give it each loader to train with, also one that is new in "
@@ -134,5 +139,5 @@ class UnpreparedLoaders(WorkerExtension):
                     "tt.as_is(loader)"
                 )
                 raise ConfigError("loader", reading.loader, accepted)
-        self.steps += 1
+        self.steps, self._backwards = self.steps + 1, tally.backwards
         self._readings = [reading for reading in self._readings if reading.open]
