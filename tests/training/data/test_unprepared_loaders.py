@@ -19,6 +19,7 @@ class Script:
 
     def __init__(self, at_close: ExitStack) -> None:
         self.tally, self.in_step = SimpleNamespace(backwards=0), False
+        self.parts = SimpleNamespace(tensors=[torch.nn.Parameter(torch.zeros(2)) for _ in range(2)])
         self.watch = UnpreparedLoaders(self, self, at_close)
 
     def read(self) -> None:
@@ -26,6 +27,11 @@ class Script:
 
     def train(self, *_: object) -> None:
         self.tally.backwards += 1
+        self.give()
+
+    def give(self) -> None:
+        """Set a gradient without a backward."""
+        self.parts.tensors[1].grad = torch.ones(2)
 
     def step(self) -> None:
         self.watch.before_step()
@@ -65,13 +71,19 @@ def before_the_step(script: Script) -> None:
     script.step()
 
 
+def without_a_backward(script: Script) -> None:
+    for _ in loader():
+        script.give()
+        script.step()
+
+
 def single(script: Script) -> None:
     next(iter(loader()))
     script.train()
     script.step()
 
 
-@pytest.mark.parametrize("trains", [renewed, beside, before_the_step, single])
+@pytest.mark.parametrize("trains", [renewed, beside, before_the_step, without_a_backward, single])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_step_with_a_batch_of_another_loader_is_an_error(script, trains):
     with pytest.raises(ConfigError, match=r"loader = 'DataLoader of range': gives batches to train with, and was not"):

@@ -5,10 +5,11 @@ or leaves it, without a backward.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
@@ -90,6 +91,7 @@ class UnpreparedLoaders(WorkerExtension):
         self._readings: list[_Reading] = []
         self.steps = self._backwards = 0
         """Steps so far."""
+        self._gradient: Callable[[], torch.Tensor | None] = lambda: None  # one of the last step
         self.meant = -1
         """The step before which the script was last given a batch of a loader of `tt.as_is`."""
         # torch has no hook for the begin of a pass. Only worker processes of a job are changed.
@@ -125,8 +127,9 @@ class UnpreparedLoaders(WorkerExtension):
             ConfigError: a batch of such a loader has a part in the step.
         """
         known, tally = self._prepared.in_step or self.meant == self.steps, self._worker.tally
+        gradient = next((p.grad for p in self._worker.parts.tensors if p.grad is not None), None)
         # The script has set gradients without a backward, of whatever it has read.
-        made = tally.backwards == self._backwards and any(p.grad is not None for p in self._worker.parts.tensors)
+        made = tally.backwards == self._backwards and gradient is not None and gradient is not self._gradient()
         for reading in self._readings:
             # A batch of a pass that is over may have been one to validate with, before the backward.
             if reading.open or not known:
@@ -140,4 +143,5 @@ class UnpreparedLoaders(WorkerExtension):
                 )
                 raise ConfigError("loader", reading.loader, accepted)
         self.steps, self._backwards = self.steps + 1, tally.backwards
+        self._gradient = (lambda: None) if gradient is None else ref(gradient)
         self._readings = [reading for reading in self._readings if reading.open]
