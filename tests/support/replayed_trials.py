@@ -7,6 +7,7 @@ decide in another order, or show other versions, end with other bits.
 from dataclasses import dataclass, field
 
 import torch
+from fault_trial import Trial, TrialScript
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
@@ -31,7 +32,6 @@ from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.sim_cluster import SimServer, parameters
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.tools.simulator.trial import Trial, TrialScript
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker, WorkerMemory

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from elastic_trial import ElasticTrial
+from island_trial import FRAGMENTS, IslandTrial, trains_alone
+
 from topotrain.config.job import (
     Agreement,
     Apply,
@@ -49,8 +52,6 @@ from topotrain.tools.simulator.fault_schedule import (
     draw_group_faults,
     draw_moves,
 )
-from topotrain.tools.simulator.group_churn import ElasticTrial
-from topotrain.tools.simulator.islands.island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:

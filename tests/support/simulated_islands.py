@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from elastic_trial import ElasticTrial
+from fault_trial import TrialScript
 from torch import nn
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
@@ -17,10 +19,8 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
-from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.tools.simulator.trial import TrialScript
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker, WorkerMemory

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from fault_trial import Trial
 from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +20,6 @@ from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
-from topotrain.tools.simulator.trial import Trial
 
 pytestmark = pytest.mark.simulated
 

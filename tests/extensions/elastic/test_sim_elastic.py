@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from elastic_trial import ElasticTrial
+from fault_trial import TrialScript
 from simulation import job
 
 from topotrain.core.server.consistency import AWAY
@@ -11,8 +13,6 @@ from topotrain.core.server.server import Server
 from topotrain.core.server.server_context import WorkerGroups
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.group_churn import ElasticTrial
-from topotrain.tools.simulator.trial import TrialScript
 
 pytestmark = pytest.mark.simulated
 

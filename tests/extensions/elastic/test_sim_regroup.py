@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from fault_trial import Trial
 from simulation import job, trace
 
 from topotrain.config.job import Compression
@@ -19,7 +20,6 @@ from topotrain.extensions.elastic.membership import GroupRestarts, Members
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
-from topotrain.tools.simulator.trial import Trial
 from topotrain.training.data.lease_queue import LeaseQueue
 
 pytestmark = pytest.mark.simulated

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fault_trial import Trial
 from simulation import ScriptedCluster, ScriptedWorker, same, total
 
 from topotrain.config.job import Cluster, Grads, Job, Link, Reduce
@@ -18,7 +19,6 @@ from topotrain.extensions.host_sums.host_reduction import HostReduction
 from topotrain.extensions.host_sums.host_sum_server import HostSumServer
 from topotrain.tools.simulator.fault_schedule import VIEWS, Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import Deadlock
-from topotrain.tools.simulator.trial import Trial
 
 pytestmark = pytest.mark.simulated
 

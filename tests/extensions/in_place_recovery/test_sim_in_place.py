@@ -1,6 +1,7 @@
 """Deaths in synchronous groups on the simulated network: the survivors repeat one step, and every batch counts once."""
 
 import pytest
+from fault_trial import Trial, TrialScript
 from seeded_runs import LAYOUTS, run_trial, schedule_of
 
 from topotrain.core.server.consistency import DecisionLog
@@ -8,7 +9,6 @@ from topotrain.core.server.gradients.gradient_source import GradientSource
 from topotrain.extensions.in_place_recovery.group_members import GroupMembers
 from topotrain.tools.simulator.fault_schedule import STORM, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.tools.simulator.trial import Trial, TrialScript
 from topotrain.training.data.map_dataset import LeaseIterator
 
 pytestmark = pytest.mark.simulated

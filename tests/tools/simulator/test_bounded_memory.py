@@ -4,17 +4,17 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import fault_trial as trial
 import pytest
 import torch
+from fault_trial import Trial
 from simulation import job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Commit
 from topotrain.core.server.consistency import EVERYTHING, STATIC, AppliedBatches
-from topotrain.tools.simulator import trial
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
-from topotrain.tools.simulator.trial import Trial
 from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fault_trial import Trial
 from living_objects import living
 from seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
 
@@ -19,7 +20,6 @@ from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import Deadlock
-from topotrain.tools.simulator.trial import Trial
 from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 

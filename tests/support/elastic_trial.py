@@ -8,6 +8,8 @@ Other faults in the meantime only make it leave sooner. Every batch still counts
 from collections.abc import Iterable
 from functools import partial
 
+from fault_trial import Trial
+
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
@@ -16,7 +18,6 @@ from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, 
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
-from topotrain.tools.simulator.trial import Trial
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
 

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from elastic_trial import ElasticTrial
+from fault_trial import CrashableSender, Trial, TrialScript
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
@@ -37,7 +39,6 @@ from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.group_churn import ElasticTrial
 from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.islands.island_observers import GroupReplicas, IslandObserver
 from topotrain.tools.simulator.islands.sim_peers import PeerSender, SimPeers
@@ -45,7 +46,6 @@ from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimClock
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
-from topotrain.tools.simulator.trial import CrashableSender, Trial, TrialScript
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
