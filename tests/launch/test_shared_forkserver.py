@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Notice, from_json
-from topotrain.launch import RUN_VARIABLE, shared_forkserver
+from topotrain.launch import RUN_VARIABLE, own_python, shared_forkserver
 from topotrain.launch.agent import forkserver, orphans, temporary_folders
 from topotrain.launch.launchers.env_tables import LaunchInfo
 
@@ -138,8 +138,8 @@ def test_it_ends_when_its_last_unit_was_killed_before_it_could_notice(job):
     with open(folder / "life", "rb", buffering=0) as reading:
         for fd in (life, lock):  # as the kernel does for a killed unit
             os.close(fd)
-        words = ["-m", "topotrain.launch.shared_forkserver", str(folder), SLOW]
-        assert subprocess.run([sys.executable, *words], stdin=reading, timeout=60, check=False).returncode == 0
+        command = [*own_python("topotrain.launch.shared_forkserver"), str(folder), SLOW]
+        assert subprocess.run(command, stdin=reading, timeout=60, check=False).returncode == 0
     assert not folder.exists()
 
 
@@ -161,7 +161,7 @@ def test_it_ends_also_where_its_folder_was_cleaned_up(job):
     shutil.rmtree(Path(shared.path).parent)
     assert shared.leave() == 0
     user = User(job)
-    Path(user.path).with_name(".topotrain-lock").unlink()
+    Path(user.path).with_name(".topotrain-folder").unlink()
     user.kill()
     wait_for(lambda: marked(job) == [])
     shutil.rmtree(Path(user.path).parent)

@@ -5,9 +5,13 @@ starts the processes (srun, torchrun, a pod), the same values come as environmen
 of variable names (`launchers/env_tables.py`).
 """
 
+import os
+import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 from topotrain.config.job import ConfigError, Job
@@ -100,6 +104,46 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
         default = environ.get(variable, None if f.default is MISSING else f.default)
         # Without a default and without the variable argparse names the missing option, as it does for a wrong value.
         parser.add_argument(option, type=f.type, default=default, required=default is None, help=f"or {variable}")
+
+
+def own_python(module: str) -> list[str]:
+    """Return the command that calls `main` of a module of topotrain with its arguments.
+
+    The process has the options of this interpreter (-O, -W, -X, …). It imports nothing from the working folder, where a
+    user's `queue.py` may be, and its `sys.path` has no entry of its own.
+    """
+    root = str(Path(__file__).parents[2])
+    # Not -P: a script would see it in `sys.flags`. At the end of the path the root shadows nothing.
+    path = f"sys.flags.safe_path or sys.path.pop(0); {root!r} in sys.path or sys.path.append({root!r})"
+    code = f"import sys; {path}; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    return [sys.executable, *_interpreter_options(sys.orig_argv[1:]), "-c", code]
+
+
+def import_from_working_folder() -> None:
+    """Let a process of servers find the module that the job's `import` names."""
+    if not sys.flags.safe_path:
+        # Behind Python's own modules, which a user's files must not replace, and before all others.
+        places = [number for number, folder in enumerate(sys.path) if "-packages" in folder]
+        sys.path.insert(min(places, default=len(sys.path)), os.getcwd())
+
+
+def _interpreter_options(words: Sequence[str]) -> list[str]:
+    """Return the options before the program of a command line of Python."""
+    found, rest = list[str](), iter(words)
+    for word in rest:
+        if word == "--check-hash-based-pycs":
+            found += [word, next(rest)]
+            continue
+        option = re.fullmatch(r"-([bBdEIOPqRsSuv]*)[ix]*(?:([cmWX])(.*))?", word)
+        if option is None or word == "-":
+            break
+        letters, last, value = option.groups()
+        found += [f"-{letters}"] * bool(letters)
+        if last in ("c", "m"):
+            break
+        if last is not None:
+            found += [f"-{last}{value or next(rest)}"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE, open_file, write_text
-from topotrain.launch import RUN_VARIABLE
+from topotrain.launch import RUN_VARIABLE, own_python
 from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.orphans import BLANK_MARK
 from topotrain.launch.runtime import child_channel
@@ -237,7 +237,7 @@ def _start(folder: Path, preload: Sequence[str], environ: Mapping[str, str]) -> 
             os.fchmod(listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
             listener.bind(str(path))
             listener.listen(128)
-            command = [sys.executable, "-m", "topotrain.launch.shared_forkserver", str(folder), *preload]
+            command = [*own_python("topotrain.launch.shared_forkserver"), str(folder), *preload]
             files = enumerate((reading, log, log, listener.fileno()))
             streams = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in files]
             # Not subprocess: the forkserver may outlive this process, and nothing is to wait for it then.
@@ -253,7 +253,7 @@ def _inherited(environ: Mapping[str, str]) -> Iterator[str]:
 
     Settings that come with each request are left out.
     """
-    yield from (sys.executable, os.getcwd(), str(os.getuid()), str(os.getgid()))
+    yield from (*own_python(""), os.getcwd(), str(os.getuid()), str(os.getgid()))
     for name in sorted(environ):
         if name.startswith(_READ_BY_IMPORTS) and not name.startswith(_READ_LATER):
             # Open MPI names its folder twice.
@@ -294,10 +294,7 @@ class SharedForkserverLoop(forkserver.ForkserverLoop):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `python -m topotrain.launch.shared_forkserver FOLDER [MODULE…]`.
-
-    `join` runs this command.
-    """
+    """Run a shared forkserver; `join` calls this with FOLDER [MODULE…]."""
     folder, *preload = arguments
     # An import is not interrupted by the end of stdin. Until the loop reads it, the kernel ends this process with
     # SIGIO when no user is left.
@@ -313,7 +310,3 @@ def main(arguments: Sequence[str]) -> None:
     if child is not None:
         child_channel.run_forked(child)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,6 +6,7 @@ torch is mapped to a valid key of a store, and no two keys are mapped to the sam
 
 import atexit
 import hashlib
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -196,16 +197,17 @@ def rendezvous(
     store = TorchStore(within(base, name))
     store.set_timeout(timeout)
     if rank == 0:
-        atexit.register(_sweep, within(base, name))
+        atexit.register(_sweep, within(base, name), os.getpid())
     yield store, rank, size
     # torch resumes this generator only to make the group anew, for which all ranks must come again.
     raise RuntimeError(f"{parts.scheme}:// cannot be used for a second rendezvous: start the processes again")
 
 
-def _sweep(store: Store) -> None:
+def _sweep(store: Store, pid: int) -> None:
     """Delete the values when rank 0 ends, as they vanish with a store of torch's own."""
     with suppress(StoreError):
-        for key in store.keys(""):
+        # Not where a process that rank 0 has forked ends.
+        for key in store.keys("") if os.getpid() == pid else ():
             store.delete(key)
 
 

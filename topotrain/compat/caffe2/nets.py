@@ -86,6 +86,7 @@ class Net:
         self._patience_s, self._workspace = patience_s, workspace
         self._meeting: ShardStart | None = None
         self.started = self.has_run = self._over = False
+        self._pid = os.getpid()
         # Of the given rendezvous, also where it is not used to meet.
         self._exit_nets = [] if meets is None else meets.exit_nets
         self._batches: Iterator[Any] = iter(())
@@ -245,7 +246,7 @@ class Net:
             self._at_exit()
 
     def _at_exit(self) -> None:
-        if self._over:
+        if self._over or os.getpid() != self._pid:  # a process that the script has forked is no worker
             return
         self._over = True
         atexit.unregister(self._at_exit)

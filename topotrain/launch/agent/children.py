@@ -63,6 +63,8 @@ class UnitConfig:
     sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
     threads: of each worker, as `worker_threads` returns it.
     link_mbit: the measured speed of the slowest link between units; 0: not measured.
+    token: the secret of this start of the job, in hexadecimal. A later process must not depend on its file.
+    stdin: that of the main worker; -1: none.
     """
 
     job: Job
@@ -75,6 +77,8 @@ class UnitConfig:
     attempt: AttemptInfo = AttemptInfo()
     threads: int = 0
     link_mbit: float = 0.0
+    token: str = field(default="", repr=False)
+    stdin: int = -1
 
     @property
     def logs(self) -> Path:
@@ -250,6 +254,7 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
                 ignore_sigint=serving,
                 # The unit stamps the lines of the main worker, which the terminal gets without stamps.
                 stamp="" if shown else child.who,
+                stdin=unit.stdin if shown else -1,
             )
         )
     finally:
@@ -300,6 +305,7 @@ def _spec(unit: UnitConfig, child: Child, incarnation: int, seats: list[list[int
         "servers": pairs(Role.SERVER),
         "rendezvous": unit.rendezvous,
         "run_dir": str(unit.run_dir),
+        "token": unit.token,
         "sockets": unit.sockets,
         "hosts": list(unit.hosts),
         "host": unit.host,

@@ -21,13 +21,13 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from topotrain.config.private_files import FILE_MODE, open_file
+from topotrain.launch import own_python
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.pipes import LineWriter
 from topotrain.launch.runtime import child_channel
@@ -42,7 +42,7 @@ class ForkRequest:
     """A process to fork.
 
     call: "module:function", called as function(spec, control: socket, fds: list[int]).
-    stamp: the name that its lines get, with the time; "": they get none.
+    stamp: the name that its lines get, with the time; "": they get none. stdin: -1: it reads the end of file.
     """
 
     who: str
@@ -56,6 +56,7 @@ class ForkRequest:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ignore_sigint: bool = False
     stamp: str = ""
+    stdin: int = -1
 
 
 class ForkserverClient:
@@ -86,7 +87,9 @@ class ForkserverClient:
         """
         names = ("who", "call", "spec", "cwd", "environ", "ignore_sigint", "stamp")
         body = {name: getattr(request, name) for name in names}
-        self._ask(body, (request.control, request.stdout, request.stderr, *request.fds))
+        stdin = () if request.stdin < 0 else (request.stdin,)
+        fds = (request.control, request.stdout, request.stderr, *stdin, *request.fds)
+        self._ask({**body, "stdin": len(stdin)}, fds)
 
     def signal(self, pid: int, number: int, group: bool = False) -> None:
         """Signal a child of this connection, or its process group."""
@@ -165,7 +168,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
     os.fchmod(listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
     listener.bind(_socket_path(directory))
     listener.listen(128)
-    command = [sys.executable, "-m", "topotrain.launch.agent.forkserver", directory, str(listener.fileno()), *preload]
+    command = [*own_python("topotrain.launch.agent.forkserver"), directory, str(listener.fileno()), *preload]
     environment = {**(os.environ if environ is None else environ), **child_channel.THREADS}
     with listener, os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         process = subprocess.Popen(
@@ -208,6 +211,9 @@ class ForkserverLoop:
         self._ended = False
 
     def serve(self) -> child_channel.ForkedChild | None:
+        # Processes that a killed child leaves become children of this process, and not zombies of a PID 1 that waits
+        # for its own children only.
+        child_channel.adopt_orphans()
         # A handler that does nothing: only with a handler is the number of the signal written to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT):  # only the end of stdin ends the forkserver
@@ -324,15 +330,18 @@ class ForkserverLoop:
             self._woken.recv(4096)
         while (changed := _waited(os.WSTOPPED | os.WCONTINUED)) is not None:
             frozen = changed.si_code == os.CLD_STOPPED
-            self._reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
+            if changed.si_pid in self._owners:
+                self._reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
         # WNOWAIT keeps the dead child waitable: while it keeps its pid, the process group is certainly its own.
         while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
-            # Processes that the child has started, such as those of a DataLoader, end with it.
-            _kill_group(dead.si_pid)
+            owner = self._owners.pop(dead.si_pid, None)
+            if owner is not None:
+                # Processes that the child has started, such as those of a DataLoader, end with it.
+                _kill_group(dead.si_pid)
             # Only now is the pid free, and so after the last signal to its group.
             _, status = os.waitpid(dead.si_pid, 0)
-            owner = self._owners.pop(dead.si_pid)
-            self._reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
+            if owner is not None:
+                self._reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
 
     def _abandon(self) -> None:
         """Close the forkserver's resources in a forked child."""
@@ -376,10 +385,7 @@ def load(modules: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `python -m topotrain.launch.agent.forkserver FOLDER LISTENING_FD [MODULE…]`.
-
-    `start` runs this command.
-    """
+    """Run a forkserver; `start` calls this with FOLDER LISTENING_FD [MODULE…]."""
     directory, listening, *preload = arguments
     # The forkserver does not read stdin while it imports torch. Until then the kernel signals its parent's death.
     child_channel.die_with_parent()
@@ -392,7 +398,3 @@ def main(arguments: Sequence[str]) -> None:
         child_channel.run_forked(child)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

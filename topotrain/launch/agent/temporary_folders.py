@@ -1,7 +1,7 @@
 """Temporary folders, one per start of a job, in the system's temporary folder.
 
-A process that uses such a folder holds a lock on a file in it. A folder with a free lock was left by a killed process,
-and is removed when another process makes a folder.
+A process that uses such a folder holds a lock on the folder itself, as systemd-tmpfiles looks for before it removes old
+files. A folder with a free lock was left by a killed process, and is removed when another process makes a folder.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FOLDER_MODE, open_file
 
 PREFIX = "topotrain-"
-_LOCK = ".topotrain-lock"
+_MARK = ".topotrain-folder"
 """The file that identifies such a folder. Folders of other programs with similar names stay untouched."""
 
 
@@ -59,12 +59,13 @@ def share(name: str) -> tuple[Path, int]:
 def use(path: Path) -> int | None:
     """Lock a folder in use; None where it was just removed. Raises OSError."""
     try:
-        lock = open_file(path / _LOCK, os.O_RDWR | os.O_CREAT)
+        os.close(open_file(path / _MARK, os.O_RDWR | os.O_CREAT))
+        lock = _open(path)
     except FileNotFoundError:
         return None
     fcntl.flock(lock, fcntl.LOCK_SH)  # waits for one that is removing the folder
-    # A remover may have unlinked the file after it was opened: then the lock protects nothing.
-    if _names(path / _LOCK, lock):
+    # A remover may have unlinked the folder after it was opened: then the lock protects nothing.
+    if _names(path, lock):
         return lock
     os.close(lock)
     return None
@@ -93,19 +94,23 @@ def _remove_unused(path: Path) -> None:
     # `lstat`, because another user may have placed a symbolic link under this name.
     if path.lstat().st_uid != os.geteuid():
         return
-    # Without O_CREAT: a folder without this file belongs to another program.
-    lock = open_file(path / _LOCK, os.O_RDWR)
+    (path / _MARK).lstat()  # a folder without this file belongs to another program
+    lock = _open(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its path may name a newer folder by now, with a lock file of its own.
-        if _names(path / _LOCK, lock):
+        # Its path may name a newer folder by now, with a lock of its own.
+        if _names(path, lock):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(lock)
 
 
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def _names(path: Path, fd: int) -> bool:
-    """Return whether the path still refers to the file of this descriptor."""
+    """Return whether the path still refers to the folder of this descriptor."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:

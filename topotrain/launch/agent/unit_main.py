@@ -21,16 +21,13 @@ from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints, UnitConfig
 from topotrain.launch.agent.supervisor import Supervisor
 from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
-from topotrain.launch.agent.workspace import JOB_FILE
+from topotrain.launch.agent.workspace import JOB_FILE, TOKEN_FILE
 
 _STDOUT = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`.
-
-    The options are those of `launch.UnitPlace`. Returns the exit code.
-    """
+    """Run a unit; the options are those of `launch.UnitPlace`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
     add_arguments(parser, os.environ)
     defaults = EntryPoints()
@@ -41,12 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", default="")
     parser.add_argument("--absent", default="")
     parser.add_argument("--why", default="")
+    parser.add_argument("--stdin", type=int, default=-1)
     given = parser.parse_args(arguments)
     place = UnitPlace(**{f.name: getattr(given, f.name) for f in fields(UnitPlace)})
     try:
         calls = EntryPoints(given.worker_call, given.server_call, tuple(given.preload))
         absent = frozenset(int(group) for group in given.absent.split(",") if group)
-        return supervise(place, calls, AttemptInfo(given.life, given.resume, absent, given.why))
+        return supervise(place, calls, AttemptInfo(given.life, given.resume, absent, given.why), given.stdin)
     except (ConfigError, OSError) as error:
         wrong = isinstance(error, ConfigError)
         failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())
@@ -56,10 +54,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if wrong else 1
 
 
-def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int:
+def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo, stdin: int = -1) -> int:
     """Read the job, then start and watch the unit at `place`; return its exit code.
 
-    Raises ConfigError or OSError.
+    stdin: for the main worker. Raises ConfigError or OSError.
     """
     run_dir = Path(place.run_dir)
     job = job_file.load(run_dir / JOB_FILE)
@@ -90,6 +88,8 @@ def supervise(place: UnitPlace, calls: EntryPoints, attempt: AttemptInfo) -> int
             attempt=attempt,
             threads=threads,
             link_mbit=place.link_mbit,
+            token=(run_dir / TOKEN_FILE).read_bytes().hex(),
+            stdin=stdin,
         )
         client = forkserver.ForkserverClient(path)
         stack.callback(client.close)

@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from topotrain.config.private_files import open_file
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Exited, Started
-from topotrain.launch import TABLE, UnitPlace, arguments
+from topotrain.launch import TABLE, UnitPlace, arguments, own_python
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
 from topotrain.launch.agent.pipes import LineReader, LineWriter
 from topotrain.launch.shared_forkserver import ForkserverProcess
@@ -61,14 +60,21 @@ def start_unit(
         at = words.index(option)
         del words[at : at + 2]
         environ = {**environ, variable: place.rendezvous}
-    command = [sys.executable, "-m", "topotrain.launch.agent.unit_main", *words]
+    # Its own stdin has the commands. The script's is that of this process, as under `python`.
+    script_stdin = os.dup(0)
+    command = [*own_python("topotrain.launch.agent.unit_main"), *words, "--stdin", str(script_stdin)]
     command += ["--worker-call", calls.worker, "--server-call", calls.server]
     command += ["--life", str(attempt.number), "--resume", attempt.resume]
     command += ["--absent", ",".join(map(str, sorted(attempt.absent))), "--why", attempt.why]
     with os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides about its units.
-        process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
+        try:
+            # A session of its own: Ctrl-C in the terminal reaches the launcher only, which decides about its units.
+            process = subprocess.Popen(
+                command, env=environ, start_new_session=True, bufsize=0, pass_fds=[script_stdin], **pipes
+            )
+        finally:
+            os.close(script_stdin)
     assert process.stdout is not None
     # The loop reads all units, so no read may wait for one of them.
     os.set_blocking(process.stdout.fileno(), False)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from topotrain.comm.store import StoreError, open_store
@@ -18,13 +19,15 @@ from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError
+from topotrain.launch import import_from_working_folder
 from topotrain.launch.by_hand.manual_server import SharedSettings, serve, tell
 
 _LOOK_S = 1.0
 
 
-def main() -> int:
+def main(_: Sequence[str]) -> int:
     """Read the servers' settings from stdin, and run them. Returns the exit code."""
+    import_from_working_folder()
     # Ctrl-C on the terminal is for the worker, which ends this process when it has sent its reason.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before stdin is read: the worker may have died in between, and then the parent is another process.
@@ -66,7 +69,3 @@ def _end_with_worker(worker: int) -> None:
             break
     # Not `sys.exit`: the servers' threads wait for workers that will not come.
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

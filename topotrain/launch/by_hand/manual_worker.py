@@ -28,6 +28,7 @@ from topotrain.config.private_files import make_folder
 from topotrain.config.topology import Address
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Event, Failed, Final, Metrics, Notice, Notifier
+from topotrain.launch import own_python
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import (
     CAUSE_S,
@@ -254,6 +255,9 @@ class _Joined(ProcessOwner, Notifier):
             self._servers.wait()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self._pid:  # a process that the script has forked
+            self._hook(kind, error, trace)
+            return
         self._failed = error
         if isinstance(error, JobError | PeerLost | TransportError):
             # These are consequences, so the user gets the reason from the servers.
@@ -327,7 +331,7 @@ def _start_servers(
         "terms": [terms.words, terms.compare, terms.patience_s],
         "name": f"{terms.name.__module__}:{terms.name.__qualname__}",
     }
-    command = [sys.executable, "-m", "topotrain.launch.by_hand.colocated_server"]
+    command = own_python("topotrain.launch.by_hand.colocated_server")
     # Not threads of this process: other processes wait for the servers, and a script may hold the interpreter.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, bufsize=0)
     assert child.stdin is not None

@@ -41,7 +41,7 @@ CLOSED = (
     "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), so this "
     "process no longer reaches its job: it ends here"
 )
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _getenv = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(("getenv", _libc))
 
@@ -212,7 +212,8 @@ def exit_code(code: object) -> int:
 class ForkedChild:
     """A forked process that has not become its child yet.
 
-    request: the forkserver's request. fds: its descriptors [control, stdout, stderr, …]. parent: the forkserver's pid.
+    request: the forkserver's request. fds: its descriptors [control, stdout, stderr, …], of which the fourth is stdin
+    where the request has one. parent: the forkserver's pid.
     """
 
     request: dict[str, Any]
@@ -230,7 +231,7 @@ def run_forked(child: ForkedChild, functions: Mapping[str, ProcessMain] = Mappin
         for fd in child.fds:  # a program that replaces this one (os.exec…) must not hold them open
             os.set_inheritable(fd, False)
         _become(child)
-        control, fds = child.fds[0], child.fds[3:]
+        control, fds = child.fds[0], child.fds[3 + child.request["stdin"] :]
         # The file is compared at the end, when the program may have closed the descriptor.
         channel, file = socket.socket(fileno=control), _file(control)
         code = call(child.request["call"], child.request["spec"], channel, fds, functions)
@@ -255,6 +256,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
+def adopt_orphans() -> None:
+    """Let descendants of this process become its children when their parents end."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _become(child: ForkedChild) -> None:
     request = child.request
     # Forks do not inherit the setting.
@@ -270,7 +276,9 @@ def _become(child: ForkedChild) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     # The kernel's limit for a name is 15 bytes.
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
-    _open_streams(child.fds[1], child.fds[2], request["stamp"])
+    # Without a stdin a script reads the end of file: the forkserver's own is its order to end.
+    stdin = child.fds[3] if request["stdin"] else os.open(os.devnull, os.O_RDONLY)
+    _open_streams(stdin, child.fds[1], child.fds[2], request["stamp"])
     asked = request["environ"]
     _mark(asked.get(RUN_VARIABLE, ""))
     # The forkserver's own environment is that of the moment at which it started.
@@ -290,13 +298,13 @@ def _mark(mark: str) -> None:
         ctypes.memmove(place, mark.encode(), len(mark))
 
 
-def _open_streams(stdout: int, stderr: int, stamp: str) -> None:
-    # A script that reads stdin gets the end of file: the forkserver's stdin is its order to end.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for fd, number in ((nothing, 0), (stdout, 1), (stderr, 2)):
+def _open_streams(stdin: int, stdout: int, stderr: int, stamp: str) -> None:
+    for fd, number in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    former: Any = sys.__stdin__  # as the locale says
+    encoding, errors = (None, None) if former is None else (former.encoding, former.errors)
+    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, errors=errors, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     stamps = LineStamps(stamp)  # of both streams, which share a log
     for name, fd in (("stdout", 1), ("stderr", 2)):
         # Line by line, as in a terminal: a log must have the last lines of a killed process.

@@ -1,16 +1,19 @@
 """The entry points of a job's processes, which the forkserver calls after a fork."""
 
+import builtins
 import os
-import runpy
+import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.router import Router, RouterConfig
@@ -42,10 +45,11 @@ from topotrain.extensions.elastic.leave import GroupLeaving, leave
 from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
-from topotrain.launch.agent.workspace import RECORDED, REPLAYED, SPANS, TOKEN_FILE, message_pause, profiled_step
+from topotrain.launch import import_from_working_folder
+from topotrain.launch.agent.workspace import RECORDED, REPLAYED, SPANS, message_pause, profiled_step
 from topotrain.launch.log_lines import LineStamps
 from topotrain.launch.runtime import event_records
-from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
+from topotrain.launch.runtime.child_channel import ChildChannel, end_process, exit_code
 from topotrain.launch.runtime.host_reports import HostReports
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
 from topotrain.launch.runtime.process_exit import ProcessExitHook
@@ -68,6 +72,7 @@ _LEFT = -1
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Run the servers of one unit; return the exit code."""
+    import_from_working_folder()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     control = _control(spec, channel)
     slot = LaunchedSlot(spec["seats"], control) if spec.get("seats") else None
@@ -237,7 +242,7 @@ def _control(spec: dict[str, Any], channel: socket.socket) -> ChildChannel:
 
 def _place(spec: dict[str, Any]) -> RouterConfig:
     job = job_file.loads(spec["job"], "the job")
-    token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
+    token = bytes.fromhex(spec["token"])
     store = open_store(spec["rendezvous"])
     topology = layout(job.cluster, spec["hosts"], spec["link_mbit"])
     place = RouterConfig.of(topology, job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["host"])
@@ -323,7 +328,7 @@ def run_worker(
         if function is None:
             run_program(spec["program"], spec["args"])
         else:
-            run_function(function)
+            run_script(function)
     # From here on an exit is the runtime's own, and not the script's.
     hook.forget()
     return work.leave(guard.code)
@@ -371,34 +376,72 @@ class WorkerPart:
 
 
 def run_program(program: str, args: Sequence[str]) -> None:
-    """Run a script, or a module as `python -m` does."""
+    """Run a script, or a module as `python -m` does.
+
+    It finds what `python` gives it: `sys.argv`, `sys.path`, and the module `__main__`, also after its end. The process
+    is a fork of one that imports nothing from a folder of the user.
+    """
     module = module_of(program)
     sys.argv = [program if module is None else "-m", *args]
-    # As `python program` does, or `python -m module`; the first entry is the forkserver's.
-    sys.path[0:1] = [os.getcwd() if module else str(Path(program).resolve().parent)]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    run_script(lambda: exec(_code(program, module, vars(main)), vars(main)))
+
+
+def _code(program: str, module: str | None, names: dict[str, Any]) -> Any:
+    """Return the code of a program, and set the names that Python sets before it runs."""
+    path = os.path.abspath(program)
+    loader: Any = SourceFileLoader("__main__", path)
+    names |= {"__file__": path, "__cached__": None, "__annotations__": {}, "__builtins__": builtins}
+    if module is None:
+        names["__loader__"] = loader
+        # A compiled script is run as such, and a source file must not leave a compiled one behind.
+        if path.endswith(".pyc"):
+            return SourcelessFileLoader("__main__", path).get_code("__main__")
+        return loader.source_to_code(Path(path).read_bytes(), path)
+    spec = find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{module}.__main__")
+    assert spec is not None  # the launcher has found it
+    sys.argv[0] = str(spec.origin)
+    names |= {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
+    names |= {"__file__": spec.origin, "__cached__": spec.cached}
+    return spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+
+
+def run_script(script: Callable[[], object]) -> None:
+    """Call a script; a process that it has forked ends here, for itself.
+
+    Raises RuntimeError where the script left with an exit code for a failure.
+    """
+    pid, code, trace = os.getpid(), 0, None
     try:
-        if module is None:
-            runpy.run_path(program, run_name="__main__")
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)  # replaces "-m" by the module's file
+        script()
     except SystemExit as leaving:
-        _check_exit(leaving)
-
-
-def run_function(function: Callable[[], object]) -> None:
-    """Run a function as the program."""
-    try:
-        function()
-    except SystemExit as leaving:
-        _check_exit(leaving)
-
-
-def _check_exit(leaving: SystemExit) -> None:
-    """Raise RuntimeError where the program left with an exit code for a failure."""
-    code = exit_code(leaving.code)
+        code, trace = exit_code(leaving.code), leaving.__traceback__
+    except BaseException as error:
+        forked, own = os.getpid() != pid, sys.excepthook is not sys.__excepthook__
+        if forked or (own and not isinstance(error, GroupLeaving)):
+            _call_hook(error)
+        # The guard reports it, so a usual hook would print it twice.
+        if not forked:
+            raise
+        code = 1
+    if os.getpid() != pid:
+        end_process(code)
     if code:
-        trace = _users_part(leaving.__traceback__)
-        raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
+        raise RuntimeError(f"the program left with exit code {code}").with_traceback(_users_part(trace)) from None
+
+
+def _call_hook(error: BaseException) -> None:
+    """Call the hook for an exception that a script does not catch."""
+    try:
+        trace = _users_part(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except Exception:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exc()
 
 
 class ProgramGuard:
@@ -430,6 +473,8 @@ class ProgramGuard:
         here, kind = self._here, kind_of(error)
         if here.worker is not None or here.tables is not None:
             here.connect().exchange.leave()  # errors that the others report from here on are consequences
+        # The report ends the job, and the script's functions at exit come after it: SIGKILL limits their time.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         name_nearest(error)
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         # The traceback of these errors has only lines of topotrain, which explain nothing.
@@ -455,8 +500,7 @@ class ProgramGuard:
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback that starts at the program's own first line."""
-    # runpy's own frames are between this file and the program.
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 

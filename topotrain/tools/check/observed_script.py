@@ -170,4 +170,6 @@ def run_plain(spec: dict[str, Any], channel: Any, fds: Any) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the script's own folder takes its place
     observe(Observation(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:])
