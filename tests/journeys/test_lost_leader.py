@@ -95,7 +95,7 @@ def kill_host(job: Job, rank: int) -> None:
 
 def leader(job: Job) -> int:
     """Who leads, according to the store."""
-    with closing(open_store(job.url.partition("?")[0])) as store:
+    with closing(open_store(job.url.partition("?")[0], bytes.fromhex(TOKEN))) as store:
         (key,) = (key for key in store.keys("jobs/") if key.endswith("/leader"))
         return int(json.loads(store.get(key) or b"")["rank"])
 
