@@ -369,6 +369,8 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     here = job()
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # typer, in an earlier test, may have set its own
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     program, log = tmp_path / "bad.py", tmp_path / "log"
     program.write_text(script + "\n")
     with entry_points.ProgramGuard(here.context, log) as guard:
