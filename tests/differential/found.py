@@ -25,6 +25,7 @@ ALLREDUCE = tuple(
             "hooks=post_before gradients=set",
             "data=renewed gradients=autograd",
             "data=renewed gradients=set",
+            "data=second flow=continue",
         ),
     )
 )

@@ -15,7 +15,7 @@ from tests.differential.runs import LAYOUTS, Bench, InvalidScript
 
 pytestmark = pytest.mark.journey
 FIXED = range(30)
-FRESH = [random.SystemRandom().randrange(10**6, 10**9) for _ in range(10)]
+FRESH = [random.SystemRandom().randrange(10**6, 10**9) for _ in range(5)]
 
 
 def check(bench: Bench, script: scripts.Script, layout: str) -> None:

@@ -313,10 +313,11 @@ class ShardedLoader:
         """The plan of a pass that may have a part in the steps of other loaders' batches."""
         plan = self._plan
         # A step has yet to be made with a batch of a pass that may be over.
-        beside = others or self._all.given(self._accounting.own_steps) - {self.number}
+        given = self._all.given(self._accounting.own_steps) - {self.number}
+        beside = [live.loader for live in others] + [each for each in self._all.divided if each.number in given]
         if not beside or plan.sums or plan.in_rounds or plan.workers == 1:
             return plan
-        alike = others and all(loader.cuts_evenly for loader in (self, *(live.loader for live in others)))
+        alike = all(loader.cuts_evenly for loader in (self, *beside))
         return plan if alike else replace(plan, whole=True)
 
     @cached_property
