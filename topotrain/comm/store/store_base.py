@@ -111,6 +111,11 @@ class PrefixStore:
         return self._prefix + key
 
 
+def is_foreign(store: Store, key: str) -> bool:
+    """Return whether there is a value under this key that was written with another secret."""
+    return key in store.keys(key) and store.get(key) is None
+
+
 def within(store: Store, prefix: str) -> Store:
     """Return the part of a store under `prefix`. Closing it leaves the store open."""
     return PrefixStore(store, prefix)

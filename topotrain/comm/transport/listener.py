@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from random import SystemRandom
@@ -75,6 +76,16 @@ class Newcomers:
         del self._known[pushed]
         self._pushed = [*(old for old in self._pushed if old.fileno() >= 0), pushed]
         return pushed
+
+    def accept(self, accept: Callable[[], tuple[socket.socket, Any]]) -> tuple[socket.socket, Any]:
+        """Accept a connection, for which another one may have to end. Raises BlockingIOError while `crowded`."""
+        if self.crowded:
+            raise BlockingIOError
+        sock, peer = accept()
+        pushed = self.add(sock, peer)
+        if pushed is not None:
+            shut_down(pushed)
+        return sock, peer
 
     def remove(self, sock: socket.socket) -> bool:
         """Remove a connection that has proven itself, or ended; return whether it was there."""

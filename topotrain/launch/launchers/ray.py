@@ -221,7 +221,7 @@ class UnitActor:
             everything = {**os.environ, **environ}
             code = subprocess.run(bound, env=everything, cwd=folder, stdin=subprocess.DEVNULL, stdout=out).returncode
         except OSError as error:
-            print(f"topotrain: {error.filename}: {error.strerror} on {self.where()}", file=sys.stderr, flush=True)
+            foreground_tool.say(f"{error.filename}: {error.strerror} on {self.where()}")
             return 2
         return code if code >= 0 else 128 - code
 

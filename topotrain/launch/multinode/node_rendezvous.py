@@ -24,6 +24,7 @@ from typing import Self, TypeVar
 
 from topotrain.comm.store import Store, StoreError, within
 from topotrain.comm.store.maintained_values import MaintainedValues
+from topotrain.comm.store.store_base import is_foreign
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
@@ -250,15 +251,11 @@ class NodeRendezvous:
 
     def _await_strangers(self) -> None:
         """Wait until no units with another secret have this job's name. Raises ConfigError."""
-        while self._is_foreign(self.shared, "run") and any("/alive/" in k for k in self._root.keys(f"jobs/{self.id}.")):
+        while is_foreign(self.shared, "run") and any("/alive/" in k for k in self._root.keys(f"jobs/{self.id}.")):
             self._waiting(f"the end of a job {self.id!r} with another secret")
             if time.monotonic() > self._deadline:
                 raise self._running("with another secret")
             time.sleep(BEAT_S / 4)
-
-    def _is_foreign(self, store: Store, key: str) -> bool:
-        """Return whether the value of this key is not of this job's secret."""
-        return key in store.keys(key) and store.get(key) is None
 
     def _await_end(self, old: Store) -> bool:
         """Wait until all units of an earlier start are gone; ConfigError if it is running.
@@ -415,7 +412,7 @@ class NodeRendezvous:
                 self._check_start(store is self.shared)
             if time.monotonic() > self._deadline:
                 who = f"(job {self.id!r}, unit {self.rank})"
-                why = ": its value in the store is not of this unit's secret" if self._is_foreign(store, key) else ""
+                why = ": its value in the store is not of this unit's secret" if is_foreign(store, key) else ""
                 raise StoreError(f"{what} did not come within {self.patience:g} s {who}{why}")
 
     def _check_start(self, outside: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.listener import Newcomers, shut_down
+from topotrain.comm.transport.listener import Newcomers
 from topotrain.comm.transport.tcp import local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
@@ -61,13 +61,8 @@ class PageSocket(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection, for which another one may have to end."""
-        if self.newcomers.crowded:
-            raise BlockingIOError  # the event loop closes those first, and asks again
-        sock, peer = super().accept()
-        pushed = self.newcomers.add(sock, peer)
-        if pushed is not None:
-            shut_down(pushed)
-        return sock, peer
+        # While there is a crowd, the event loop closes those connections first, and asks again.
+        return self.newcomers.accept(super().accept)
 
 
 @dataclass(frozen=True, slots=True)

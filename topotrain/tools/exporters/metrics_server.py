@@ -15,7 +15,7 @@ from typing import Any
 
 from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.listener import Newcomers, shut_down
+from topotrain.comm.transport.listener import Newcomers
 from topotrain.comm.transport.tcp import ListenAddress, local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
@@ -135,12 +135,7 @@ class _MetricsHttpServer(ThreadingHTTPServer):
         """Accept a connection, for which another one may have to end."""
         if self._newcomers.crowded:
             time.sleep(_PAUSE_S)  # their threads close those first, and the server asks again
-            raise BlockingIOError
-        sock, peer = super().get_request()
-        pushed = self._newcomers.add(sock, peer)
-        if pushed is not None:
-            shut_down(pushed)
-        return sock, peer
+        return self._newcomers.accept(super().get_request)
 
     def service_actions(self) -> None:
         """End late connections; `serve_forever` calls this twice a second, and after each request."""

@@ -477,13 +477,12 @@ class MeanPath(GradientPath):
 
     def _call_hooks(self, hooked: Mapping[int, torch.Tensor | None]) -> None:
         """Call the script's hooks, as autograd does. They may make a step."""
-        graphs = set()
+        # A mean in place of a gradient with a graph has no derivative, and neither has what a hook makes of it.
+        graphs = {index for index in hooked if getattr(self._tensors[index].grad, "requires_grad", False)}
         for index, earlier in hooked.items():
             gradient = self._tensors[index].grad
             assert gradient is not None
-            # What a hook makes of a mean in whose place a gradient with a graph was has no derivative, either.
-            graphs |= {index} if gradient.requires_grad else set()
-            with torch.set_grad_enabled(gradient.requires_grad):
+            with torch.set_grad_enabled(index in graphs):
                 gradient = self._hooks.on_gradient(index, gradient)
                 self._mirror.set_gradient(index, gradient if earlier is None else earlier.add_(gradient))
         for index in hooked:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from topotrain.comm.store.key_validation import StoreError, check_key
-from topotrain.comm.store.store_base import KEEP_S, Store
+from topotrain.comm.store.store_base import KEEP_S, Store, is_foreign
 
 BEAT_TTL = 30.0
 """Seconds after which a job without a heartbeat counts as lost."""
@@ -136,8 +136,7 @@ class Registry:
 
     def check_secret(self, id: str) -> None:
         """Raise StoreError where the job would not believe what this process writes."""
-        run = f"jobs/{id}/run"
-        if self._store.get(run) is None and run in self._store.keys(run):
+        if is_foreign(self._store, f"jobs/{id}/run"):
             accepted = "TOPOTRAIN_TOKEN or TOPOTRAIN_TOKEN_FILE must be as for its units"
             raise StoreError(f"job {id!r} has another secret than this process: {accepted}")
 
