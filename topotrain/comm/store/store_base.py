@@ -11,7 +11,7 @@ from topotrain.comm.store.key_validation import check_key, check_prefix
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach a server that is away."""
 KEEP_S = 7 * 86_400.0
-"""Seconds for which a store keeps what a job has written last: nobody removes the values of a killed job."""
+"""Seconds for which a store keeps what a job has written last. A killed job does not remove its values."""
 
 
 class Store(Protocol):

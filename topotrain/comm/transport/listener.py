@@ -96,7 +96,7 @@ class Newcomers:
         self._known = {sock: one for sock, one in self._known.items() if one.peer != peer}
 
     def end_late(self) -> None:
-        """Shut down all connections whose time is over."""
+        """Shut down all connections that have had their time."""
         now = time.monotonic()
         for sock in [sock for sock, one in self._known.items() if one.until <= now]:
             del self._known[sock]

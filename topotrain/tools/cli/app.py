@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 REPLAY = "topotrain.tools.replay"
 TRAINS = frozenset({"run", "unit", "launch", "check", "compare", "pserver", "replay"})
-"""Commands whose outcome is a training and not what they print."""
+"""Commands that train: what they print is not their outcome."""
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 

@@ -53,7 +53,7 @@ class PageOptions:
 
 
 class PageSocket(socket.socket):
-    """A listening socket whose connections must make themselves known, or end."""
+    """A listening socket. A connection that makes no allowed request in time ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock.family, sock.type, sock.proto, sock.detach())

@@ -83,7 +83,7 @@ class DecisionFile:
         about = {
             "format": FORMAT,
             "version": VERSION,
-            # A replay needs no store, whose URL may have a password.
+            # Without the URL of the store, which a replay does not need: it may have a password.
             "job": job_file.dumps(replace(self.job, rendezvous="")),
             "whole": self.whole,
             "made_at": self.made_at,
