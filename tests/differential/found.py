@@ -26,6 +26,9 @@ ALLREDUCE = tuple(
             "data=renewed gradients=autograd",
             "data=renewed gradients=set",
             "data=second flow=continue",
+            "data=second_uneven",
+            "data=second_uneven flow=continue",
+            "data=second_taken",
         ),
     )
 )

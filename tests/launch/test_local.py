@@ -50,6 +50,15 @@ def test_a_job_that_goes_well(tmp_path, mark):
     assert {entry["exit"] for role, entry in entries.items() if role != "launcher"} == {0}
 
 
+def test_a_signal_that_is_no_request_ends_no_job(tmp_path, mark):
+    """The end of a process is one, in a program in which a DataLoader has had processes."""
+    former = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        assert launch(tmp_path, on_event=lambda event: os.kill(os.getpid(), signal.SIGCHLD))[0].code == 0
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+
+
 def test_processes_are_listed_while_they_run_and_a_signal_ends_them(tmp_path, mark):
     seen = []
 

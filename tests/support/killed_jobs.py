@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from job_runner import Ended, JobRunner
 from process_pool import client
 from shells import alive
+
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
 
 def killed(
@@ -43,6 +46,10 @@ def killed(
         raise AssertionError(f"the job ended early:\n{heard}")
     patience.cancel()
     workspace = runner.folder / "job"
+    # On a loaded machine the processes take more time for a snapshot than the program for its steps.
+    until = time.monotonic() + 20
+    while "snapshot_s: 0." in extra and latest(workspace) is None and time.monotonic() < until:
+        time.sleep(0.02)
     pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
     # All at one moment: where one is dead, the launcher ends the others.
     for pid in pids:

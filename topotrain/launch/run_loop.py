@@ -272,8 +272,10 @@ class RunLoop:
         self.shutdown.stop()
 
     def _on_signal(self) -> None:
-        self._host.signals.woken.recv(64)
+        self._host.signals.clear_wakeup()
         came, others = self._host.signals.came, self._host.others
+        if not came:
+            return
         # A later signal ends the wait for the last snapshot. Two that come at once are one.
         first = not self.shutdown.saving and not self.shutdown.stopping and signal.SIGINT not in came
         seconds = grace(self.job, came[0]) if first else 0.0
@@ -282,12 +284,12 @@ class RunLoop:
                 others.save(came[0])
             self._save(seconds)
             return
-        if came and others is not None:
+        if others is not None:
             others.signalled(came[0])
         # A user who sends a second signal does not want to wait for an orderly end.
         if len(came) > 1:
             self._units.kill()
-        elif came:
+        else:
             self.shutdown.stop()
 
     def _save(self, seconds: float) -> None:

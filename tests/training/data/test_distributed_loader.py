@@ -5,6 +5,7 @@ import random
 import threading
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -527,10 +528,10 @@ def test_batches_out_of_order_are_refused():
     ("one", "two", "divided"),
     [((24, 6), (36, 12), True), ((24, 6), (40, 12), False), ((26, 6), (36, 12), False), ((26, 5), (40, 8), False)],
 )
-@pytest.mark.parametrize("cycled", [False, True])
-def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, cycled):
+@pytest.mark.parametrize(("cycled", "processes"), [(False, 0), (True, 0), (False, 1)])
+def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, cycled, processes):
     def loaders() -> list[DataLoader[Any]]:
-        return [DataLoader(Numbers(n), size, shuffle=True) for n, size in (one, two)]
+        return [DataLoader(Numbers(n), size, shuffle=True, num_workers=processes) for n, size in (one, two)]
 
     def pairs(read: Any, client: Any) -> list[Any]:
         found = []
@@ -549,31 +550,48 @@ def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, c
         torch.manual_seed(7)
         first = job.loader(who)
         read.append(pairs([first, first.beside(loaders()[1])], client))
-        # The weight of a step is the one of its first batch, unless all shares of all batches are equal.
-        assert all(
-            (weight is None) == bool((stream >> 32) % 2 and not divided) for stream, _, weight, _ in client.drawn_
-        )
+        assert divided or {weight for _, _, weight, _ in client.drawn_} == {1.0}
     for step, whole in enumerate(expected):
         for at, batch in enumerate(whole):
             shares = [pairs[step][at] for pairs in read]
-            cut = divided or at == cycled
-            assert list(chain(*shares)) == batch if cut else all(share == batch for share in shares)
+            assert list(chain(*shares)) == batch if divided else shares == [batch] * 3
     counted = sum(samples for client in job.clients.values() for *_, samples in client.drawn_)
     assert counted >= sum(len(a) + len(b) for a, b in expected)
     assert job.lease_server.book.kept_chunks == 0
 
 
-def test_a_batch_that_a_step_is_yet_to_be_made_with_counts_as_one_beside():
-    job = Job(lambda: DataLoader(Numbers(8), 4), workers=3)
-    (who, client), *_ = job.clients.items()
-    one = job.loader(who)
-    two = one.beside(DataLoader(Numbers(9), 5))
-    read = []
-    for loader in (one, two, two, one):  # each pass is left after its first batch
-        if len(read) == 2:
-            client.own_steps = 1
-        read.append(flat(next(iter(loader))))
-    assert [len(batch) for batch in read] == [1, 5, 1, 4]
+def test_a_step_has_no_divided_batch_beside_one_of_other_shares():
+    def two(data: Any = Numbers, **how: Any) -> tuple[Any, ShardedLoader, ShardedLoader]:
+        (who, client), *_ = (job := Job(lambda: DataLoader(data(8), 4, **how), workers=3)).clients.items()
+        return client, (one := job.loader(who)), one.beside(DataLoader(Numbers(9), 5))
+
+    refused = pytest.raises(ConfigError, match=r"loader.batch_size = \d: must be a multiple of 3, .* divided already")
+    client, one, other = two()
+    next(iter(one))
+    with refused:
+        next(iter(other))
+    client.own_steps += 1
+    # Validation: without gradients, to its end, or left later.
+    with torch.no_grad():
+        next(iter(other))
+    assert [len(flat(batch)) for batch in one] == [1, 1]
+    assert [len(flat(batch)) for _, batch in zip(range(2), other)] == [1, 1]
+    train = iter(one)
+    assert len(flat(next(train))) == 1
+    with torch.no_grad():
+        assert [len(flat(batch)) for batch in other] == [5, 4]
+    client.own_steps += 1
+    late = iter(other)
+    assert len(flat(next(late))) == 5
+    with refused:
+        next(train)
+    # A stream is cut where it is loaded.
+    for processes in (0, 1):
+        client, stream, other = two(Stream, num_workers=processes)
+        train, late = iter(stream), iter(other)
+        assert len(flat(next(train))) == (1 if processes else 4)
+        with refused if processes else nullcontext():
+            assert len(flat(next(late))) == 5
 
 
 def test_a_draw_that_an_open_pass_still_needs_is_kept():

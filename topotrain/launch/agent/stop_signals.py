@@ -25,6 +25,15 @@ class StopSignals:
         """As `SignalHandler.on_signal`. The wakeup descriptor wakes the loop."""
         self.came.append(number)
 
+    def clear_wakeup(self) -> None:
+        """Make `woken` readable at the next signal only.
+
+        Also a signal that ends no job wakes, if it has a handler in Python: SIGCHLD has one as soon as a DataLoader had
+        processes.
+        """
+        with contextlib.suppress(BlockingIOError):
+            self.woken.recv(64)
+
     def ask(self, number: int) -> None:
         """Act as if this signal had come; no handler of the main thread is needed."""
         self.came.append(number)
@@ -70,7 +79,8 @@ def signals() -> Iterator[StopSignals]:
     received = StopSignals([], woken, waker)
     with woken, waker:
         # Python requires it of a wakeup descriptor: a signal handler must not block.
-        waker.setblocking(False)
+        for end in (woken, waker):
+            end.setblocking(False)
         # Python allows signal handlers on the main thread only.
         if threading.current_thread() is not threading.main_thread():
             yield received

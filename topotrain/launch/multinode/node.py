@@ -457,6 +457,7 @@ def _await_others(attempts: Attempts) -> None:
         quiet_at: float | None = time.monotonic() + QUIET_S
         while not membership.over and not stop.came:
             selector.select(None if quiet_at is None else max(0.0, quiet_at - time.monotonic()))
+            stop.clear_wakeup()
             # This unit may become the leader of units that are not done yet.
             attempts.answer()
             if quiet_at is not None and time.monotonic() >= quiet_at and not membership.over:

@@ -270,5 +270,6 @@ def _sleep(membership: UnitMembership, stop: StopSignals, due: float | None) -> 
         for number in (membership.fileno(), membership.control.fileno(), stop.woken.fileno()):
             selector.register(number, EVENT_READ)
         ready = selector.select(None if due is None else max(0.0, due - time.monotonic()))
+        stop.clear_wakeup()
         if not membership.over and any(key.fd == membership.fileno() for key, _ in ready):
             membership.clear_wakeup()  # a request for a last snapshot, but no processes are running

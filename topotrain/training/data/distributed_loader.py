@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -118,10 +119,21 @@ class PassProgress:
         self._share: EpochShare | None = None
         self._last: BatchPosition | None = None
         self._over = False
+        self.batches = 0
+        """Batches that the script was given."""
+        self._trains = False
 
     def given(self, place: BatchPosition) -> None:
         """The script is given the batch at this position."""
         self._last = place
+        self.batches += 1
+        self._trains = torch.is_grad_enabled()
+
+    @property
+    def single(self) -> bool:
+        """Whether the script may train with the only batch that it has taken, as with `next(iter(loader))`."""
+        # What was read to its end, or left later, were batches to validate with.
+        return self.batches == 1 and self._trains and not self._over
 
     def end(self) -> None:
         """There is no batch left."""
@@ -159,17 +171,17 @@ class ScriptPasses:
         # Weak references: a pass that the script drops must be collected, because `__del__` gives its batches back.
         self._live: list[Callable[[], _Pass | None]] = []
         self.divided: WeakSet[ShardedLoader] = WeakSet()
-        self._given: tuple[int, set[int]] = (0, set())  # the number of steps, and loaders with a batch since the last
+        # The number of steps, and the passes with a batch since the last, by their loaders.
+        self._given: tuple[int, dict[ShardedLoader, PassProgress]] = (0, {})
 
     def add(self, live: "_Pass") -> None:
         """A pass has begun."""
         self._live = [*map(ref, self.open()), ref(live)]
 
-    def given(self, steps: int, *loader: int) -> set[int]:
-        """Note that this loader gives a batch, and return those that have given one since the last step."""
+    def given(self, steps: int) -> "dict[ShardedLoader, PassProgress]":
+        """The last passes of the loaders that have given the script a batch since the last step."""
         if steps != self._given[0]:
-            self._given = steps, set()
-        self._given[1].update(loader)
+            self._given = steps, {}
         return self._given[1]
 
     def open(self) -> "list[_Pass]":
@@ -186,9 +198,9 @@ class ShardedLoader:
     `len()` is the number of batches per epoch. In mode "lease" it is an equal part: a group may have more batches, but
     not once its script has asked for that number.
 
-    A script may read two loaders at once, as `zip` does, and use a batch of each in one step. The step's weight is that
-    of the first one's batch. If not all batches of both are cut in equal shares, no weight is right for both, so each
-    worker reads the other's batches as a whole: the mean over the workers is that of the plain script in both cases.
+    A script may read two loaders at once, as `zip` does, and use a batch of each in one step. If not all batches of
+    both are cut in equal shares, no weight of a worker is right for both, so each worker reads all of both. A step with
+    a batch that is divided already is an error.
 
     Args:
         plan: this worker's part, as far as it is known.
@@ -283,7 +295,8 @@ class ShardedLoader:
             feed = IterableEpoch(inner, plan, self._client, self._accounting, epoch, opening, self.number)
         else:
             number = self.number if self._is_new and knows_ranks(self._loader) else None
-            feed = MapEpoch(inner, inner.indices, plan, self._client, epoch, opening, self._accounting, number)
+            several = self._all.loaders > 1
+            feed = MapEpoch(inner, inner.indices, plan, self._client, epoch, opening, self._accounting, number, several)
         self._is_new = False
         repeats = None if self._replay is None else self._replay.begin(epoch)
         live = _Pass(self, feed, self._accounting, epoch, progress, self._recorder, repeats)
@@ -310,15 +323,49 @@ class ShardedLoader:
             self._recorder.interleaved()
 
     def _plan_beside(self, others: "Sequence[_Pass]") -> DataPlan:
-        """The plan of a pass that may have a part in the steps of other loaders' batches."""
+        """The plan of a pass that may have a part in the steps of other loaders' batches.
+
+        Raises:
+            ConfigError: the next step has a batch that is divided, and no weight is right for both.
+        """
         plan = self._plan
-        # A step has yet to be made with a batch of a pass that may be over.
-        given = self._all.given(self._accounting.own_steps) - {self.number}
-        beside = [live.loader for live in others] + [each for each in self._all.divided if each.number in given]
+        given = self._all.given(self._accounting.own_steps)
+        # A step has yet to be made with the batch of a pass that was left.
+        left = {loader for loader, progress in given.items() if progress.single and loader is not self}
+        beside = {live.loader for live in others} | left
         if not beside or plan.sums or plan.in_rounds or plan.workers == 1:
             return plan
-        alike = all(loader.cuts_evenly for loader in (self, *beside))
-        return plan if alike else replace(plan, whole=True)
+        if all(loader.cuts_evenly for loader in (self, *beside)):
+            return plan
+        # Without gradients the batches have no part in a step.
+        if torch.is_grad_enabled():
+            for live in others:
+                live.read_whole()
+            if left or any(not live.whole and live.loader in given for live in others):
+                raise self._unequal_shares()
+        return replace(plan, whole=True)
+
+    def check_beside(self, whole: bool) -> None:
+        """The script is about to be given a batch to train with, by a pass that divides its batches or does not.
+
+        Raises:
+            ConfigError: as `_plan_beside`.
+        """
+        if self._all.loaders > 1:
+            given = self._all.given(self._accounting.own_steps)
+            if any(
+                live.loader is not self and live.whole != whole and live.loader in given for live in self._all.open()
+            ):
+                raise self._unequal_shares()
+
+    def _unequal_shares(self) -> ConfigError:
+        accepted = (
+            f"must be a multiple of {self._plan.workers}, the workers of a group, with drop_last=True where the last "
+            "batch has fewer samples: a step has a batch of this loader and one of another, which is divided already, "
+            "and no weight is right for both. Or begin both loops before the first batch, as zip does, without "
+            "processes of a stream: then each worker reads all of both. Validate inside torch.no_grad()"
+        )
+        return ConfigError("loader.batch_size", self._loader.batch_size, accepted)
 
     @cached_property
     def cuts_evenly(self) -> bool:
@@ -433,9 +480,9 @@ class ShardedLoader:
         for live in self._all.open():
             live.close()
 
-    def count_given(self) -> None:
-        """The script is given a batch."""
-        self._all.given(self._accounting.own_steps, self.number)
+    def count_given(self, progress: PassProgress) -> None:
+        """The script is given a batch of this pass."""
+        self._all.given(self._accounting.own_steps)[self] = progress
 
     def _close_own(self) -> None:
         for live in self._all.open():
@@ -523,7 +570,6 @@ class _Pass(Iterator[Any]):
         self._feed, self._accounting, self.epoch, self._recorder = feed, accounting, epoch, recorder
         self._progress = progress
         self._repeats, self._fresh = repeats, BatchSource(feed)
-        self.given = 0
         self._open = True
 
     def __next__(self) -> Any:
@@ -547,13 +593,31 @@ class _Pass(Iterator[Any]):
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
         self._feed.send_draw()
-        weight = None if self._feed.whole else float(samples)
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.loader.check_beside(self.whole)
+        # Batches that all workers read as a whole count alike.
+        weight = float(samples) if not self.whole else 1.0 if trains else None
         # What all workers of a group read as a whole is counted by the first of them.
         self._accounting.drawn(place.stream, place.seq, weight, self._feed.counted(samples), place.made)
         self._progress.given(place)
-        self.loader.count_given()
-        self.given += 1
+        self.loader.count_given(self._progress)
         return data
+
+    @property
+    def given(self) -> int:
+        """Batches that the script was given."""
+        return self._progress.batches
+
+    @property
+    def whole(self) -> bool:
+        """Whether each worker reads all of a batch."""
+        return self._feed.whole
+
+    def read_whole(self) -> None:
+        """Let each worker read all of the batches, unless the script was given one already."""
+        if not self.given:
+            self._feed.read_whole()
 
     @property
     def is_open(self) -> bool:

@@ -7,6 +7,7 @@ batches are reported.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
@@ -121,6 +122,12 @@ class IterableEpoch(EpochReader):
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
         recorder.opened()
+
+    def read_whole(self) -> None:
+        # Processes of the loader have cut the first batches already.
+        if not self._inner.loader.num_workers:
+            self._plan = replace(self._plan, whole=True)
+            self._inner.divide(self._plan)
 
     def send_draw(self) -> None:
         """Do nothing: all workers read the same stream, so there is no draw to send."""

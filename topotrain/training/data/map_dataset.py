@@ -281,6 +281,10 @@ class EpochReader(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def read_whole(self) -> None:
+        """Let each worker read all of each batch, if that is still possible. No batch was read."""
+
+    @abstractmethod
     def send_draw(self) -> None:
         """Send what was drawn at once for the whole epoch to the other workers."""
 
@@ -379,7 +383,7 @@ class LoaderCopy:
         self.original, self.plan = loader, plan
         self.loader = copy(loader)
         self.indices: _Indices | None = None
-        self.collates = False
+        self._share: _CollateShare | None = None
         self._set(AS_IS, False)
         # `copy` has copied the iterator of persistent processes, which belongs to the script's loader.
         self._set("_iterator", None)
@@ -388,8 +392,19 @@ class LoaderCopy:
             self.read(self.indices)
         elif loader.batch_sampler is not None and type(loader).__iter__ is DataLoader.__iter__:
             # A subclass that looks at its own batches must see them as its author knows them: sliced after loading.
-            self.collates = True
-            self._set("collate_fn", _CollateShare(loader.collate_fn, plan))
+            self._share = _CollateShare(loader.collate_fn, plan)
+            self._set("collate_fn", self._share)
+
+    def divide(self, plan: DataPlan) -> None:
+        """Divide later batches by this plan; not for loaders with processes."""
+        self.plan = plan
+        if self._share is not None:
+            self._share.plan = plan
+
+    @property
+    def collates(self) -> bool:
+        """Whether batches are divided when they are collated."""
+        return self._share is not None
 
     def _set(self, name: str, value: Any) -> None:
         # DataLoader refuses ordinary assignment to most attributes.
@@ -543,8 +558,12 @@ class MapEpoch(EpochReader):
         opening: ResumePoint = PLAIN,
         accounting: BatchAccounting | None = None,
         number: int | None = None,
+        several: bool = False,
     ) -> None:
-        """`accounting`: as for `LeaseIterator`. `number`: of the loader, if workers compare its first indices."""
+        """`accounting`: as for `LeaseIterator`.
+
+        number: of the loader, if workers compare its first indices. several: the script has several loaders.
+        """
         self._number = number
         self._original, self._indices = inner.original, indices
         self._plan, self._client, self._epoch = plan.among(opening.members), client, epoch
@@ -583,7 +602,8 @@ class MapEpoch(EpochReader):
                 places = partial(self._leased, self._leases, units)
         # A new iterator of the loader calls this again, and goes on where the leases have come to.
         self._places = places
-        indices.open(lambda: map(self._own, self._kept() if plan.repeats else places()))
+        keeps = plan.repeats or (several and inner.loader.num_workers > 0)
+        indices.open(lambda: map(self._own, self._kept() if keeps else places()))
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
 
@@ -618,12 +638,21 @@ class MapEpoch(EpochReader):
 
     def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
         self._plan = self._plan.among(members)
+        # Batches that processes of the loader have loaded ahead are divided among the former members.
+        self._load_again(self._last if repeat else None)
+
+    def read_whole(self) -> None:
+        self._plan = replace(self._plan, whole=True)
+        if self._pending:
+            self._load_again(None)
+
+    def _load_again(self, last: tuple[BatchPosition, Any] | None) -> None:
+        """Load what was drawn and not read once more, and before it the last batch, if it is given."""
         self._returned.extendleft(reversed(self._pending))
         self._pending.clear()
-        if repeat and self._last is not None:
-            self._returned.appendleft(self._last)
-        # Batches that processes of the loader have loaded ahead are divided among the former members. A new iterator
-        # draws a seed, which the script's generators must not notice.
+        if last is not None:
+            self._returned.appendleft(last)
+        # A new iterator draws a seed, which the script's generators must not notice.
         generators = generators_of(self._original)
         before = stand(generators)
         self._batches = self._reopen()
