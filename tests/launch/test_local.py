@@ -177,18 +177,18 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
 
 
 @pytest.mark.parametrize(
-    ("who", "part", "words"),
+    ("who", "part", "kind", "words"),
     [
-        ("worker_0_1", "exits 0", "ended with exit code 0 before its work was done"),
-        ("server_0_0", "exits 0", "ended with exit code 0 before its work was done"),
-        ("worker_0_1", "execs", "has closed the channel to its unit and still runs"),
-        ("worker_0_1", "closes", "ended with exit code 1"),
+        ("worker_0_1", "exits 0", "program", "ended with exit code 0 before its work was done"),
+        ("server_0_0", "exits 0", "died", "ended with exit code 0 before its work was done"),
+        ("worker_0_1", "execs", "died", "has closed the channel to its unit and still runs"),
+        ("worker_0_1", "closes", "program", "ended with exit code 1"),
     ],
 )
-def test_an_end_that_was_not_announced_is_a_loss(tmp_path, mark, who, part, words):
+def test_an_end_that_was_not_announced_is_a_loss(tmp_path, mark, who, part, kind, words):
     outcome, _ = launch(tmp_path, parts(**{who: part}))
     assert outcome.code == 1
-    assert (outcome.cause.who, outcome.cause.kind) == ("{} {}/{}".format(*who.split("_")), "died")
+    assert (outcome.cause.who, outcome.cause.kind) == ("{} {}/{}".format(*who.split("_")), kind)
     assert words in outcome.cause.text
     if part == "closes":
         assert "the program has closed descriptors that it did not open" in outcome.cause.traceback
@@ -199,6 +199,14 @@ def test_an_end_that_was_not_announced_starts_the_group_again(tmp_path, mark):
     assert (outcome.code, outcome.cause) == (0, None)
     (incident,) = [event for event in events if isinstance(event, Incident)]
     assert (incident.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
+
+
+@pytest.mark.parametrize("part", ["exit 3", "crashes"])
+def test_a_script_that_ends_before_it_prepares_is_not_started_again(tmp_path, mark, part):
+    outcome, events = launch(tmp_path, parts(worker_0_1=part), restarts=3, server_worker_separate=True)
+    assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
+    assert "It has not come to tt.prepare, so another start would end alike" in outcome.cause.text
+    assert not [event for event in events if isinstance(event, Incident)]
 
 
 REFUSING = replace(CALLS, preload=(*CALLS.preload, "tests.support.refused_forks"))

@@ -20,7 +20,7 @@ from typing import Any
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
-from topotrain.core.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
+from topotrain.core.events import Connects, Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
 from topotrain.launch import JobOutcome
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.local import LocalLauncher
@@ -84,7 +84,13 @@ def exits_0(spec, control, fds):
 
 
 def exits_0_once(spec, control, fds):
+    control.emit(Connects(spec["who"]))
     return 0 if spec["incarnation"] else exits_0(spec, control, fds)
+
+
+def crashes(spec, control, fds):
+    """Ends by a fault of its own code."""
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def execs(spec, control, fds):
@@ -344,6 +350,7 @@ PARTS: dict[str, Any] = {
     "exit 3": exit_3,
     "killed": killed,
     "exits 0": exits_0,
+    "crashes": crashes,
     "exits 0 once": exits_0_once,
     "execs": execs,
     "closes": closes,

@@ -17,7 +17,7 @@ from tests.support.launch_targets import CALLS, MARK, marked, parts, small_job, 
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import UnitPlace, arguments, choose_cause
-from topotrain.launch.agent import workspace
+from topotrain.launch.agent import supervisor, workspace
 from topotrain.launch.agent.children import Child, members
 from topotrain.launch.agent.pipes import LineReader
 from topotrain.launch.agent.unit_process import UnitProcess, UnitProcesses
@@ -104,15 +104,18 @@ def test_only_the_main_worker_is_shown_and_all_have_logs(unit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "end", "tail"),
-    [("exit 3", "ended with exit code 3", "last words\n"), ("killed", "was killed by SIGKILL", "")],
+    ("part", "kind", "end", "tail"),
+    [
+        ("exit 3", "program", f"ended with exit code 3{supervisor._HOPELESS}", "last words\n"),
+        ("killed", "died", "was killed by SIGKILL", ""),
+    ],
 )
-def test_a_death_without_an_explanation_is_a_failure(unit, part, end, tail):
+def test_a_death_without_an_explanation_is_a_failure(unit, part, kind, end, tail):
     one = unit(parts(worker_0_0=part))
     assert one.rest() == 1
     (failed,) = one.of(Failed)
     pid = next(event.pid for event in one.of(Started) if event.who == "worker 0/0")
-    assert failed == Failed("worker 0/0", "died", f"worker 0/0 (pid {pid}) {end}", tail)
+    assert failed == Failed("worker 0/0", kind, f"worker 0/0 (pid {pid}) {end}", tail)
 
 
 def test_a_failure_that_the_child_reported_is_reported_once(unit):
@@ -147,7 +150,7 @@ def test_signaled_with_all_others_it_waits_for_the_launchers_order(unit):
     for pid in (one.process.pid, pids["worker 0/0"], pids["server 0/0"], pids["worker 0/1"]):
         os.kill(pid, signal.SIGTERM)
     assert one.until(Exited).who == "worker 0/1"
-    assert [event.text.endswith("exit code 7") for event in one.of(Failed)] == [True]
+    assert ["exit code 7" in event.text for event in one.of(Failed)] == [True]
     one.process.stdin.write(b'{"command": "stop"}\n')
     one.process.stdin.flush()
     assert one.rest() == 1

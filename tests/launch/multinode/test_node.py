@@ -47,7 +47,7 @@ from topotrain.launch.multinode import node_membership as company_module
 from topotrain.launch.multinode.control_connection import ControlAccess
 from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier, hosts_of, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
-from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget
+from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget, outlast
 from topotrain.launch.multinode.unit_membership import UnitMembership
 
 WORD = "7" * 64
@@ -367,6 +367,12 @@ def test_an_end_that_a_unit_has_written_before_it_was_a_member_ends_all(company)
     assert a.wait(10) == b.wait(10) == end
     b.signalled(signal.SIGINT)
     assert b.wait(0) == end
+
+
+def test_a_unit_that_ends_the_job_before_its_start_stays_for_those_that_come():
+    beats = iter([[], ["alive/0", "alive/2"], ["alive/0", "alive/1"], ["alive/0"]])
+    outlast(SimpleNamespace(keys=lambda start: next(beats), get=lambda key: b"1"), 0, 3)
+    assert next(beats, None) is None
 
 
 def test_a_lost_peer_waits_for_an_explanation(company):
@@ -734,7 +740,9 @@ def test_jobs_stop_from_outside(units, tmp_path):
 
 @pytest.mark.journey
 def test_a_job_that_does_not_fit_is_refused_by_all(units):
-    job = [units(rank, counts={"nworkers_per_group": 4}) for rank in range(3)]
+    # The store is that of unit 0, which refuses the job before the others have come.
+    url = f"tcp://127.0.0.1:{free_port()}/?job=play"
+    job = [units(rank, counts={"nworkers_per_group": 4}, url=url) for rank in range(3)]
     assert [each.end() for each in job] == [2, 2, 2]
     assert any("--nprocs = 3: must be 4, the number of units of this job" in each.err for each in job)
 

@@ -18,7 +18,7 @@ from topotrain.config import job_file
 from topotrain.config.job import Job
 from topotrain.config.private_files import close_folder, open_file
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.events import Ending, Event, Failed
+from topotrain.core.events import Connects, Ending, Event, Failed
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader
@@ -95,6 +95,7 @@ class Child:
     stamps: for the lines that the unit writes to the log.
     fds: the shared memfds, which belong to the unit.
     announced: the child has announced its end.
+    begun: the child, or one in its place before, has come to `tt.prepare`.
     doomed: the child must end, because another process replaces it.
     unreachable_since: the time at which its channel ended while the process still ran.
     commands: the commands to it, where the channel did not take them at once.
@@ -112,6 +113,7 @@ class Child:
     failed: bool = False
     log_failed: bool = False
     announced: bool = False
+    begun: bool = False
     doomed: bool = False
     unreachable_since: float | None = None
     commands: LineWriter = field(init=False)
@@ -136,7 +138,8 @@ class Child:
         return not self.is_server and self.addresses[0].group == group
 
     def on_event(self, event: Event) -> None:
-        """Record what the child has reported about its end."""
+        """Record how far the child has come."""
+        self.begun |= isinstance(event, Connects)
         self.announced |= isinstance(event, Ending)
         self.failed |= isinstance(event, Failed)
 
@@ -239,6 +242,7 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
     shown = MAIN in spec.addresses
     fd = log_fd if shown else -1
     child = Child(spec.addresses, spec.fds, log, control, LineReader(control.fileno()), log_fd=fd)
+    child.begun = bool(serving or spec.incarnation or unit.attempt.number)
     given = [_pipe(child, stream) for stream in ("stdout", "stderr")] if shown else [log_fd]
     try:
         client.spawn(

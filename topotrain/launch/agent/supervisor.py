@@ -63,6 +63,9 @@ _BACKLOG_BYTES = 1 << 20
 _STDIN, _STDOUT = 0, 1
 _READ = selectors.EVENT_READ
 _UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
+_HOPELESS = ". It has not come to tt.prepare, so another start would end alike"
+_FAULTS = frozenset(map(int, (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)))
+"""Signals that a process gets by its own code."""
 _UNREACHABLE = (
     "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
 )
@@ -326,13 +329,15 @@ class Supervisor:
         # A program may leave with code 0 in the middle of its work (`os._exit(0)`): then the announcement is missing.
         known = child.failed or child.doomed or (code == 0 and child.announced)
         if not known and self._shutdown.running:
-            self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
+            hopeless = not child.begun and (code >= 0 or -code in _FAULTS)
+            text = f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}"
+            self._fail(child, text + _HOPELESS * hopeless, "program" if hopeless else "died")
         self._close(child, code)
 
-    def _fail(self, child: Child, text: str) -> None:
-        tail = log_tail(child.log)
+    def _fail(self, child: Child, text: str, kind: str = "died") -> None:
+        tail, lost = log_tail(child.log), self._continues and kind == "died"
         # Lost lets the launcher restart; Failed makes it end the job.
-        self._send(Lost(child.who, child.pid, text, tail) if self._continues else Failed(child.who, "died", text, tail))
+        self._send(Lost(child.who, child.pid, text, tail) if lost else Failed(child.who, kind, text, tail))
 
     def _close(self, child: Child, code: int) -> None:
         for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):

@@ -142,7 +142,7 @@ class Node:
                     waiting.callback(notice.end)
                     agreement = self._meet(rendezvous, root, served, stack, secret)
             except EndedBeforeStart as over:
-                return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
+                return self._give_up(rendezvous, over.end)
             except StopRequested as came:
                 text = f"ended by signal {came.number} to unit {rank}"
                 return self._give_up(rendezvous, JobEnd(128 + came.number, rank, text=text))
@@ -220,8 +220,9 @@ class Node:
                 # Another unit may have ended the job before, and its reason counts.
                 rendezvous.run.compare_and_set("end", None, end.dumped())
             if rendezvous.opens:
-                outlast(rendezvous.run, self.start.rank)  # the store may end with this process
-        return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
+                # The store may end with this process. Units that were started with it may still be on their way.
+                outlast(rendezvous.run, self.start.rank, self.start.nprocs if end.code < 128 else 0)
+        return NodeResult(JobOutcome(end.code, 0.0, end.failed), end, rank=self.start.rank)
 
     def _run_to_end(
         self, rendezvous: NodeRendezvous, root: Store, agreement: AttemptAgreement, secret: bytes

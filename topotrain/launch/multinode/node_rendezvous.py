@@ -465,14 +465,16 @@ def _heartbeats(run: Store) -> dict[str, bytes]:
     return {key: value for key in run.keys("alive/") if (value := run.get(key)) is not None}
 
 
-def outlast(run: Store, rank: int) -> None:
+def outlast(run: Store, rank: int, nprocs: int = 0) -> None:
     """Wait in the leader until the other units have left, or are silent.
 
-    rank: of this unit.
+    rank: of this unit. nprocs: of the job, where units that have not come yet count, too.
     """
-    until = time.monotonic() + ALIVE_S + 2 * BEAT_S
+    until, own = time.monotonic() + ALIVE_S + 2 * BEAT_S, {f"alive/{rank}"}
+    unseen = {f"alive/{other}" for other in range(nprocs)} - own
     with suppress(StoreError):
-        while time.monotonic() < until and _heartbeats(run).keys() - {f"alive/{rank}"}:
+        while time.monotonic() < until and ((there := _heartbeats(run).keys() - own) or unseen):
+            unseen -= there
             time.sleep(BEAT_S / 10)
 
 
