@@ -1,5 +1,6 @@
 """A job of which every process is killed goes on from its newest snapshot: the same bits, every sample once."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,14 @@ def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> 
     assert not different, (found.version, different)
 
 
-@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
-def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRunner, cluster: str) -> None:
+@pytest.mark.parametrize(("cluster", "number"), [(SYNC, signal.SIGTERM), (INLINE, signal.SIGHUP)])
+def test_a_signal_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRunner, cluster: str, number: int) -> None:
     program = ("resuming.py", "net", "--epochs", "4")
     undisturbed = runner.run(cluster, *program, name="undisturbed").final
-    code, said, workspace = terminated(runner, cluster, *program, extra="snapshot_s: 0 checkpoint_freq: 20")
+    extra = "snapshot_s: 0 checkpoint_freq: 20"
+    code, said, workspace = terminated(runner, cluster, *program, extra=extra, number=number)
     found = latest(workspace)
-    assert code == 143 and found is not None and found.steps(0) > 30, said
+    assert code == 128 + number and found is not None and found.steps(0) > 30, said
     assert f"snapshot {found.number} has step {found.steps(0)}: `topotrain run --resume {workspace}`" in said
     early = workspace / "manifests" / "step-20"
     net = Net()  # as the documentation has it, in an ordinary process

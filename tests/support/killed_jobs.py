@@ -62,22 +62,26 @@ def killed(
     return workspace
 
 
-def terminated(runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
-    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
+def terminated(
+    runner: JobRunner, cluster: str, *program: str, extra: str, all: bool = False, number: int = signal.SIGTERM
+) -> tuple[int, str, Path]:
+    """A job that gets a signal behind step 30: exit code, what it said, its workspace; no process of it is left.
 
     all: each of its processes gets it, the launcher last.
     """
     command = runner.command(cluster, *program, extra=extra)
-    return _terminated(runner, command[1:], runner.folder / "job", all)
+    return _terminated(runner, command[1:], runner.folder / "job", all, number)
 
 
 def terminated_again(runner: JobRunner, workspace: Path, *more: str) -> tuple[int, str, Path]:
     """The same of a job that goes on from its snapshot."""
     words = ["-m", "topotrain", "run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
-    return _terminated(runner, words, workspace, False)
+    return _terminated(runner, words, workspace, False, signal.SIGTERM)
 
 
-def _terminated(runner: JobRunner, words: Sequence[str], workspace: Path, all: bool) -> tuple[int, str, Path]:
+def _terminated(
+    runner: JobRunner, words: Sequence[str], workspace: Path, all: bool, number: int
+) -> tuple[int, str, Path]:
     command = [*client(runner.warm_at), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
@@ -88,7 +92,7 @@ def _terminated(runner: JobRunner, words: Sequence[str], workspace: Path, all: b
             break
     pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     said, _ = process.communicate(timeout=100)
     assert not [who for who, pid in pids.items() if alive([pid])]
     return process.returncode, heard + said, workspace

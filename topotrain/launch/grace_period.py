@@ -1,6 +1,6 @@
-"""Time that a job gets for a last snapshot after SIGTERM.
+"""Time that a job gets for a last snapshot after SIGTERM or SIGHUP.
 
-Schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL.
+Schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL. A terminal that is closed sends SIGHUP.
 """
 
 import signal
@@ -19,7 +19,7 @@ WORDS = {"command": "snapshot"}
 def grace(job: Job, number: int) -> float:
     """Return the seconds for a last snapshot after this signal; 0: an end at once."""
     # Ctrl-C ends a job at once: its user waits.
-    return job.grace_s if wants_snapshots(job) and number == signal.SIGTERM else 0.0
+    return job.grace_s if wants_snapshots(job) and number != signal.SIGINT else 0.0
 
 
 def waits(job: Job) -> float:

@@ -56,7 +56,7 @@ class LocalLauncher(Launcher):
         """Run the whole job, and leave no process of it behind.
 
         `on_event` is called on this thread. An exception in it ends the job. On the main thread SIGINT, SIGTERM and
-        SIGHUP end the job in order; SIGTERM allows a last snapshot (`grace`). A second signal ends the job at once.
+        SIGHUP end the job in order; the last two allow a last snapshot (`grace`). A second signal ends the job at once.
         Raises ConfigError, before anything is started, for a workspace that is in use or not writable.
         """
         # The mark is new for each start: `sweep` must not find processes of another job.

@@ -33,6 +33,14 @@ def test_off_the_main_thread_a_block_is_not_interruptible_and_runs():
     assert ran == [signal.SIG_DFL]
 
 
+def test_a_terminal_that_closes_asks_once_though_it_signals_twice():
+    with signals() as stop:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            signal.raise_signal(number)
+    assert stop.came == [signal.SIGHUP, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
 def test_a_signal_interrupts_the_main_thread():
     with pytest.raises(StopRequested), interruptible():
         signal.raise_signal(signal.SIGTERM)

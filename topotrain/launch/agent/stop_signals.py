@@ -63,9 +63,15 @@ def handled(handler: SignalHandler) -> Iterator[None]:
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     # `nohup` ignores SIGHUP, and the job must go on after it. None: Python could not restore the handler.
     taken = {number: old for number, old in former.items() if old not in (signal.SIG_IGN, None)}
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        # The kernel and the shell both send it when a terminal closes. The second one is no wish to end at once.
+        signal.signal(number, signal.SIG_IGN)
+        handler.on_signal(number, frame)
+
     try:
         for number in taken:
-            signal.signal(number, handler.on_signal)
+            signal.signal(number, hang_up if number == signal.SIGHUP else handler.on_signal)
         yield
     finally:
         for number, old in taken.items():
