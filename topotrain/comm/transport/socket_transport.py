@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
@@ -42,6 +42,7 @@ from topotrain.core.protocol import Message
 if TYPE_CHECKING:  # it needs torch
     from topotrain.comm.transport.shared_memory import ProcessMemory
 
+_T = TypeVar("_T")
 _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
 
 
@@ -161,16 +162,12 @@ class SocketTransport:
         if parts.scheme not in self.schemes:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
             raise TransportError(f"{url}: this transport takes {taken} addresses")
-        until, pause = time.monotonic() + self._patience, 0.02
-        while anew or (me, peer) not in self._routes:
-            try:
+
+        def dial() -> None:
+            if anew or (me, peer) not in self._routes:
                 self._dial(me, peer, parts)
-                return
-            except TransportError as error:
-                if not passes(error) or time.monotonic() + pause > until:
-                    raise
-            self._stop.wait(spread(pause))
-            pause = min(2 * pause, 0.5)
+
+        retried(dial, self._patience, self._stop.wait)
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Queue a message; with `wait`, a body waits for space. Raises ConnectionLost."""
@@ -413,6 +410,19 @@ def passes(error: TransportError) -> bool:
     return isinstance(error, HandshakeTimeout | HandshakeAborted) or (
         isinstance(error, Refused) and error.code == "FULL"
     )
+
+
+def retried(attempt: Callable[[], _T], patience_s: float, pause: Callable[[float], object] = time.sleep) -> _T:
+    """Return what `attempt` returns, which is tried again while it is refused for a reason that passes."""
+    until, seconds = time.monotonic() + patience_s, 0.02
+    while True:
+        try:
+            return attempt()
+        except TransportError as error:
+            if not passes(error) or time.monotonic() + seconds > until:
+                raise
+        pause(spread(seconds))
+        seconds = min(2 * seconds, 0.5)
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -19,6 +19,8 @@ from torch.nn import functional as f
 
 import topotrain as tt
 from topotrain.comm.request_reply import RequestChannel
+from topotrain.comm.security.handshake import HandshakeAborted
+from topotrain.comm.transport import Refused
 from topotrain.comm.transport.frame import BODY, Header
 from topotrain.compat.tensorflow.session import session_protocol, session_server
 from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection, call
@@ -549,6 +551,19 @@ def test_who_is_not_let_in_reads_why(cluster, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "cd" * 32)
     with pytest.raises(ConfigError, match="has another token"):
         tt.Session(cluster.target())
+
+
+def test_a_client_that_a_crowd_has_pushed_out_tries_again(cluster, monkeypatch):
+    refusals, connect = iter([HandshakeAborted("pushed out"), Refused("FULL", "")]), session_protocol.connect
+
+    def crowded(*words):
+        for error in refusals:
+            raise error
+        return connect(*words)
+
+    monkeypatch.setattr(session_protocol, "connect", crowded)
+    trained(cluster.target(), Mlp, (4,))
+    assert next(refusals, None) is None
 
 
 def test_a_stranger_that_has_the_token_and_sends_nonsense_disturbs_no_session(cluster):

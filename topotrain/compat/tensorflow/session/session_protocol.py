@@ -12,6 +12,7 @@ import torch
 
 from topotrain.comm.request_reply import Frame, RequestChannel, connect, service_identity
 from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.socket_transport import retried
 from topotrain.config.field_checks import ConfigError
 from topotrain.core.message_limits import MAX_BODY
 from topotrain.core.model.schema import torch_dtype
@@ -23,6 +24,8 @@ MAX_TENSOR_BYTES = 1 << 36
 """Bytes of the tensors of one message."""
 FRAME_S = 120.0
 """Seconds without any progress in the middle of a message, after which the other side counts as gone."""
+CALL_S = 10.0
+"""Seconds for which a task is called again that refuses a connection for a reason that passes."""
 # Bounds what a peer may announce before its tensors come.
 _MAX_TENSORS = 200_000
 _MAX_TEXT, _MAX_ITEMS = 16 << 20, 1 << 20
@@ -134,8 +137,9 @@ def _opened(data: Any, most: int) -> tuple[dict[str, Any], list[TensorForm]]:
 
 
 def call(host: str, port: int, secret: bytes) -> SessionConnection:
-    """Open a connection to a task.
+    """Open a connection to a task; a refusal that passes, as in a crowd of strangers, is tried again.
 
     Raises OSError where no process answers, TransportError where it refuses this one.
     """
-    return SessionConnection(connect(host, port, service_identity(SERVICE, secret)))
+    identity = service_identity(SERVICE, secret)
+    return SessionConnection(retried(lambda: connect(host, port, identity), CALL_S))
