@@ -4,12 +4,14 @@ import zlib
 from dataclasses import replace
 
 import torch
+from every_message import every_message
 
 from topotrain.config.job import Apply, Grads, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.protocol.codec import encode
 from topotrain.core.server.consistency import RESTARTS, SNAPSHOT
+from topotrain.extensions.decision_record import ordered_messages, replay_order
 from topotrain.extensions.decision_record.ordered_messages import MessageOrder, StepChecks
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart
 from topotrain.extensions.resume.worker_state_store import EPOCH
@@ -17,6 +19,13 @@ from topotrain.extensions.resume.worker_state_store import EPOCH
 WORKER = Address(Role.WORKER, 1, 0)
 COMMIT = m.Commit(3, 1, 6.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"", b"", (7, 0, 0))
 GRADIENT = torch.linspace(-1, 1, 500)
+
+
+def test_every_name_is_that_of_a_message() -> None:
+    o = ordered_messages
+    names = f"{o._END} {o._SNAPSHOTS} {o._TIMES} {o._COMPARED} {o._GRADIENTS} WorkerStatePart".split()
+    known = {kind.__name__ for kind in every_message()}
+    assert {*names, *o._START, *o._SUMMED, *o._ASIDE, *replay_order._WORDS} <= known
 
 
 def push(bucket: int, body: torch.Tensor) -> m.Push:
