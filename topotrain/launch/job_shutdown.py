@@ -27,12 +27,11 @@ from topotrain.launch.multinode.election.succession import Succession
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.forwarded_requests import ForwardedRequests
 from topotrain.launch.multinode.shared_samples import Samples
+from topotrain.launch.recovery.attempt_state import SERVERS_S
 from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy
 
 END_S = GRACE_S + 1.0
 """Seconds for units to end their children. Then the loop kills the units."""
-SERVERS_S = 20.0
-"""Seconds for the servers to end after the last worker."""
 DECIDE_S = 15.0
 """Seconds for all units to agree on a cause. Then the units of this host end without an agreement."""
 

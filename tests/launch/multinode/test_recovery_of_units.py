@@ -41,6 +41,7 @@ from topotrain.launch.multinode.reliable_messages import (
     shortened,
 )
 from topotrain.launch.multinode.restart_barrier import RestartBarrier
+from topotrain.launch.recovery.attempt_state import SERVERS_S
 from topotrain.launch.recovery.recovery_actions import (
     LOSE,
     AskServers,
@@ -129,6 +130,17 @@ def test_what_was_received_of_others_long_ago_is_no_gap() -> None:
     tell(made, 190.2, step("worker 2/0"))
     *_, recovered = tell(made, 190.5, step("worker 1/0"))
     assert recovered == Recovered(0, 0.5, pytest.approx(0.6))  # of worker 0/0, which is here
+
+
+def test_a_server_that_stays_behind_the_last_worker_is_ended() -> None:
+    made = machine(SANDBLASTER)
+    for who, now in (("worker 0/0", 110.0), ("worker 0/1", 115.0)):
+        tell(made, now, Finished(who, 1, 8, 0.0, 0, 0, 0), Exited(who, 1, 0))
+    assert made.due == 115.0 + SERVERS_S and made.poll(134.0) == []
+    end, incident = made.poll(135.0)
+    assert end == EndProcess("server 0/0")
+    assert incident.what == "server 0/0 did not end within 20 s after the last worker"
+    assert tell(made, 136.0, Exited("server 0/0", 1, -9)) and made.complete
 
 
 # --- units that vanish ----------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ RETRY_S = 1.0
 """Seconds after which a start that has failed is tried again. A limit of processes or memory may be over by then."""
 START_S = 60.0
 """Seconds within which a process that restarts must have been forked."""
+SERVERS_S = 20.0
+"""Seconds for the servers to end after the last worker."""
 
 
 class OverdueProcesses:
@@ -130,6 +132,11 @@ class AttemptState:
         """Record the end of a process, or of a unit, which ends after its processes."""
         # A killed unit reports the end of none of its processes.
         self.up -= self.residents_of(self._ranks[who]) if who in self._ranks else {who}
+
+    def limit_servers(self, now: float) -> None:
+        """Record that the servers have to end, if this was the last worker."""
+        for who in () if self.up & self.group_of.keys() else sorted(self.up):
+            self.overdue.add(who, f"{who} did not end within {SERVERS_S:g} s after the last worker", now, SERVERS_S)
 
     def lose_unit(self, rank: int) -> set[str]:
         """Record the loss of a unit; return its processes."""

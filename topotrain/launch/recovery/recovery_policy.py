@@ -90,6 +90,7 @@ class RestartTerms:
     singly: a worker restarts without the others of its group.
     in_place: the groups in which it does, if the scripts of the others can repeat a step.
     cause_s: seconds for which an error waits for a death that may have caused it.
+    apart: the units have several launchers, of which none sees all processes.
     """
 
     groups: frozenset[int]
@@ -99,6 +100,7 @@ class RestartTerms:
     singly: bool = False
     in_place: frozenset[int] = frozenset()
     cause_s: float = CAUSE_S
+    apart: bool = False
 
 
 class RecoveryPolicy:
@@ -204,7 +206,7 @@ class RecoveryPolicy:
 
     def begin_resized(self, job: Job, topology: Topology) -> None:
         """Reset the state for a restart of the whole job with another layout."""
-        terms = replace(_terms(job, topology), cause_s=self._terms.cause_s)
+        terms = replace(_terms(job, topology), cause_s=self._terms.cause_s, apart=self._terms.apart)
         # `_attempt` and `_restarts` stay the same objects: restarts are counted over all attempts.
         self._attempt.reset(topology, terms.absent)
         self._restarts.times.reset(self._attempt.group_of)
@@ -230,6 +232,9 @@ class RecoveryPolicy:
             # The exit of a process that restarts is expected, and its successor may have started already.
             case Exited(who=who) if who not in attempt.leaving:
                 attempt.exited(who)
+                # One launcher of all units has such a limit of its own.
+                if self._terms.apart and who in attempt.group_of and self._all_finished():
+                    attempt.limit_servers(now)
                 return [event, *self._groups.on_exit(attempt.group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
                 attempt.bounds[job] = text
@@ -451,8 +456,9 @@ def recovery(
     terms, resizing = _terms(job, topology), ResizeState(job)
     if near is not None:
         # The death of a host is noticed after a lease, and so later than the errors that it causes.
-        cause_s = FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S
-        terms, resizing = replace(terms, cause_s=cause_s), ResizeState(job, len(topology.units))
+        apart = len(topology.units) > 1
+        terms = replace(terms, cause_s=FAR_CAUSE_S if apart else CAUSE_S, apart=apart)
+        resizing = ResizeState(job, len(topology.units))
     return kind(topology, terms, began, job.cluster.replicas > 1, near, resizing)
 
 
