@@ -17,6 +17,7 @@ import pytest
 from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.config.job import ConfigError
+from topotrain.launch import control_socket
 from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
 from topotrain.launch.job_requests import (
     ENDED,
@@ -273,7 +274,7 @@ def test_one_error_of_the_store_loses_no_request(tmp_path: Path, name: str, key:
 # ---- by workspace ----------------------------------------------------------------------------------------------------
 
 
-def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path) -> None:
+def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{NAME}-0").symlink_to(tmp_path / "on another machine")
     requests, selector, over = JobRequests(), selectors.DefaultSelector(), threading.Event()
     with linked_folder(tmp_path, 2) as folder:
@@ -293,6 +294,9 @@ def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path) -> None:
         thread.start()
         try:
             assert ask(tmp_path, GroupRequest("leave", 2)) == {"group": 2, "text": "has left"}
+            monkeypatch.setattr(control_socket, "peer_uid", lambda channel: os.geteuid() + 1)
+            with pytest.raises(ConfigError, match="ended before it answered"):  # another user is hung up on
+                ask(tmp_path, GroupRequest("leave", 2))
         finally:
             over.set()
             thread.join()

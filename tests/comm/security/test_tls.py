@@ -234,6 +234,7 @@ def test_every_certificate_is_another_and_its_key_leaves_no_file(tmp_path, monke
     assert Certificate.make().binding != CERTIFICATE.binding
     assert os.listdir(tmp_path) == []
     assert "context" not in repr(CERTIFICATE)
+    assert CERTIFICATE.context.num_tickets == 0
 
 
 def shake_and_close(channel):

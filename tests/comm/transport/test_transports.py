@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 import torch
@@ -444,7 +444,13 @@ def test_tcp_ports_are_searched_upward():
     third.close()
 
 
-def test_the_directory_of_sockets_is_closed_to_others_and_short(tmp_path):
+def test_the_directory_of_sockets_is_closed_to_others_and_short(tmp_path, monkeypatch):
+    wire = SharedMemoryTransport(identity(), str(tmp_path), ProcessMemory())
+    user, (here, there) = os.geteuid(), socket.socketpair()
+    with closing(wire), here, there, monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(TransportError, match=f"belongs to user {user}"):
+            wire._inspect(here)
     tmp_path.chmod(0o755)
     with pytest.raises(TransportError, match="0700"):
         SharedMemoryTransport(identity(), str(tmp_path), ProcessMemory())

@@ -198,7 +198,10 @@ def test_more_descriptors_than_a_request_has_space_for_are_refused(host):
         host.spawn("finish", fds=(file.fileno(),) * 64)
 
 
-def test_only_this_user_reaches_the_socket(host):
+def test_only_this_user_reaches_the_socket(host, monkeypatch):
+    monkeypatch.setattr(forkserver, "peer_uid", lambda connection: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        forkserver.ForkserverClient(host.running.path)
     folder = os.stat(os.path.dirname(host.running.path))
     assert stat.S_IMODE(folder.st_mode) == 0o700 and folder.st_uid == os.getuid()
 
