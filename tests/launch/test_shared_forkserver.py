@@ -18,6 +18,7 @@ from tests.support.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Notice, from_json
 from topotrain.launch import RUN_VARIABLE, own_python, shared_forkserver
 from topotrain.launch.agent import forkserver, orphans, temporary_folders
+from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.launchers.env_tables import LaunchInfo
 
 SLOW = "tests.support.slow_import"
@@ -128,6 +129,19 @@ def test_it_ends_when_its_last_unit_is_killed(job, preload):
     after = User(job, *preload)
     assert after.forkserver != users[0].forkserver
     after.leave()
+
+
+@pytest.mark.journey
+def test_a_job_whose_folder_was_cleaned_up_goes_on_with_a_forkserver_of_its_own(job, tmp_path):
+    shared = shared_forkserver.join(job, preload=())
+    handle = ForkserverHandle("", tmp_path / "log", "c" * 32, shared)
+    shutil.rmtree(os.path.dirname(shared.path))
+    with pytest.raises(FileNotFoundError):
+        handle.up((), os.environ)
+    path = handle.up((), os.environ, again=True)
+    assert path != shared.path and handle.process.poll() is None
+    forkserver.ForkserverClient(path).close()
+    handle.close()
 
 
 @pytest.mark.journey

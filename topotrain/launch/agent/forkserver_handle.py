@@ -53,7 +53,14 @@ class ForkserverHandle:
         again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
         if self._shared is not None:
-            return self._shared.up(environ)
+            try:
+                return self._shared.up(environ)
+            except FileNotFoundError:
+                if not again:
+                    raise
+                # A program that cleans up has removed its folder.
+                self._shared.leave()
+                self._shared = None
         # Not at the first attempt: then the user gets the error about a socket without a forkserver.
         if self._given and again and not _answers(self._given):
             self._given = ""
