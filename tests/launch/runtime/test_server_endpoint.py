@@ -13,6 +13,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Failed
 from topotrain.core.profiling.spans import SILENT
 from topotrain.core.protocol import Drained, FinalValue, Message, ProtocolError
+from topotrain.core.transport_contract import ConnectionLost
 from topotrain.extensions.replication.replica_host import PrimaryEndpoint
 from topotrain.launch.runtime import process_host
 from topotrain.launch.runtime.entry_points import ServerObserver
@@ -65,6 +66,20 @@ def test_a_server_is_not_done_while_it_sends_its_last_messages():
     for each in waiting:
         each.join()
     assert waiting and seen == [True]
+
+
+def test_a_final_value_that_is_lost_by_the_own_end_is_an_error():
+    def closed(*_: object) -> None:
+        raise ConnectionLost("closed on this side")
+
+    trouble: list[int] = []
+    resident = endpoint(SimpleNamespace(send=closed), HostOptions(FailureObserver(lambda: trouble.append(1))))
+    resident.handle(THERE, Drained())
+    assert not trouble  # the other one is gone, which the supervisor sees
+    resident.over = True
+    with pytest.raises(ConnectionLost):
+        resident.handle(THERE, Drained())
+    assert trouble
 
 
 def test_a_refused_message_of_the_snapshot_writer_is_no_fault_of_a_peer(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ It handles addresses, transports and locks, and no algorithm. A server process h
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +23,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.model.schema import BufferMemory, PrivateMemory
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.core.protocol import Drained, Fail, FinalValue, Message, ProtocolError
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.transport_contract import DeliveryObserver, MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
@@ -133,6 +133,8 @@ class ServerEndpoint(MessageSender):
         self.busy_s = 0.0
         """Seconds in the handling of messages."""
         self.workers: set[Address] = set()
+        self.over = False
+        """Whether this process has found the server done, and closes its connections."""
         self._goes_on, self._inline = goes_on, inline
         self._observer = options.observer
         self._router = router
@@ -236,14 +238,18 @@ class ServerEndpoint(MessageSender):
         # A worker that has sent nothing yet has taken the place of one that is gone, to which the answer belongs.
         if to.role is Role.WORKER and to not in self.workers and not isinstance(message, Fail):
             return
-        # The supervisor handles a peer that is gone: nothing can receive the answer.
-        with suppress(TransportError):
-            spans = self.server.spans
+        spans = self.server.spans
+        try:
             if spans is SILENT:
                 self._router.send(self.server.me, to, message)
             else:
                 with sending(spans, to, message):
                     self._router.send(self.server.me, to, message)
+        except TransportError:
+            # The supervisor handles a peer that is gone: nothing can receive the answer. But these are sent before a
+            # server is done, and another server would wait for them for ever.
+            if self.over and to.role is Role.SERVER and isinstance(message, FinalValue | Drained):
+                raise
 
     def lost(self, peer: Address, reason: str) -> None:
         if peer in self.workers or peer.role is Role.SERVER:
@@ -363,6 +369,7 @@ def serve(
             servers.wait()
             observer.on_turn(servers.endpoints, router, last=True)
             for endpoint in servers.endpoints.values():
+                endpoint.over = True
                 observer.on_done(endpoint.server)
         router.close()
     return (*router.traffic(), router.link_traffic()[0])
