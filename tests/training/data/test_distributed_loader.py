@@ -570,7 +570,7 @@ def test_a_step_has_no_divided_batch_beside_one_of_other_shares():
     next(iter(one))
     with refused:
         next(iter(other))
-    client.own_steps += 1
+    client, one, other = two()
     # Validation: without gradients, to its end, or left later.
     with torch.no_grad():
         next(iter(other))
@@ -579,10 +579,12 @@ def test_a_step_has_no_divided_batch_beside_one_of_other_shares():
     train = iter(one)
     assert len(flat(next(train))) == 1
     with torch.no_grad():
-        assert [len(flat(batch)) for batch in other] == [5, 4]
+        assert [len(flat(batch)) for batch in other] == [1, 1]
+    assert [weight for _, _, weight, _ in client.drawn_][-3:] == [1.0, None, None]
     client.own_steps += 1
+    assert [len(flat(batch)) for batch in other] == [1, 1]
     late = iter(other)
-    assert len(flat(next(late))) == 5
+    assert len(flat(next(late))) == 1
     with refused:
         next(train)
     # A stream is cut where it is loaded.

@@ -121,12 +121,13 @@ class PassProgress:
         self._over = False
         self.batches = 0
         """Batches that the script was given."""
-        self._trains = False
+        self._trains = self.whole = False
 
-    def given(self, place: BatchPosition) -> None:
-        """The script is given the batch at this position."""
+    def given(self, place: BatchPosition, whole: bool) -> None:
+        """The script is given the batch at this position. whole: each worker reads all of it."""
         self._last = place
         self.batches += 1
+        self.whole = whole
         self._trains = torch.is_grad_enabled()
 
     @property
@@ -200,7 +201,7 @@ class ShardedLoader:
 
     A script may read two loaders at once, as `zip` does, and use a batch of each in one step. If not all batches of
     both are cut in equal shares, no weight of a worker is right for both, so each worker reads all of both. A step with
-    a batch that is divided already is an error.
+    a batch beside one that is divided already is an error.
 
     Args:
         plan: this worker's part, as far as it is known.
@@ -323,40 +324,38 @@ class ShardedLoader:
             self._recorder.interleaved()
 
     def _plan_beside(self, others: "Sequence[_Pass]") -> DataPlan:
-        """The plan of a pass that may have a part in the steps of other loaders' batches.
+        """The plan of a pass that may have a part in the steps of other loaders' batches."""
+        begun = any(live.given and not live.whole for live in others)
+        if not others or begun or not self._shares or not torch.is_grad_enabled():
+            return self._plan
+        if all(loader.cuts_evenly for loader in (self, *(live.loader for live in others))):
+            return self._plan
+        for live in others:
+            live.read_whole()
+        return replace(self._plan, whole=all(live.whole for live in others))
+
+    def check_beside(self, whole: bool) -> bool:
+        """The script is about to be given a batch; return whether the step has one of another loader.
+
+        whole: each worker reads all of it.
 
         Raises:
-            ConfigError: the next step has a batch that is divided, and no weight is right for both.
+            ConfigError: the step may be made with both, and one is divided in shares that are not equal.
         """
-        plan = self._plan
         given = self._all.given(self._accounting.own_steps)
-        # A step has yet to be made with the batch of a pass that was left.
-        left = {loader for loader, progress in given.items() if progress.single and loader is not self}
-        beside = {live.loader for live in others} | left
-        if not beside or plan.sums or plan.in_rounds or plan.workers == 1:
-            return plan
-        if all(loader.cuts_evenly for loader in (self, *beside)):
-            return plan
-        # Without gradients the batches have no part in a step.
-        if torch.is_grad_enabled():
-            for live in others:
-                live.read_whole()
-            if left or any(not live.whole and live.loader in given for live in others):
-                raise self._unequal_shares()
-        return replace(plan, whole=True)
+        if not given.keys() - {self}:
+            return False
+        live = {each.loader for each in self._all.open()}
+        beside = {at: last for at, last in given.items() if at is not self and (at in live or last.single)}
+        equal = (whole and all(last.whole for last in beside.values())) or all(at.cuts_evenly for at in (self, *beside))
+        if beside and self._shares and not equal and torch.is_grad_enabled():
+            raise self._unequal_shares()
+        return True
 
-    def check_beside(self, whole: bool) -> None:
-        """The script is about to be given a batch to train with, by a pass that divides its batches or does not.
-
-        Raises:
-            ConfigError: as `_plan_beside`.
-        """
-        if self._all.loaders > 1:
-            given = self._all.given(self._accounting.own_steps)
-            if any(
-                live.loader is not self and live.whole != whole and live.loader in given for live in self._all.open()
-            ):
-                raise self._unequal_shares()
+    @property
+    def _shares(self) -> bool:
+        """Whether a step has the mean over shares of each batch."""
+        return self._plan.workers > 1 and not self._plan.sums and not self._plan.in_rounds
 
     def _unequal_shares(self) -> ConfigError:
         accepted = (
@@ -593,14 +592,14 @@ class _Pass(Iterator[Any]):
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
         self._feed.send_draw()
-        trains = torch.is_grad_enabled()
-        if trains:
-            self.loader.check_beside(self.whole)
-        # Batches that all workers read as a whole count alike.
-        weight = float(samples) if not self.whole else 1.0 if trains else None
+        beside = self.loader.check_beside(self.whole)
+        # Batches that all workers read as a whole count alike. One to validate with leaves a step its weight.
+        weight = 1.0 if self.whole else float(samples)
         # What all workers of a group read as a whole is counted by the first of them.
-        self._accounting.drawn(place.stream, place.seq, weight, self._feed.counted(samples), place.made)
-        self._progress.given(place)
+        counted = self._feed.counted(samples)
+        weighs = torch.is_grad_enabled() or not beside
+        self._accounting.drawn(place.stream, place.seq, weight if weighs else None, counted, place.made)
+        self._progress.given(place, self.whole)
         self.loader.count_given(self._progress)
         return data
 
