@@ -148,9 +148,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
     assert alone.addresses == ("127.0.0.1", "10.0.0.9")
     with pytest.raises(ConfigError, match=r"--host of unit 1 = '127\.0\.0\.1'.*to an address at which"):
         hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "127.0.0.1")], "", False)
-    with pytest.raises(
-        ConfigError, match=r"on the machine of unit 1, with another folder .*: give both one TMPDIR, or"
-    ):
+    with pytest.raises(ConfigError, match=r"on the machine of unit 1, with another TMPDIR: give both the same, or"):
         hosts_of([unit(0, "b boot net 8:1", "127.0.0.1"), unit(1, "b boot net 8:2", "127.0.0.1")], "", False)
     with pytest.raises(StoreError):
         HostMap.loaded(b"{}")

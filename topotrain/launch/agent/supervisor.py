@@ -64,8 +64,8 @@ _STDIN, _STDOUT = 0, 1
 _READ = selectors.EVENT_READ
 _UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
 _HOPELESS = ". It has not come to tt.prepare, so another start would end alike"
-_FAULTS = frozenset(map(int, (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)))
-"""Signals that a process gets by its own code."""
+# Signals that a process gets by its own code.
+_FAULTS = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 _UNREACHABLE = (
     "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
 )

@@ -111,11 +111,6 @@ class NodeInfo:
         """The unit's name, pid and host for error messages."""
         return f"unit {self.rank} (pid {self.pid} on {self.name})"
 
-    @property
-    def place(self) -> list[str]:
-        """The machine without its last word, the folder for temporary files."""
-        return self.machine.split()[:3]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeVerifier:
@@ -241,10 +236,11 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
     for unit in units:
         if not alone and is_local(unit.address):
             shown = f"is on {unit.name}, and others on {len(numbers) - 1} other hosts:"
-            twin = next((u for u in units if u.machine != unit.machine and u.place == unit.place), None)
+            # The fourth word of a machine is its folder for temporary files.
+            place, others = unit.machine.split()[:3], (u for u in units if u.machine != unit.machine)
+            twin = next((u for u in others if u.machine.split()[:3] == place), None)
             if twin is not None:
-                apart = f"is on the machine of unit {twin.rank}, with another folder for temporary files"
-                shown = f"{apart}: give both one TMPDIR, or"
+                shown = f"is on the machine of unit {twin.rank}, with another TMPDIR: give both the same, or"
             accepted = f"{shown} set --host to an address at which they reach it"
             raise ConfigError(f"--host of unit {unit.rank}", unit.address, accepted)
     return HostMap(
