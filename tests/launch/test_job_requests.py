@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from topotrain.comm.store import Store, StoreError, open_store, within
+from tests.support.lost_write import lose_one
+from topotrain.comm.store import StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.config.job import ConfigError
-from topotrain.launch import control_socket
+from topotrain.launch import control_socket, store_requests
 from topotrain.launch.control_socket import NAME, ControlSocket, ask, linked_folder
 from topotrain.launch.job_requests import (
     ENDED,
@@ -154,6 +155,15 @@ def test_a_request_over_the_store_is_answered(tmp_path: Path) -> None:
             assert root.keys("jobs/j1/") == ["jobs/j1/asked"], "no request and no answer is left in the store"
 
 
+@pytest.mark.parametrize(("key", "after"), [("/requests/", 0), ("/asked", 0), ("/requests/", 1), ("/answers/", 0)])
+def test_a_lost_write_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, after: int) -> None:
+    monkeypatch.setattr(store_requests, "_LOOK_S", 0.05)
+    with served(tmp_path, {1: {"text": "has left"}}) as (url, _):
+        lost = lose_one(monkeypatch, key, after)
+        said = ask_over_store(url, "j1", GroupRequest("leave", 1), {"TOPOTRAIN_TOKEN": SECRET})
+        assert said == {"group": 1, "text": "has left"} and len(lost) == 1
+
+
 def test_nonsense_in_the_store_is_answered(tmp_path: Path) -> None:
     with served(tmp_path, {}) as (url, requests), closing(open_store(url)) as root:
         root.set("jobs/j1/requests/ab", b'{"verb": "sing"}')
@@ -231,44 +241,25 @@ def test_a_request_in_the_store_that_a_lost_leader_has_taken_is_answered_by_the_
         assert store.keys("requests/") == ["requests/cd"]
 
 
-class FailsOnce:
-    """A store of which one operation on a key fails, before or after it has its effect."""
-
-    def __init__(self, store: Store, name: str, key: str, after: bool) -> None:
-        self._store, self._name, self._key, self._after = store, name, key, after
-
-    def __getattr__(self, name: str) -> Any:
-        act = getattr(self._store, name)
-
-        def acts(key: str, *words: Any) -> Any:
-            fails = name == self._name and key.startswith(self._key)
-            if fails:
-                self._name = ""
-            found = None if fails and not self._after else act(key, *words)
-            if fails:
-                raise StoreError("the store is full")
-            return found
-
-        return acts
-
-
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("name", "key"), [("get", "asked"), ("keys", ""), ("get", "requests/"), ("set", "requests/"), ("set", "answers/")]
 )
-def test_one_error_of_the_store_loses_no_request(tmp_path: Path, name: str, key: str, after: bool) -> None:
+def test_one_error_of_the_store_loses_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str, after: bool
+) -> None:
     with closing(open_store((tmp_path / "store").as_uri())) as store:
         store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
         store.set("asked", b"ab")
         requests = JobRequests()
-        taker = StoreRequests(FailsOnce(store, name, key, after), requests)  # type: ignore[arg-type]
+        taker, failed = StoreRequests(store, requests), lose_one(monkeypatch, key, 0, [name], after)
         for _ in range(3):
             with suppress(StoreError):
                 taker.look()
             for wish in requests.take():
                 requests.reply(wish, {"text": "has left"})
         assert json.loads(store.get("answers/ab") or b"") == {"text": "has left"}
-        assert store.keys("requests/") == []
+        assert store.keys("requests/") == [] and failed
 
 
 # ---- by workspace ----------------------------------------------------------------------------------------------------

@@ -58,13 +58,14 @@ class StoreRequests:
         self._store, self._requests = store, requests
         self._lock, self._mark = threading.Lock(), b""
         self._answers: dict[str, dict[str, Any]] = {}
-        self._taken: set[str] = set()  # a store that has lost a deletion must not cause a request twice
+        # Requests that were taken, with their answers: a store that has lost a write must not cause a request twice.
+        self._taken: dict[str, dict[str, Any] | None] = {}
         self._read: dict[str, bytes] = {}  # requests that are not marked as taken yet, as far as is known
 
     def put(self, id: str, said: dict[str, Any]) -> None:
         """Add an answer, which `look` writes."""
         with self._lock:
-            self._answers[id] = said
+            self._answers[id] = self._taken[id] = said
 
     def look(self) -> None:
         """Take new requests, and write the answers since the last call. Raises StoreError."""
@@ -74,15 +75,17 @@ class StoreRequests:
             # The mark may be in the store although writing it failed.
             raw = self._read.get(id) or self._store.get(key)
             if raw is None or id in self._taken:
+                said = self._taken.get(id)
+                if said is not None:  # the store has lost the answer, and its client has asked again
+                    self.put(id, said)
                 continue
             if raw == _TAKEN:
-                self._taken.add(id)
                 # Whether it was carried out is not known, and some requests must not be carried out twice.
                 self.put(id, {"error": LEADER_LOST})
                 continue
             self._read[id] = raw
             self._store.set(key, _TAKEN, KEEP_S)
-            self._taken.add(id)
+            self._taken[id] = None
             del self._read[id]
             try:
                 self._requests.add(from_text(raw), _StoreClient(self, id))
@@ -124,10 +127,8 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
             raise ConfigError("--rendezvous", None, str(error)) from None
         store = within(root, f"jobs/{job}")
         try:
-            store.set(f"{_REQUESTS}{id}", json.dumps(to_data(wish)).encode(), KEEP_S)
-            # Last: the job looks for the request when it sees this.
-            store.set(_MARK, id.encode(), KEEP_S)
-            return checked(wish, json.loads(_answer(store, id, registry, job)))
+            text = json.dumps(to_data(wish)).encode()
+            return checked(wish, json.loads(_answer(store, id, text, registry, job)))
         finally:
             with suppress(StoreError):  # the keys expire
                 for key in (_ANSWERS, _REQUESTS):
@@ -152,10 +153,15 @@ def ask_anywhere(workspace: Path, wish: JobRequest, environ: Mapping[str, str]) 
     return ask_over_store(url, record.id, wish, environ)
 
 
-def _answer(store: Store, id: str, registry: Registry, job: str) -> bytes:
-    """Wait for the answer to a request. Raises ConfigError if there is none."""
+def _answer(store: Store, id: str, text: bytes, registry: Registry, job: str) -> bytes:
+    """Send a request, and wait for the answer. Raises ConfigError if there is none."""
     until = time.monotonic() + KEEP_S
     while time.monotonic() < until:
+        # Again while the job has not taken it: a store may lose a write. In this order, as it goes with its answer.
+        if store.get(f"{_REQUESTS}{id}") != _TAKEN and store.get(f"{_ANSWERS}{id}") is None:
+            store.set(f"{_REQUESTS}{id}", text, KEEP_S)
+            # Last: the job looks for the request when it sees another value.
+            store.set(_MARK, secrets.token_hex(8).encode(), KEEP_S)
         try:
             return store.watch(f"{_ANSWERS}{id}", _LOOK_S)
         except TimeoutError:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from folder_wipe import block, wipe
 from free_ports import free_port
 
 from tests.support.launch_targets import parts, small_job, wait_for
+from tests.support.lost_write import lose_one
 from topotrain.comm.store import StoreError, maintained_values, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
@@ -310,19 +312,34 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
         each.close()
 
 
-def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("key", ["", "/run", "/host/0", "/host/1", "/job", "/from", "/meeting", "/hosts"])
+def test_units_meet_though_the_store_is_wiped_meanwhile_or_loses_one_write(store, tmp_path, monkeypatch, key):
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
     monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.2)
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
-    first, second = entered(store, 0), entered(store, 1)
-    wipe(tmp_path / "store")
+    lost = lose_one(monkeypatch, key) if key else []
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(lambda: (second.take(None), second.learn()))
+        entering = pool.submit(entered, store, 1)
+        first, second = entered(store, 0), entering.result(20)
+        if not key:
+            wipe(tmp_path / "store")
+        taken = pool.submit(lambda: (second.take(None), second.learn(), second.chosen()))
         first.bring(Job(name="j", cluster=Cluster(nworkers_per_group=2)))
+        first.choose("000007", "5ea1")
         hosts = first.publish(first.gather("", False))
-        assert taken.result(20)[1] == hosts
+        assert taken.result(20)[1:] == (hosts, ("000007", "5ea1"))
+    assert len(lost) == bool(key)
     for each in (first, second):
         each.close()
+
+
+def test_two_units_of_one_rank_do_not_train_where_the_store_has_lost_the_first_claim(store, quick, monkeypatch):
+    lose_one(monkeypatch, "/host/1")
+    with closing(entered(store, 0)) as first, closing(entered(store, 1)) as early, closing(entered(store, 1)) as late:
+        first.publish(first.gather("", False))
+        with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
+            early.learn()
+        assert late.learn().units[1] == late.me
 
 
 # ---- company ---------------------------------------------------------------------------------------------------------

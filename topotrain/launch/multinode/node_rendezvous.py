@@ -291,8 +291,10 @@ class NodeRendezvous:
         with suppress(TimeoutError):
             # A heartbeat that moves is of a running process. A timeout means that its process is gone.
             self.run.watch(f"alive/{self.rank}", ALIVE_S, beat)
-            there = NodeInfo.loaded(raw).who
-            raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
+            raise self._taken(NodeInfo.loaded(raw))
+
+    def _taken(self, there: NodeInfo) -> ConfigError:
+        return ConfigError("--rank", self.rank, f"is taken: {there.who} is in job {self.id!r} already")
 
     def _whole(self, key: str) -> str:
         """Return the name, in the whole store, of a key of this start."""
@@ -360,26 +362,29 @@ class NodeRendezvous:
 
         key: MEETING_KEY for the hosts before the units measure their links.
 
-        Raises EndedBeforeStart or StoreError.
+        Raises ConfigError, EndedBeforeStart or StoreError.
         """
-        return HostMap.loaded(self._await(self.run, key, "the other units"))
+        hosts = HostMap.loaded(self._await(self.run, key, "the other units"))
+        # A store that has lost the claim of this process lets another process have the rank.
+        if not self.returns and self.me is not None and hosts.units[self.rank].word != self.me.word:
+            raise self._taken(hosts.units[self.rank])
+        return hosts
 
     def choose(self, name: str, seal: str) -> None:
-        """Publish the snapshot that the job resumes from, if any. For unit 0.
+        """Publish the snapshot that the job resumes from; "": none. For unit 0.
 
         Call it before `gather`. Raises StoreError.
         """
-        if name:
-            self._set(_FROM, f"{seal} {name}".encode())
+        self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
         """Return the name and the seal of the snapshot to resume from.
 
         Not for the unit that opens the job.
 
-        Call it after `learn`. Raises StoreError.
+        Raises EndedBeforeStart or StoreError.
         """
-        sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
+        sealed, _, name = self._await(self.run, _FROM, "the snapshot that unit 0 has chosen").decode().partition(" ")
         return name, sealed
 
     def introduce(self, given: str, url: str) -> NodeInfo:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lost_write import lose_one
 from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES, JobRecord, Registry, UnknownJob, stop_key
 from topotrain.tools.cli import app
@@ -100,13 +101,15 @@ def test_a_job_without_a_sign_of_life_is_lost_and_its_id_free(registry, url):
     assert open_store(url).get(stop_key("early")) is None  # the stop was for the job before
 
 
-def test_stop_is_seen_by_the_job(registry, url):
+def test_stop_is_seen_by_the_job_also_after_a_lost_write(registry, url, monkeypatch):
     registry.add(EARLY, ttl=1000)
+    lost = [lose_one(monkeypatch, "early/stop")]
     assert registry.stop("early").state == "running"
     assert within(open_store(url), "jobs/early").watch("stop", 0) == b"stop"
     registry.add(LATE)
+    lost.append(lose_one(monkeypatch, "registry/late-1"))
     registry.end("late-1", "failed")
-    assert registry.stop("late-1").state == "failed"
+    assert registry.stop("late-1").state == "failed" and all(lost)
     assert open_store(url).get(stop_key("late-1")) is None
 
 

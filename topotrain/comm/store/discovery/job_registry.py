@@ -118,11 +118,9 @@ class Registry:
         """Record how a job ended: done, failed or stopped. Raises UnknownJob, ValueError."""
         if state not in ENDED:
             raise ValueError(f"state = {state!r}: must be {', '.join(ENDED)}")
-        while True:
-            raw = self._raw(id)
-            entry = replace(_loaded(id, raw), state=state)
-            if self._store.compare_and_set(_key(id), raw, _dumped(entry), KEEP_S):
-                break
+        # Until it is read again: a store may have lost the write.
+        while (entry := _loaded(id, raw := self._raw(id))).state != state:
+            self._store.compare_and_set(_key(id), raw, _dumped(replace(entry, state=state)), KEEP_S)
         # An ended job needs no heartbeat, and a lost one is recognized by its absence.
         self._store.delete(_alive(id))
 
@@ -131,7 +129,8 @@ class Registry:
         record = self.view(id)
         if record.state not in ENDED:
             self.check_secret(id)
-            self._store.set(stop_key(id), b"stop", KEEP_S)
+            while self._store.get(stop_key(id)) is None:
+                self._store.set(stop_key(id), b"stop", KEEP_S)
         return record
 
     def check_secret(self, id: str) -> None:
