@@ -5,7 +5,6 @@ group gets a request and a grace period. It is gone when it has no process left,
 Other faults in the meantime only make it leave sooner. Every batch still counts exactly once.
 """
 
-from collections.abc import Iterable
 from functools import partial
 
 from fault_trial import Trial
@@ -15,35 +14,25 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
 class ElasticTrial(Trial):
-    """A trial with groups that leave and join; absent: groups that start later."""
+    """A trial with groups that leave and join."""
 
-    def __init__(
-        self,
-        job: Job,
-        seed: int,
-        schedule: FaultSchedule,
-        network_faults: NetworkFaults | None = None,
-        absent: Iterable[int] = (),
-        before: Trial | None = None,
-    ) -> None:
-        self.absent, self._leaving = set(absent), dict[int, Fault]()
-        self.left_at = -1.0
-        """The time at which the last process of a group that left had ended."""
-        super().__init__(job, seed, schedule, network_faults, before)
+    left_at = -1.0
+    """The time at which the last process of a group that left had ended."""
 
-    def again(self) -> "ElasticTrial":
-        """Return the next start of the job after a crash."""
-        # A group that was leaving at the crash has no process any more, so it is absent.
-        away = self.absent | self._leaving.keys()
-        return type(self)(self.job, self.sim.seed, self._left_over, self._network_faults, away, self)
+    def _prepare(self, job: Job, before: Trial | None) -> None:
+        self._leaving: dict[int, Fault] = {}
+
+    @property
+    def away(self) -> set[int]:
+        # A group that was leaving at a crash has no process any more.
+        return self.absent | self._leaving.keys()
 
     @property
     def moves(self) -> list[Fault]:
@@ -106,13 +95,10 @@ class ElasticTrial(Trial):
     def _end_all(self, group: int) -> None:
         # A worker that is about to restart alone does not start any more.
         self._whole[group] = self._whole.get(group, 0) + 1
-        if all(
-            process.dead for process in self._worker_processes(group)
-        ):  # about to restart: the new processes end before they start
-            for process in self._worker_processes(group):
-                self.worker_processes[process.me] = WorkerProcess(
-                    process.me, process.incarnation + 1, over=True, dead=True
-                )
+        known = self._worker_processes(group)
+        if all(process.dead for process in known):  # about to restart: the new processes end before they start
+            new = (WorkerProcess(process.me, process.incarnation + 1, over=True, dead=True) for process in known)
+            self.worker_processes |= {process.me: process for process in new}
         for process in self._worker_processes(group):
             if not process.over:
                 self._end_one(process)

@@ -8,29 +8,32 @@ Some scripts also assign the cells of their batches in one more parameter (ASSIG
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.client.client_context import StepOutcome
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
 from topotrain.extensions.elastic.membership_messages import RestartRequest
 from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.simulator.batch_counts import BatchCounts
-from topotrain.tools.simulator.fault_schedule import ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import ANY, ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults, forget_frames
@@ -41,6 +44,8 @@ from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
 from topotrain.training.data.sampling import cut
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_stats import BatchAccounting
 
 LONG = 10.0
@@ -216,13 +221,34 @@ class TrialScript:
         resumed = self._trial.resumed
         return list(left(range(batches), () if resumed is None else resumed.runs(epoch)))
 
-    def _finish(self) -> None:
-        worker = self._worker
-        worker.finish()
-        if worker.me == (Role.WORKER, 0, 0):
-            worker.client.values.fetch_final()
-            worker.client.buffers.final()
-            self.final = worker.values()
+    def _finish(self, worker: Worker | None = None) -> None:
+        """Finish the script, and take the final values; worker: the product's, which has a model."""
+        (worker or self._worker).finish()
+        self._take_final(worker)
+
+    def _take_final(self, worker: Worker | None) -> None:
+        if self._worker.me == (Role.WORKER, 0, 0):
+            self._worker.client.values.fetch_final()
+            self._worker.client.buffers.final()
+            parts = () if worker is None else range(len(worker.parts.tensors))
+            self.final = (
+                [worker.buffers.view("params", at).clone() for at in parts] if worker else self._worker.values()
+            )
+
+    def _trained(self, model: nn.Module, plain: torch.optim.Optimizer, inner: InnerOptimizer) -> Worker:
+        """Return a worker of the product that trains a model alone between rounds."""
+        trial, client, memory = self._trial, self._worker.client, WorkerMemory(PrivateMemory())
+        parts = describe_model(model, (), inner.optimizers)
+        return Worker(self._worker.me, trial.job, trial.topology, parts, (plain,), client, memory, inner)
+
+    def _steps(self, compute: Callable[[], None]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield all batches, each when its gradient is computed. Raises Killed."""
+        for epoch in self._epochs:
+            for batch in self._batches(epoch, False):
+                compute()
+                if self._process.over:
+                    raise Killed
+                yield epoch, *batch
 
     def _batches(self, epoch: int, alone: bool) -> Iterator[tuple[int, int, int]]:
         """Yield the rest of an epoch; alone: the group has gone on without this process."""
@@ -269,7 +295,8 @@ class CrashableSender:
 class Trial(SimCluster):
     """A simulated cluster with faults.
 
-    network_faults: instead of the schedule's. before: the trial that crashed, of which this is the next start.
+    network_faults: instead of the schedule's. absent: groups that start later. before: the trial that crashed, of which
+    this is the next start.
     """
 
     script_class = TrialScript
@@ -281,8 +308,10 @@ class Trial(SimCluster):
         seed: int,
         schedule: FaultSchedule,
         network_faults: NetworkFaults | None = None,
+        absent: Iterable[int] = (),
         before: "Trial | None" = None,
     ) -> None:
+        self.absent = set(absent)
         self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.epochs = schedule.batches, schedule.epochs
         self.singly = singly(job)
@@ -297,6 +326,7 @@ class Trial(SimCluster):
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
         self._aways: dict[WorkerProcess, float] = {}  # of processes that lose a connection
+        self._forks: dict[Address, float] = {}  # worker that fails to start once -> seconds until its group restarts
         self.kills = 0
         self.commits: dict[int, list[float]] = {}
         self.restarts: list[tuple[float, int]] = []
@@ -315,13 +345,18 @@ class Trial(SimCluster):
         topology = layout(job.cluster)
         groups = range(topology.worker_groups)
         self.in_place = {group for group in groups if not in_place_refusal(job, topology, group)}
+        self._prepare(job, before)
         super().__init__(job, seed, network_faults or NETWORKS[schedule.network], schema, resumed=self.resumed)
+        self.transport.observers.append(self._inject_delivered)
         if before is not None:
             self._continue(before)
         # Some layouts cannot take snapshots.
         if not snapshots_of(self.server(0, 0)).refusal:
             self.disks = SimDisks(self, schedule, self.singly, self.resumed)
         self._open()
+
+    def _prepare(self, job: Job, before: "Trial | None") -> None:
+        """Make what is needed before the processes are."""
 
     def _continue(self, before: "Trial") -> None:
         """Take over time, random state, and statistics from the crashed trial."""
@@ -337,12 +372,13 @@ class Trial(SimCluster):
 
     def again(self) -> "Trial":
         """Return the next start of the job, from the newest snapshot or the beginning."""
-        return Trial(self.job, self.sim.seed, self._left_over, self._network_faults, self)
+        left = replace(self.schedule, faults=tuple(self._faults))
+        return type(self)(self.job, self.sim.seed, left, self._network_faults, self.away, self)
 
     @property
-    def _left_over(self) -> FaultSchedule:
-        """The schedule with the faults that have not happened yet."""
-        return replace(self.schedule, faults=tuple(self._faults))
+    def away(self) -> set[int]:
+        """The groups without a process, also after a crash."""
+        return self.absent
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -402,6 +438,14 @@ class Trial(SimCluster):
                 if self._left[fault] < 0:
                     self.inject(fault)
 
+    def _inject_delivered(self, sender: Address, to: Address, message: m.Message) -> None:
+        """Execute the faults that are due at this message of any process, behind its delivery."""
+        for fault in self._faults:
+            if fault.incarnation == ANY and isinstance(message, fault.kind):
+                self._left[fault] -= 1
+                if self._left[fault] < 0:
+                    self.sim.at(self.sim.now, partial(self.inject, fault))
+
     def inject(self, fault: Fault) -> None:
         """Execute a fault now."""
         if fault not in self._faults:
@@ -411,6 +455,8 @@ class Trial(SimCluster):
         self.log.append((self.sim.now, fault))
         if fault.what is FaultKind.KILL:
             self.kill(fault.group, fault.away, fault.index)
+        elif fault.what is FaultKind.FORK:
+            self._forks[Address(Role.WORKER, fault.group, fault.index)] = fault.away
         elif fault.what is FaultKind.CUT:
             self._cut(fault)
         elif fault.what is FaultKind.PAUSE:
@@ -530,13 +576,16 @@ class Trial(SimCluster):
     def _restart(self, workers: tuple[Address, ...], number: int) -> None:
         self._numbers[workers[0].group] = max(number, self._numbers[workers[0].group])
         self.restarts.append((self.sim.now, workers[0].group))
+        refused = next((me for me in workers if me in self._forks), None)
         for me in workers:
             for server in sorted({*self.clients[me].channel.servers, self.clients[me].channel.first_server}):
-                self._end(
-                    self.worker_processes[me], server
-                )  # replaces its connection, if the server has not noticed the end
-            self.clients[me] = self._make_client(me, number)
-            self._start(me)
+                # replaces its connection, if the server has not noticed the end
+                self._end(self.worker_processes[me], server)
+            if me != refused:
+                self.clients[me] = self._make_client(me, number)
+                self._start(me)
+        if refused is not None:  # it counts as lost, and the others of its group have started
+            self._kill(self._killed_together(*refused[1:]), self._forks.pop(refused))
 
     def _start(self, me: Address) -> None:
         process, client = self.worker_processes[me], self.clients[me]
@@ -624,6 +673,14 @@ class Trial(SimCluster):
             for cell in range(cells)
             if float(part[cell]) != 1.0
         ]
+
+
+def goes_wrong(run: Callable[[], Trial]) -> bool:
+    """Return whether a trial is wrong, or ends with an error."""
+    try:
+        return bool(run().wrong())
+    except (Exception, Killed):
+        return True
 
 
 def _call(trial: Trial, me: Address, peer: Address) -> None:

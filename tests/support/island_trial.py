@@ -19,7 +19,7 @@ One worker of a group may die, lag, or lose a connection alone. Then the launche
 later, and starts the group again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,25 +32,24 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
-from topotrain.core.model.schema import PrivateMemory, Schema
+from topotrain.core.model.schema import Schema
 from topotrain.extensions.outer_optimizer.groups.group_optimizer import GroupOptimizer
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
 from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.islands.island_observers import GroupReplicas, IslandObserver
 from topotrain.tools.simulator.islands.sim_peers import PeerSender, SimPeers
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimClock
+from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
 from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
-from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.worker import Worker, WorkerMemory
+from topotrain.training.worker import Worker
 
 FRAGMENTS = 4
 """The number of parameters of the model, hence the most fragments."""
@@ -158,9 +157,7 @@ class IslandScript(TrialScript):
         plain = torch.optim.SGD(model.parameters(), lr=1.0)
         inner = self._inner(model, plain)
         inner.watch(pace)
-        parts = describe_model(model, (), inner.optimizers)
-        memory = WorkerMemory(PrivateMemory())
-        worker = Worker(process.me, trial.job, trial.topology, parts, (plain,), client, memory, inner)
+        worker = self._trained(model, plain, inner)
         # Not the time of this machine, which would make two runs of a seed differ.
         client.channel.measure_waits(SimClock(trial.sim))
         worker.start()
@@ -188,7 +185,7 @@ class IslandScript(TrialScript):
                 self._train(worker, cells, (stream, seq))
                 observer.made(cells)
                 observer.check(inner.received.under_way)
-                trial.replicas.check(process, worker.tally.steps, parts.tensors)
+                trial.replicas.check(process, worker.tally.steps, worker.parts.tensors)
                 trial.committed(process.me)
                 if worker.leaves:
                     trial.leave(process)
@@ -199,10 +196,7 @@ class IslandScript(TrialScript):
         worker.finish()
         observer.check(inner.received.under_way)
         self._save(worker, trial.epochs)
-        if process.me == trial.workers[0]:
-            client.values.fetch_final()
-            client.buffers.final()
-            self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
+        self._take_final(worker)
         trial.peers.end(process)
 
     def _inner(self, model: CellModel, plain: torch.optim.SGD) -> WatchedOptimizer:
@@ -256,18 +250,11 @@ class IslandTrial(ElasticTrial):
 
     script_class = IslandScript
 
-    def __init__(
-        self,
-        job: Job,
-        seed: int,
-        schedule: FaultSchedule,
-        network_faults: NetworkFaults | None = None,
-        absent: Iterable[int] = (),
-        before: Trial | None = None,
-    ) -> None:
+    def _prepare(self, job: Job, before: Trial | None) -> None:
+        super()._prepare(job, before)
         cluster = job.cluster
         # Workers that could start again alone may be behind. With leases one may have no batch left in an epoch.
-        self.in_lock_step = not cluster.quorum and cluster.fragments > 1 and schedule.mode == "static"
+        self.in_lock_step = not cluster.quorum and cluster.fragments > 1 and self.schedule.mode == "static"
         self.paces: dict[WorkerProcess, RoundPace] = {}
         self._makers: dict[int, set[WorkerProcess]] = {}  # cell -> processes of this start
         self._made_before = before.made_cells if isinstance(before, IslandTrial) else set[int]()
@@ -276,9 +263,11 @@ class IslandTrial(ElasticTrial):
         self.replicas = GroupReplicas(cluster.nworkers_per_group)
         self.lags: dict[Address, float] = dict(before.lags) if isinstance(before, IslandTrial) else {}
         """By worker: seconds by which each of its steps is longer."""
-        super().__init__(job, seed, schedule, network_faults, absent, before)
+
+    def _open(self) -> None:
         self.peers = SimPeers(self.sim, self.transport, self.topology, self._notice_time)
         self.transport.observers.append(self._observe)
+        super()._open()
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
         """As `SimCluster._describe`, with other lengths and the outer optimizers."""

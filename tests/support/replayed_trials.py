@@ -11,7 +11,7 @@ from fault_trial import Trial, TrialScript
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
@@ -31,10 +31,7 @@ from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
 from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.sim_cluster import SimServer, parameters
 from topotrain.tools.simulator.sim_network import NetworkFaults
-from topotrain.tools.simulator.sim_processes import Killed
 from topotrain.training.adopted_optimizer import adopt
-from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.worker import Worker, WorkerMemory
 
 NEAR, FAR = NetworkFaults(delay=(0.0005, 0.004)), NetworkFaults(delay=(0.0002, 0.03))
 EPOCHS = 2
@@ -128,23 +125,15 @@ class FloatScript(TrialScript):
         trial, worker, process = self._trial, self._worker, self._process
         assert isinstance(trial, FloatTrial)
         worker.open(1.0)
-        for epoch in self._epochs:
-            for stream, seq, number in self._batches(epoch, False):
-                worker.sleep(0.0, 0.006)
-                if process.over:
-                    raise Killed
-                key = (epoch, number, worker.me.index)
-                gradient = [
-                    0.03 * value + 0.01 * noise(value.numel(), at, *key, trial.changed)
-                    for at, value in enumerate(worker.values())
-                ]
-                worker.step(gradient, marks=(stream, seq, seq), samples=1)
-                process.step()
-        worker.finish()
-        if worker.me == (Role.WORKER, 0, 0):
-            worker.client.values.fetch_final()
-            worker.client.buffers.final()
-            trial.result = worker.values()
+        for epoch, stream, seq, number in self._steps(lambda: worker.sleep(0.0, 0.006)):
+            key = (epoch, number, worker.me.index)
+            gradient = [
+                0.03 * value + 0.01 * noise(value.numel(), at, *key, trial.changed)
+                for at, value in enumerate(worker.values())
+            ]
+            worker.step(gradient, marks=(stream, seq, seq), samples=1)
+            process.step()
+        self._finish()
 
 
 class FloatTrial(Trial):
@@ -175,12 +164,12 @@ class FloatTrial(Trial):
     ) -> None:
         self._lengths = lengths
         self._order, self.changed = order, changed
-        self.result: list[torch.Tensor] = []
         if isinstance(order, Replayer):
             order.trial = self
         mode = "lease" if lease else "static"
         network = FAR if seed % 2 else NEAR
         super().__init__(job, seed, FaultSchedule("calm", batches, EPOCHS, mode, True, faults), network)
+        self.counts.elastic = False  # the values are no counts
 
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
         server = make_server(me, self.job, self.topology, PrivateMemory(), resumed=resumed, order=self._order)
@@ -203,27 +192,18 @@ class FloatIslandScript(TrialScript):
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         choices = trial.choices(me, process.incarnation)
         inner = InnerOptimizer(plain, trial.job.cluster, model.named_parameters(), choices=choices)
-        parts, memory = describe_model(model, (), inner.optimizers), WorkerMemory(PrivateMemory())
-        worker = Worker(me, trial.job, trial.topology, parts, (plain,), self._worker.client, memory, inner)
+        worker = self._trained(model, plain, inner)
         worker.start()
         adopt(plain, worker)
-        for epoch in self._epochs:
-            for stream, seq, number in self._batches(epoch, False):
-                self._worker.sleep(0.0, 0.006)
-                if process.over:
-                    raise Killed
-                worker.drawn(stream, seq, 1.0, 1)
-                plain.zero_grad()
-                for at, tensor in enumerate(model.parameters()):
-                    target = noise(tensor.numel(), at, epoch, number, trial.changed)
-                    (tensor - target).square().sum().backward()
-                plain.step()
-                process.step()
-        worker.finish()
-        if me == (Role.WORKER, 0, 0):
-            worker.client.values.fetch_final()
-            worker.client.buffers.final()
-            trial.result = [worker.buffers.view("params", at).clone() for at in range(len(parts.tensors))]
+        for epoch, stream, seq, number in self._steps(lambda: self._worker.sleep(0.0, 0.006)):
+            worker.drawn(stream, seq, 1.0, 1)
+            plain.zero_grad()
+            for at, tensor in enumerate(model.parameters()):
+                target = noise(tensor.numel(), at, epoch, number, trial.changed)
+                (tensor - target).square().sum().backward()
+            plain.step()
+            process.step()
+        self._finish(worker)
 
 
 class FloatIslands(FloatTrial):

@@ -45,12 +45,12 @@ from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, sin
 from topotrain.tools.simulator.batch_counts import BatchCounts
 from topotrain.tools.simulator.fault_schedule import (
     MOVES,
-    Fault,
     FaultSchedule,
     draw,
     draw_assigns,
     draw_group_faults,
     draw_moves,
+    draw_pairs,
 )
 
 
@@ -176,7 +176,8 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
     exact = not (singly(job) or trains_alone(job)) and BatchCounts(topology).exact
     assigns = exact and (schedule.mode == "static" or not topology.synced) and draw_assigns(name, seed)
     alone = draw_group_faults(name, seed, *sizes[:2]) if trains_alone(job) and mortal else ()
-    return replace(schedule, faults=(*schedule.faults, *moves, *alone), assigns=assigns)
+    pairs = draw_pairs(name, seed, *sizes[:2], elastic if schedule.mode == "lease" else (), mortal)
+    return replace(schedule, faults=(*schedule.faults, *moves, *alone, *pairs), assigns=assigns)
 
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
@@ -202,13 +203,10 @@ def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialV
     # Every error is a finding about this seed; the other seeds still run.
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
+    moves = sum(fault.what in MOVES for _, fault in trial.log)
+    counted = (trial.kills, crashes, moves, trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
     injected = {fault: round(moment, 4) for moment, fault in trial.log}
     return TrialVerdict(seed, name, schedule, wrong, *counted, tuple(injected.get(fault) for fault in schedule.faults))
-
-
-def _moves(log: Sequence[tuple[float, Fault]]) -> int:
-    return sum(fault.what in MOVES for _, fault in log)
 
 
 def _text(wrong: Sequence[tuple[int, int, float]]) -> str:

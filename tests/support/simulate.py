@@ -1,9 +1,9 @@
 """Test jobs under faults, in virtual time.
 
-Groups die, leave and join, connections end, processes pause or become slow, clocks jump, the whole job dies and
-restarts from its newest snapshot, and messages are delayed, duplicated or reordered. A ledger has a cell for every
-batch, and each batch must count once, at the end and in every snapshot. If a seed violates this, its schedule is
-reduced to the faults that are needed.
+Groups die, leave and join, two of them at once, connections end, processes pause, become slow or cannot be started
+once, clocks jump, the whole job dies and restarts from its newest snapshot, also between two messages of its end, and
+messages are delayed, duplicated or reordered. A ledger has a cell for every batch, and each batch must count once, at
+the end and in every snapshot. If a seed violates this, its schedule is reduced to the faults that are needed.
 
     python tests/support/simulate.py --seed 7 --layout examples/conf/downpour.conf
     python tests/support/simulate.py --seeds 1000
@@ -46,8 +46,8 @@ def simulate(
 ) -> None:
     """Simulate a job under faults, on a simulated network in virtual time.
 
-    It has the same servers as a real job; only the script's pushes are made up. Ends with code 1 if a batch was
-    lost or counted twice, or if a process would wait for ever.
+    It has the same servers as a real job; only the script's pushes are made up. Launcher and store have no part in
+    it. Ends with code 1 if a batch was lost or counted twice, or if a process would wait for ever.
     """
     with refusing():
         job = _job(where)

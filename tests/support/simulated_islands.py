@@ -14,16 +14,12 @@ from fault_trial import TrialScript
 from torch import nn
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import PrivateMemory
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
 from topotrain.tools.simulator.sim_network import SimClock
-from topotrain.tools.simulator.sim_processes import Killed
 from topotrain.training.adopted_optimizer import adopt
-from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.worker import Worker, WorkerMemory
 
 STEP_S = 0.01
 """Virtual seconds of a step of a worker with speed 1. A message takes 0.5 to 2 ms."""
@@ -73,27 +69,18 @@ class IslandScript(TrialScript):
         model = Cells(trial.job.cluster.fragments, trial.batches * trial.epochs)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), clock=SimClock(trial.sim))
-        parts, memory = describe_model(model, (), local.optimizers), WorkerMemory(PrivateMemory())
-        worker = Worker(me, trial.job, trial.topology, parts, (inner,), self._worker.client, memory, local)
+        worker = self._trained(model, inner, local)
         worker.start()
         adopt(inner, worker)
-        for epoch in self._epochs:
-            for stream, seq, number in self._batches(epoch, False):
-                trial.sim.sleep(trial.step_s[me.group])
-                if process.over:
-                    raise Killed
-                worker.drawn(stream, seq, 1.0, 1)
-                inner.zero_grad()
-                model(epoch * trial.batches + number).backward()
-                inner.step()
-                process.step()
-                if worker.leaves:
-                    trial.leave(process)
-        worker.finish()
-        if me == (Role.WORKER, 0, 0):
-            worker.client.values.fetch_final()
-            worker.client.buffers.final()
-            self.final = [worker.buffers.view("params", index).clone() for index in range(len(parts.tensors))]
+        for epoch, stream, seq, number in self._steps(lambda: trial.sim.sleep(trial.step_s[me.group])):
+            worker.drawn(stream, seq, 1.0, 1)
+            inner.zero_grad()
+            model(epoch * trial.batches + number).backward()
+            inner.step()
+            process.step()
+            if worker.leaves:
+                trial.leave(process)
+        self._finish(worker)
 
 
 class IslandTrial(ElasticTrial):

@@ -20,7 +20,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters
@@ -65,15 +64,9 @@ class ScriptedCluster(sim_cluster.SimCluster):
     """A simulated cluster with the scripts of a test, and with real workers."""
 
     def __init__(
-        self,
-        job: Job,
-        seed: int = 0,
-        weather: NetworkFaults | None = None,
-        schema: tuple[Parameter, ...] = SMALL,
-        rate: float = 1.0,
-        resumed: SnapshotSource | None = None,
+        self, job: Job, seed: int = 0, weather: NetworkFaults | None = None, schema: Any = SMALL, **more: Any
     ) -> None:
-        super().__init__(job, seed, weather, schema, rate, resumed)
+        super().__init__(job, seed, weather, schema, **more)
 
     def scripted_worker(self, group: int, index: int = 0) -> "ScriptedWorker":
         return ScriptedWorker(self, Address(Role.WORKER, group, index))
@@ -86,6 +79,24 @@ class ScriptedCluster(sim_cluster.SimCluster):
             self.sim.actor(str(me), lambda me=me: script(ScriptedWorker(self, me)))
         self.sim.run()
         return self
+
+    def train(self, steps: int, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Make steps of whole numbers times a scale; return (start, sum of all gradients, what worker (0,0) got)."""
+        pushed, final = list[list[torch.Tensor]](), list[torch.Tensor]()
+
+        def script(worker: ScriptedWorker) -> None:
+            worker.open(7 * scale)
+            for _ in range(steps):
+                worker.sleep(0.0, 0.01)
+                pushed.append(worker.numbers(scale=scale))
+                worker.step(pushed[-1])
+            worker.finish()
+            if worker.me == self.workers[0]:
+                worker.client.values.fetch_final()
+                final.extend(worker.values())
+
+        self.play(script)
+        return [torch.full_like(part, 7 * scale) for part in total(pushed)], total(pushed), final
 
     def values(self, group: int = 0) -> list[torch.Tensor]:
         """The values that the servers of a group hold, one tensor per parameter."""

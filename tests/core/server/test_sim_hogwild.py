@@ -1,8 +1,7 @@
 """Distributed Hogwild on the simulated network: server groups agree, and no update is lost or counted twice."""
 
 import pytest
-import torch
-from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
+from simulation import STORM, VIEWS, ScriptedCluster, job, parameters, same
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
@@ -17,29 +16,6 @@ SCALE = float(1 << 16)
 SLOW = NetworkFaults(delay=(0.2, 0.4))
 
 
-def hogwild(
-    cluster: ScriptedCluster, steps: int = 4, pace: float = 0.01, start: float = 7 * SCALE
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Returns (start, the sum of all pushed gradients, what worker (0,0) got in the end)."""
-    pushed: list[list[torch.Tensor]] = []
-    final: list[torch.Tensor] = []
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open(start)
-        for _ in range(steps):
-            worker.sleep(0.0, pace)
-            pushed.append(worker.numbers(scale=SCALE))
-            worker.step(pushed[-1])
-        worker.finish()
-        if worker.me == cluster.workers[0]:
-            worker.client.values.fetch_final()
-            final.extend(worker.values())
-
-    cluster.play(script)
-    everything = total(pushed)
-    return [torch.full_like(part, start) for part in everything], everything, final
-
-
 MEANS = [Agreement.kRingAverage, Agreement.kGossip]
 """Of these the result is the mean over the groups."""
 SUMS = [Agreement.kMaster, *MEANS]
@@ -50,7 +26,7 @@ CASES = [(groups, shards, freq) for groups in (2, 3) for shards in (1, 2) for fr
 def test_the_master_view_has_every_update_exactly_once(groups, shards, freq):
     for seed in range(40):
         cluster = ScriptedCluster(job(groups, 1, shards, nserver_groups=groups, sync_freq=freq), seed, STORM, DOUBLE)
-        start, pushed, final = hogwild(cluster)
+        start, pushed, final = cluster.train(4, SCALE)
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
@@ -60,7 +36,7 @@ def test_averaging_in_pairs_keeps_the_sum_over_the_groups(groups, shards, freq, 
     for seed in range(20):
         made = job(groups, 1, shards, nserver_groups=groups, sync_freq=freq, agreement=agreement, seed=seed)
         cluster = ScriptedCluster(made, seed, STORM, DOUBLE)
-        start, pushed, final = hogwild(cluster)
+        start, pushed, final = cluster.train(4, SCALE)
         wanted = [(a * groups - b) / groups for a, b in zip(start, pushed, strict=True)]
         assert same(final, wanted), f"seed {seed}"
 
@@ -70,7 +46,7 @@ def test_several_worker_groups_on_each_server_group():
         cluster = ScriptedCluster(
             job(4, 1 + seed % 2, 2, nserver_groups=2, sync_freq=1 + seed % 3), seed, STORM, DOUBLE
         )
-        start, pushed, final = hogwild(cluster, steps=3)
+        start, pushed, final = cluster.train(3, SCALE)
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
@@ -78,7 +54,7 @@ def test_several_worker_groups_on_each_server_group():
 def test_groups_agree_where_bodies_are_views(agreement):
     for seed in range(20):
         cluster = ScriptedCluster(job(3, 1, 2, nserver_groups=3, agreement=agreement), seed, VIEWS, DOUBLE)
-        start, pushed, final = hogwild(cluster)
+        start, pushed, final = cluster.train(4, SCALE)
         share = 3 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
@@ -115,7 +91,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
                 between.append(cluster.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
 
         cluster.transport.observers.append(look)
-        start, pushed, final = hogwild(cluster, steps=20)
+        start, pushed, final = cluster.train(20, SCALE)
         share = 2 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
         assert max(between) >= 5, "this test must have updates between request and reply"
@@ -133,7 +109,7 @@ def test_training_goes_on_while_an_exchange_is_missing():
         cluster.transport.resume(neighbor)
 
     cluster.sim.at(10.0, back)
-    start, pushed, final = hogwild(cluster, steps=30)
+    start, pushed, final = cluster.train(30, SCALE)
     assert met == [30], "group 0 did all its steps while its neighbor was away"
     assert same(final, [a - b for a, b in zip(start, pushed, strict=True)])
 
@@ -149,6 +125,6 @@ def test_an_update_that_is_faster_than_the_start_is_not_overwritten():
             cluster.sim.at(cluster.sim.now + wait, lambda: depart(me, to, message, late))
 
         cluster.transport._schedule = slow_start
-        start, pushed, final = hogwild(cluster)
+        start, pushed, final = cluster.train(4, SCALE)
         share = 3 if agreement in MEANS else 1
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)])

@@ -44,7 +44,7 @@ def run(name: str, seed: int, order: Recorder | Replayer | None = None, **more: 
     made = FloatIslands if name in ISLANDS else FloatTrial
     trial = made(job_of(name), seed, order, **more)  # type: ignore[arg-type]
     trial.run()
-    assert trial.result, "worker 0/0 has come to its end"
+    assert trial.final, "worker 0/0 has come to its end"
     return trial
 
 
@@ -61,9 +61,9 @@ def test_a_replay_under_another_network_has_the_same_bits(name: str) -> None:
         lease = seed % 3 > 0
         record, trial = recorded(name, seed, lease=lease)
         replayed = run(name, seed + 101, Replayer(record), lease=lease)
-        assert same_bits(trial.result, replayed.result), f"seed {seed}"
+        assert same_bits(trial.final, replayed.final), f"seed {seed}"
         # Without the replay the network of the other seed leads to other bits.
-        others += not same_bits(trial.result, run(name, seed + 101, lease=lease).result)
+        others += not same_bits(trial.final, run(name, seed + 101, lease=lease).final)
     assert others >= (0 if name in ("islands in step", "islands that wait", "outer optimizer") else 3), others
 
 
@@ -74,10 +74,10 @@ def test_a_worker_that_was_killed_is_killed_again(name: str) -> None:
         faults = (Fault(1, at=0.02 + 0.004 * seed, away=0.05),)
         record, trial = recorded(name, seed, faults=faults, batches=18)
         replayed = run(name, seed + 101, Replayer(record), batches=18)
-        assert same_bits(trial.result, replayed.result), f"seed {seed}"
+        assert same_bits(trial.final, replayed.final), f"seed {seed}"
         assert replayed.kills == trial.kills
         deaths += trial.kills
-        others += not same_bits(trial.result, run(name, seed + 101, faults=faults, batches=18).result)
+        others += not same_bits(trial.final, run(name, seed + 101, faults=faults, batches=18).final)
     assert deaths >= 5 and others >= 3
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from seeded_runs import LAYOUTS, run_seeds, run_trial, schedule_of
-from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, total
+from simulation import STORM, VIEWS, ScriptedCluster, job, parameters
 
 from topotrain.config.job import Agreement
 from topotrain.core.server.group_sync import PairwiseSync
@@ -21,26 +21,6 @@ DOUBLE = parameters(150, 256, dtype="float64")
 SCALE = float(1 << 20)
 """Multiples of it stay exact for more exchanges than these jobs have."""
 GROUPS, START = 3, 7 * SCALE
-
-
-def play(cluster: ScriptedCluster, steps: int = 4) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns (the sum of all pushed gradients, what worker (0,0) got in the end), by parameter."""
-    pushed: list[list[torch.Tensor]] = []
-    final: list[torch.Tensor] = []
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open(START)
-        for _ in range(steps):
-            worker.sleep(0.0, 0.01)
-            pushed.append(worker.numbers(scale=SCALE))
-            worker.step(pushed[-1])
-        worker.finish()
-        if worker.me == cluster.workers[0]:
-            worker.client.values.fetch_final()
-            final.extend(worker.values())
-
-    cluster.play(script)
-    return total(pushed), final
 
 
 def parts(cluster: ScriptedCluster, bucket, of: list[torch.Tensor]) -> torch.Tensor:
@@ -65,7 +45,7 @@ def test_the_result_is_the_center_and_no_update_is_lost(freq, weather):
     for seed in range(6):
         more = {"nserver_groups": GROUPS, "sync_freq": freq, "agreement": Agreement.kElastic, "moving_rate": 0.25}
         cluster = ScriptedCluster(job(GROUPS, 1, 2, **more), seed, weather, DOUBLE)
-        pushed, final = play(cluster)
+        _, pushed, final = cluster.train(4, SCALE)
         for shard in range(2):
             models = [cluster.server(group, shard).state.known for group in range(GROUPS)]
             for bucket in models[0].buckets:
@@ -93,7 +73,7 @@ def test_no_group_waits_for_another_one(kind):
         cluster.transport.resume(away)
 
     cluster.sim.at(10.0, back)
-    pushed, final = play(cluster, steps=20)
+    _, pushed, final = cluster.train(20, SCALE)
     assert met == [20]
     if kind is Agreement.kGossip:
         assert all(torch.allclose(end, START - gone / 3, rtol=1e-12) for end, gone in zip(final, pushed, strict=True))
@@ -103,7 +83,7 @@ def test_a_job_is_the_same_twice_and_another_with_another_seed():
     def run(seed: int) -> list[torch.Tensor]:
         made = job(4, 1, 1, nserver_groups=4, agreement=Agreement.kGossip, seed=seed)
         cluster = ScriptedCluster(made, 1, STORM, DOUBLE)
-        play(cluster, steps=3)
+        cluster.train(3, SCALE)
         return cluster.values(1)
 
     assert all(map(torch.equal, run(5), run(5)))

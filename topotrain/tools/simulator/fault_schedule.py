@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from topotrain.core import protocol as m
 from topotrain.core.protocol import Message
 from topotrain.tools.simulator.sim_network import NetworkFaults
 
@@ -43,14 +44,20 @@ class FaultKind(str, Enum):
     LOSE = "lose"  # a group is given up, where the servers agree
     JOIN = "join"  # a group joins, where the servers agree
     LAG = "lag"  # the steps of one worker take longer from here on
+    FORK = "fork"  # the next start of one worker fails once
 
 
 MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
 
+ANY = -1
+"""Incarnation of a fault at a message of any process: from server to server, too."""
+_ENDING = (m.Finish, m.ModelBufferValue, m.Drained, m.FinalValue, m.FinalRequest, m.BufferRequest)
+"""The messages of the job's end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: at the `after`-th message of a worker's incarnation, or at a time."""
+    """One fault: at the `after`-th message of a worker's incarnation or of any process, or at a time."""
 
     group: int
     incarnation: int = 0  # of the group, for a fault at a message
@@ -71,7 +78,8 @@ class Fault:
             when = f"at {self.at:.4f} s"
         else:
             kind = "message" if self.kind is Message else self.kind.__name__
-            when = f"at {kind} {self.after + 1} of {worker} of incarnation {self.incarnation}"
+            whose = "any process" if self.incarnation == ANY else f"{worker} of incarnation {self.incarnation}"
+            when = f"at {kind} {self.after + 1} of {whose}"
         if self.what is FaultKind.CLOCK:
             return f"{when}: the clock of the host of server (0,0) jumps"
         if self.what is FaultKind.CRASH:
@@ -86,6 +94,8 @@ class Fault:
         if self.what is FaultKind.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
+        if self.what is FaultKind.FORK:
+            return f"{when}: the next start of {worker} fails, and its group restarts {self.away:g} s later"
         if self.what is FaultKind.LAG:
             return f"{when}: each step of {worker} takes {self.away:g} s longer"
         again = f"its group restarts {self.away:g} s later"
@@ -162,6 +172,35 @@ def draw_assigns(name: str, seed: int) -> bool:
     """Draw whether the scripts of a simulation assign parameters."""
     # A generator of its own, as for `draw_moves`.
     return random.Random(f"{name} {seed} assigns").random() < 0.3
+
+
+def draw_pairs(
+    name: str, seed: int, groups: int, workers: int, moves: Sequence[int], mortal: bool
+) -> tuple[Fault, ...]:
+    """Draw faults that matter beside another: starts that fail, simultaneous requests, and ends during the job's end.
+
+    moves: the groups that can leave. mortal: the groups can restart.
+    """
+    # A generator of its own, as for `draw_moves`.
+    rng = random.Random(f"{name} {seed} pairs")
+    group, index, away = rng.randrange(groups), rng.randrange(workers), rng.choice((0.0, 0.01, 0.1))
+    found = list[Fault]()
+    if mortal and rng.random() < 0.3:
+        fork = Fault(group, at=0.0, index=index, away=away, what=FaultKind.FORK)
+        found += [fork, Fault(group, at=rng.uniform(0.0, 0.12), index=rng.randrange(workers), away=away)]
+    if rng.random() < 0.3:
+        # Two changes, a snapshot, and the end of a stop can be requested at once.
+        at, verbs = rng.uniform(0.0, 0.12), rng.sample(sorted(MOVES), 2)
+        chosen = rng.choices(moves, k=2) if moves else ()
+        found += [Fault(each, at=at, away=away, what=verb) for each, verb in zip(chosen, verbs, strict=False)]
+        found.append(Fault(group, at=at, what=FaultKind.CLOCK))
+        found += [Fault(group, at=at + away, away=0.0, what=FaultKind.CRASH)] * (rng.random() < 0.3)
+    if rng.random() < 0.4:
+        end = Fault(group, ANY, index, rng.choice((0, 0, 1, 2, 3)), rng.choice(_ENDING), server=0, away=away)
+        deaths = (FaultKind.KILL, FaultKind.CUT) if mortal else ()
+        kinds = (FaultKind.CLOCK, FaultKind.CRASH, FaultKind.PAUSE, *deaths)
+        found += [replace(end, what=what) for what in rng.sample(kinds, rng.choice((1, 1, 2)))]
+    return tuple(found)
 
 
 def draw_group_faults(name: str, seed: int, groups: int, workers: int) -> tuple[Fault, ...]:
