@@ -17,7 +17,7 @@ import pytest
 from tests.support.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Notice, from_json
 from topotrain.launch import RUN_VARIABLE, own_python, shared_forkserver
-from topotrain.launch.agent import forkserver, orphans, temporary_folders
+from topotrain.launch.agent import file_locks, forkserver, orphans, temporary_folders
 from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.launchers.env_tables import LaunchInfo
 
@@ -162,7 +162,8 @@ def test_a_dead_forkserver_is_started_again(job):
     shared = shared_forkserver.join(job, preload=())
     first = shared.process.pid
     os.kill(first, signal.SIGKILL)
-    assert shared.process.wait(10) and shared.process.returncode == -signal.SIGKILL
+    shared.process.wait(10)
+    assert shared.process.returncode == -signal.SIGKILL
     assert shared.up(os.environ) == shared.path
     assert shared.process.pid != first
     assert shared.leave() == 0
@@ -190,7 +191,8 @@ def test_a_fork_has_the_mark_of_its_job_and_the_forkserver_has_none(job, tmp_pat
         assert orphans.marked(mark) == [pid]
     orphans.sweep(marks[0])
     assert orphans.marked(marks[0]) == [] and orphans.marked(marks[1]) == [children[1][2]]
-    assert not shared.process.wait(0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        shared.process.wait(0)
     for client, channel, _ in children:
         client.close()
         channel.close()
@@ -222,7 +224,7 @@ def test_a_folder_that_others_can_open_is_not_used(monkeypatch, tmp_path):
 
 def test_a_unit_that_is_stopped_while_it_starts_one_keeps_no_other_unit_waiting(monkeypatch, tmp_path):
     monkeypatch.setattr(temporary_folders, "base", lambda: tmp_path)
-    monkeypatch.setattr(shared_forkserver, "GATE_S", 0.05)
+    monkeypatch.setattr(file_locks, "LOCK_S", 0.05)
     stopped, share, found = [], temporary_folders.share, []
 
     def shared(name):

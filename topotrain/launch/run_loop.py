@@ -31,6 +31,7 @@ from topotrain.launch import (
 )
 from topotrain.launch.action_executor import ActionExecutor
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
+from topotrain.launch.agent.orphans import ForkserverProcess
 from topotrain.launch.agent.pipes import ending, log_tail
 from topotrain.launch.agent.unit_process import ProcessTable, UnitProcess, UnitProcesses, start_unit
 from topotrain.launch.agent.workspace import ProcessList, unusable
@@ -43,7 +44,6 @@ from topotrain.launch.recovery.recovery_actions import Action
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
 from topotrain.launch.recovery.stall_detector import StallDetector
 from topotrain.launch.remote_units import RemoteUnits
-from topotrain.launch.shared_forkserver import ForkserverProcess
 
 
 class RunLoop:

@@ -18,7 +18,6 @@ import resource
 import secrets
 import select
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -29,13 +28,12 @@ from pathlib import Path
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE, open_file, write_text
 from topotrain.launch import RUN_VARIABLE, own_python
-from topotrain.launch.agent import forkserver, temporary_folders
-from topotrain.launch.agent.orphans import BLANK_MARK
+from topotrain.launch.agent import file_locks, forkserver, temporary_folders
+from topotrain.launch.agent.orphans import BLANK_MARK, ForkserverProcess, end
 from topotrain.launch.runtime import child_channel
 
 END_S = 1.0
 """Seconds for which the last user waits for the forkserver's end. Then it kills the forkserver."""
-GATE_S = 5.0  # for a user at the gate: the one inside needs a moment, but may be stopped there
 _MOMENT_S = 0.01
 _LISTENER = 3
 _SOCKET, _PIPE, _GATE, _PID, _LOG = "s", "life", "gate", "pid", "log"
@@ -50,37 +48,6 @@ _READ_BY_IMPORTS = (
 _READ_LATER = (*child_channel.THREADS, "TORCH_NCCL_")
 _STATUS = ("Umask:", "Groups:", "CapEff:", "NoNewPrivs:", "Seccomp:", "Mems_allowed_list:")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-
-
-class ForkserverProcess:
-    """The process of a shared forkserver, which may be the child of another process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        """As in subprocess; None where only its parent learns it."""
-        self._pidfd = os.pidfd_open(pid)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end; return whether it has ended."""
-        ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
-        if not ended.poll(None if timeout is None else timeout * 1000):
-            return False
-        if self.returncode is None:
-            with suppress(ChildProcessError):
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return True
-
-    def kill(self) -> None:
-        """Kill it, and wait for its end."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self.wait()
-
-    def close(self) -> None:
-        """Release the descriptor."""
-        os.close(self._pidfd)
 
 
 class SharedForkserver:
@@ -127,11 +94,7 @@ class SharedForkserver:
                 shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
         self._lock = -1
-        code = None
-        if last and self._process is not None:
-            if not self._process.wait(END_S):
-                self._process.kill()
-            code = self._process.returncode
+        code = end(self._process, END_S) if last and self._process is not None else None
         self._release_process()
         return code
 
@@ -196,13 +159,9 @@ def _enter(name: str) -> tuple[Path, int, int]:
 @contextmanager
 def _gate(folder: Path) -> Iterator[None]:
     """Keep the other users from starting the forkserver, and from leaving it. Raises OSError."""
-    gate, until = open_file(folder / _GATE, os.O_RDWR | os.O_CREAT), time.monotonic() + GATE_S
+    gate = open_file(folder / _GATE, os.O_RDWR | os.O_CREAT)
     try:
-        # A blocking flock has no deadline.
-        while not _is_free(gate):
-            if time.monotonic() > until:
-                raise TimeoutError(f"{folder / _GATE} was held for {GATE_S:g} s: is its holder stopped?")
-            time.sleep(_MOMENT_S)
+        file_locks.take(gate, fcntl.LOCK_EX, folder / _GATE)
         yield
     finally:
         os.close(gate)

@@ -1,5 +1,6 @@
 """Folders of a start: gone with it, or with the next one where its process was killed; nothing else is removed."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from topotrain.config.job import ConfigError
-from topotrain.launch.agent import forkserver, temporary_folders
+from topotrain.launch.agent import file_locks, forkserver, temporary_folders
 from topotrain.launch.multinode import node
 
 MAKE = """
@@ -80,6 +81,15 @@ def test_a_folder_that_goes_while_it_is_taken_is_made_again(base, monkeypatch):
     path, lock = temporary_folders.share("name")
     os.close(lock)
     assert made == [path, path] and path.is_dir()
+
+
+def test_a_folder_whose_remover_is_stopped_is_an_error(base, monkeypatch):
+    path, lock = temporary_folders.share("name")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(file_locks, "LOCK_S", 0.05)
+    with pytest.raises(TimeoutError, match=r"topotrain-name was locked for 0\.05 s: is the holder of its lock stopped"):
+        temporary_folders.use(path)
+    os.close(lock)
 
 
 def test_a_name_that_another_user_has_taken_is_refused(base):

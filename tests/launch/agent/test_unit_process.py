@@ -17,7 +17,7 @@ from tests.support.launch_targets import CALLS, MARK, marked, parts, small_job, 
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import UnitPlace, arguments, choose_cause
-from topotrain.launch.agent import supervisor, workspace
+from topotrain.launch.agent import orphans, supervisor, workspace
 from topotrain.launch.agent.children import Child, members
 from topotrain.launch.agent.pipes import LineReader
 from topotrain.launch.agent.unit_process import UnitProcess, UnitProcesses
@@ -214,6 +214,16 @@ def test_a_unit_that_reads_nothing_does_not_stop_its_launcher(tmp_path):
     process.stdin.close()
     assert process.stdout.read() == f"{commands}\n".encode()
     units.close()
+
+
+def test_a_process_that_the_kernel_does_not_end_is_named_and_left(monkeypatch, capsys):
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    with monkeypatch.context() as hung:
+        hung.setattr(process, "kill", lambda: None)
+        hung.setattr(orphans, "KILLED_S", 0.05)
+        assert orphans.end(process) is None
+    assert f"pid {process.pid} does not end after SIGKILL (is its disk or device hung?)" in capsys.readouterr().err
+    assert orphans.end(process) == -signal.SIGKILL
 
 
 def test_commands_that_a_child_has_no_space_for_arrive_whole(tmp_path):

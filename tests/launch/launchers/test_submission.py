@@ -437,7 +437,12 @@ def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_state_of_a_slurm_job(
-    said: str, state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str,
+    state: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = tmp_path / "scontrol"
     asked.write_text(f"#!/bin/sh\necho '{said}'\n")
@@ -448,6 +453,13 @@ def test_the_state_of_a_slurm_job(
     assert slurm.query("1") == ("FORGOTTEN", 1)
     asked.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
     assert slurm.query("1")[0] in slurm.QUIET_STATES
+    monkeypatch.setattr(foreground_tool, "ANSWER_S", 0.05)
+    asked.write_text("#!/bin/sh\nkill -STOP $$\n")
+    assert slurm.query("1")[0] in slurm.QUIET_STATES
+    assert slurm_requeue.requeue({"SLURM_JOB_ID": "7"}) == 124
+    said = capsys.readouterr().err
+    assert "`scontrol requeue 7` was ended (no answer within 0.05 s)" in said
+    assert "the job is not queued again: no answer" in said
 
 
 def in_front(folder: Path, **environ: str) -> Submission:

@@ -6,11 +6,14 @@ Only the user of a workspace can open its lock file.
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from topotrain.config.private_files import open_file
 
+LOCK_S = 5.0  # its holder needs a moment, but may be stopped
+_MOMENT_S = 0.01
 _LOCKS = Path("/proc/locks")
 
 
@@ -34,6 +37,18 @@ def locked(path: Path, how: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def take(fd: int, how: int, name: Path) -> None:
+    """Wait for the lock of a descriptor, at most LOCK_S seconds. Raises TimeoutError."""
+    until = time.monotonic() + LOCK_S
+    # A blocking flock has no deadline.
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(fd, how | fcntl.LOCK_NB)
+        if time.monotonic() > until:
+            raise TimeoutError(f"{name} was locked for {LOCK_S:g} s: is the holder of its lock stopped?")
+        time.sleep(_MOMENT_S)
 
 
 def is_held(path: Path) -> bool:

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import gc
 import os
-import select
 import shutil
 import signal
 import socket
@@ -16,12 +15,14 @@ import stat
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 from topotrain.config.private_files import FILE_MODE, open_file
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.forkserver import ForkserverLoop
+from topotrain.launch.agent.orphans import ForkserverProcess, end
 from topotrain.launch.runtime import child_channel
 from topotrain.launch.runtime.child_channel import ProcessMain
 
@@ -70,13 +71,8 @@ class ForkedForkserver:
             return
         # The end of stdin is the order to end.
         os.close(self._stdin)
-        pidfd = os.pidfd_open(self._pid)
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        if not ended.poll(_END_S * 1000):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.close(pidfd)
-        os.waitpid(self._pid, 0)
+        with closing(ForkserverProcess(self._pid)) as process:
+            end(process, _END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
         # Last: with the lock free, another process may remove the folder as well.
         os.close(self._lock)

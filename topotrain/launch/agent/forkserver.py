@@ -29,6 +29,7 @@ from typing import Any
 from topotrain.config.private_files import FILE_MODE, open_file
 from topotrain.launch import own_python
 from topotrain.launch.agent import temporary_folders
+from topotrain.launch.agent.orphans import end
 from topotrain.launch.agent.pipes import LineWriter
 from topotrain.launch.runtime import child_channel
 
@@ -136,23 +137,19 @@ class OwnedForkserver:
     def path(self) -> str:
         return _socket_path(self.directory)
 
-    def close(self, patience_s: float = 1.0) -> int:
-        """End the forkserver with all its children; return its exit code."""
+    def close(self, patience_s: float = 1.0) -> int | None:
+        """End the forkserver with all its children; return its exit code, as `orphans.end`."""
         assert self.process.stdin is not None
         # The end of stdin is the order to end.
         self.process.stdin.close()
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        code = end(self.process, patience_s)
         # A killed forkserver has not removed its folder.
         shutil.rmtree(self.directory, ignore_errors=True)
         # Last: with the lock free, another process may remove the folder as well.
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
-        return self.process.returncode
+        return code
 
 
 def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> OwnedForkserver:

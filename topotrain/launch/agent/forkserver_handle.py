@@ -11,8 +11,8 @@ from pathlib import Path
 
 from topotrain.config.private_files import copy_file
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.orphans import sweep
-from topotrain.launch.shared_forkserver import ForkserverProcess, SharedForkserver
+from topotrain.launch.agent.orphans import ForkserverProcess, sweep
+from topotrain.launch.shared_forkserver import SharedForkserver
 
 
 class ForkserverHandle:

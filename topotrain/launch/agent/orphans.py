@@ -1,17 +1,66 @@
-"""Orphans of a job: processes with its mark in their environment, to be killed."""
+"""Processes to be killed: late ones, and the orphans of a job, which have its mark in their environment."""
 
 import os
+import select
 import selectors
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 
 from topotrain.launch import RUN_VARIABLE
 
 SWEEP_S = 1.0
+KILLED_S = 10.0  # from SIGKILL to the end of a process
 BLANK_MARK = "0" * 32
 """The mark of a process that belongs to no job, with the length of all marks."""
+
+
+class ForkserverProcess:
+    """The process of a shared forkserver, which may be the child of another process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """As in subprocess; None where only its parent learns it."""
+        self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end. Raises TimeoutExpired, as in subprocess."""
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        if not ended.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired("forkserver", timeout or 0.0)
+        if self.returncode is None:
+            with suppress(ChildProcessError):
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        os.close(self._pidfd)
+
+
+def end(process: "subprocess.Popen[bytes] | ForkserverProcess", patience_s: float = 0.0) -> int | None:
+    """Wait `patience_s` for the end of a process, then kill it; return its exit code.
+
+    A process that the kernel cannot end is left, and named in a line. The result is None then.
+    """
+    for seconds in (patience_s, KILLED_S):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return process.returncode
+        process.kill()
+    text = f"pid {process.pid} does not end after SIGKILL (is its disk or device hung?)"
+    print(f"topotrain: {text}", file=sys.stderr, flush=True)
+    return None
 
 
 def marked(mark: str) -> list[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FOLDER_MODE, open_file
+from topotrain.launch.agent import file_locks
 
 PREFIX = "topotrain-"
 _MARK = ".topotrain-folder"
@@ -63,7 +64,11 @@ def use(path: Path) -> int | None:
         lock = _open(path)
     except FileNotFoundError:
         return None
-    fcntl.flock(lock, fcntl.LOCK_SH)  # waits for one that is removing the folder
+    try:
+        file_locks.take(lock, fcntl.LOCK_SH, path)  # waits for one that is removing the folder
+    except TimeoutError:
+        os.close(lock)
+        raise
     # A remover may have unlinked the folder after it was opened: then the lock protects nothing.
     if _names(path, lock):
         return lock

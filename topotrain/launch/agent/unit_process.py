@@ -14,8 +14,8 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Exited, Started
 from topotrain.launch import TABLE, UnitPlace, arguments, own_python
 from topotrain.launch.agent.children import AttemptInfo, EntryPoints
+from topotrain.launch.agent.orphans import ForkserverProcess, end
 from topotrain.launch.agent.pipes import LineReader, LineWriter
-from topotrain.launch.shared_forkserver import ForkserverProcess
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class UnitProcess:
         self.commands.put(json.dumps({"command": command, **values}).encode())
 
     def close(self) -> None:
-        """Wait for the end of the process, and close its pipes."""
-        self.process.wait()
+        """End the process, and close its pipes."""
+        end(self.process)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()

@@ -29,6 +29,7 @@ from topotrain.config.topology import Address
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Event, Failed, Final, Metrics, Notice, Notifier
 from topotrain.launch import own_python
+from topotrain.launch.agent.orphans import end
 from topotrain.launch.agent.remaining_threads import RemainingThreads
 from topotrain.launch.by_hand.manual_server import (
     CAUSE_S,
@@ -251,8 +252,7 @@ class _Joined(ProcessOwner, Notifier):
         self._give_up(error)
         self._close(finished=False)
         if self._servers is not None:
-            self._servers.kill()
-            self._servers.wait()
+            end(self._servers)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a process that the script has forked

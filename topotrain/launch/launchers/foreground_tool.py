@@ -21,6 +21,7 @@ from topotrain.comm.store.discovery.job_registry import Registry
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.launch.agent.orphans import end
 from topotrain.launch.agent.stop_signals import handled
 from topotrain.launch.grace_period import grace
 from topotrain.launch.launchers.env_tables import LaunchInfo
@@ -29,6 +30,8 @@ from topotrain.launch.multinode.node_info import JobEnd, with_job
 
 PATIENCE_S = 40.0
 """Seconds from SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
+ANSWER_S = 60.0
+"""Seconds for a command that asks a tool, which waits for the controller of a cluster."""
 _STORE_S = 5.0
 
 
@@ -51,6 +54,18 @@ def find(program: str, install: str) -> str:
     if path is None:
         raise ConfigError("launcher", program, f"is not on PATH: {install}")
     return path
+
+
+def ask(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> "subprocess.CompletedProcess[str]":
+    """Run a command that asks a tool; return its output. One that takes too long is killed, and has failed."""
+    try:
+        return subprocess.run(
+            words, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
+        )
+    except subprocess.TimeoutExpired:
+        late = f"no answer within {ANSWER_S:g} s"
+        say(f"`{shlex.join(words)}` was ended ({late}): does the controller of the cluster run?")
+        return subprocess.CompletedProcess(words, 124, "", late)
 
 
 class CommandTool(ABC):
@@ -168,8 +183,7 @@ def run(words: Sequence[str], submission: Submission) -> int:
             _end(process, submission, grace(submission.job, came.number))
             raise
         except BaseException:
-            process.kill()
-            process.wait()
+            end(process)
             raise
     # As a shell reports a process that a signal has ended.
     return code if code >= 0 else 128 - code
@@ -188,7 +202,7 @@ def _end(process: "subprocess.Popen[bytes]", submission: Submission, grace_s: fl
     except (StopRequested, subprocess.TimeoutExpired):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ The script contains all settings, so `--dry-run` prints what runs.
 
 import os
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -79,13 +78,7 @@ def start(submission: Submission) -> LaunchResult:
     submission.write()
     path = submission.folder / SCRIPT
     write_text(path, text)
-    done = subprocess.run(
-        [sbatch, "--parsable", str(path)],
-        env={**os.environ, **submission.environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    done = foreground_tool.ask([sbatch, "--parsable", str(path)], {**os.environ, **submission.environ})
     if done.returncode:
         raise ConfigError("sbatch", shlex.join(submission.options.extra), "was refused: " + done.stderr.strip())
     job = done.stdout.strip().partition(";")[0]  # the name of the cluster follows, where there are several
@@ -113,7 +106,9 @@ def wait_for_end(job: str, output: Path, submission: Submission) -> int:
                 # The controller serves the whole cluster, and a job may run for days.
                 time.sleep(min(MOST_LOOK_S, max(LOOK_S, (time.monotonic() - began) / 10)))
     except foreground_tool.StopRequested as came:
-        subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True)
+        done = foreground_tool.ask(["scancel", job])
+        if done.returncode:
+            foreground_tool.say(f"Slurm job {job} may go on: {done.stderr.strip()}")
         return 128 + came.number
     if code:
         print(log_tail(output), file=sys.stderr, flush=True)
@@ -124,9 +119,7 @@ def wait_for_end(job: str, output: Path, submission: Submission) -> int:
 def query(job: str) -> tuple[str, int]:
     """Return the state of a job, and its exit code (1 for an end without one)."""
     # Not the accounting database, which may not exist. The controller knows a job until minutes after its end.
-    done = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    done = foreground_tool.ask(["scontrol", "show", "job", "--oneliner", job])
     if done.returncode:
         # The controller may be unavailable for a while, such as during its restart; the job continues.
         return ("FORGOTTEN", 1) if "Invalid job id" in done.stderr else ("OUT OF SIGHT", 0)

@@ -20,7 +20,7 @@ from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, name_of, numbers
 from topotrain.launch.grace_period import grace
-from topotrain.launch.launchers.foreground_tool import agreed, ask_for_end, say
+from topotrain.launch.launchers.foreground_tool import agreed, ask, ask_for_end, say
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.recovery.resume_point import seal
@@ -99,7 +99,10 @@ def newest(workspace: Path) -> str:
 def requeue(environ: Mapping[str, str]) -> int:
     """Queue this job again; return the exit code of Slurm's command."""
     say("the time limit is near: the job is queued again, and goes on from its last snapshot")
-    return subprocess.run(["scontrol", "requeue", environ[ID_VARIABLE]], stdin=subprocess.DEVNULL).returncode
+    done = ask(["scontrol", "requeue", environ[ID_VARIABLE]])
+    if done.returncode:
+        say(f"the job is not queued again: {done.stderr.strip()}")
+    return done.returncode
 
 
 class BatchStep:
