@@ -3,6 +3,7 @@
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from topotrain.launch.multinode.forwarded_requests import ForwardedRequests, acc
 from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 from topotrain.launch.store_requests import StoreRequests, ask_over_store
 from topotrain.tools.cli import app
+from topotrain.tools.dashboard.page_acts import PageAct
 
 SECRET = "5e" * 32
 
@@ -295,6 +297,36 @@ def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path, monkeypatch
     assert not (tmp_path / f"{NAME}-2").is_symlink() and not folder.exists()
     with pytest.raises(ConfigError, match=r"on this machine; from elsewhere use --rendezvous URL --job NAME"):
         ask(tmp_path, GroupRequest("leave", 2))
+
+
+STOPPED = """
+import os, signal, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen(1)
+os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+"""
+
+
+@pytest.mark.journey
+def test_a_stopped_launcher_is_named_to_those_that_ask_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "LOOK_S", 0.05)
+    monkeypatch.setattr(control_socket, "ANSWER_S", 0.05)
+    (tmp_path / "run").mkdir()
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path / "run" / NAME)]) as launcher:
+        os.waitid(os.P_PID, launcher.pid, os.WSTOPPED)
+        with pytest.raises(
+            ConfigError, match=rf"launcher \(pid {launcher.pid}\) is stopped.*`kill -CONT {launcher.pid}"
+        ):
+            ask(tmp_path, TakeSnapshot())
+        launcher.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, launcher.pid, os.WCONTINUED)
+        said = PageAct(tmp_path, StopJob(), {}).carry_out()["error"]
+        assert f"launcher (pid {launcher.pid}) has not answered within 0.05 s" in said
+        with pytest.raises(ConfigError, match="takes no more requests: is it stopped"):
+            ask(tmp_path, StopJob())
+        launcher.kill()
 
 
 @pytest.mark.journey

@@ -10,6 +10,7 @@ import os
 import selectors
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.agent import temporary_folders
-from topotrain.launch.agent.forkserver import peer_uid
+from topotrain.launch.agent.forkserver import peer
 from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
 from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 
@@ -29,6 +30,9 @@ NAME = "control"
 CALLERS = 16
 LINE = 512
 """Maximum number of bytes of a request."""
+ANSWER_S = 600.0
+"""Seconds for an answer, besides those of the request: a changed job may have to load its data first."""
+LOOK_S = 5.0  # between two looks whether the launcher is stopped
 _ANSWER = 1 << 16
 _ANSWERS: Mapping[type[JobRequest], tuple[str, ...]] = MappingProxyType(
     {
@@ -104,7 +108,7 @@ class ControlSocket:
         with suppress(OSError):
             channel, _ = self._listener.accept()
             # The mode of the folder may have been changed by hand. What the kernel says about the peer cannot.
-            if peer_uid(channel) != os.geteuid() or len(self._callers) + self._requests.waiting >= CALLERS:
+            if peer(channel)[1] != os.geteuid() or len(self._callers) + self._requests.waiting >= CALLERS:
                 channel.close()
                 return
             channel.setblocking(False)
@@ -178,9 +182,15 @@ def _connect(channel: socket.socket, workspace: Path) -> bool:
     units = sorted(workspace.glob(f"{NAME}-*"))
     for found in (workspace / "run" / NAME, *units):
         # A link leads nowhere where the unit runs on another machine. A socket stays where its launcher was killed.
-        with suppress(OSError), _short(found.parent) as path:
-            channel.connect(f"{path}/{found.name}")
+        try:
+            with _short(found.parent) as path:
+                channel.connect(f"{path}/{found.name}")
             return True
+        except BlockingIOError:
+            accepted = "has a job whose launcher takes no more requests: is it stopped?"
+            raise ConfigError("WORKSPACE", str(workspace), accepted) from None
+        except OSError:
+            continue
     return False
 
 
@@ -194,10 +204,11 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
 
     Raises:
         NotHere: no job runs there, as far as this machine knows.
-        ConfigError: the job refuses the request.
+        ConfigError: the job refuses the request, or does not answer.
     """
     with ExitStack() as stack:
         channel = stack.enter_context(socket.socket(socket.AF_UNIX))
+        channel.settimeout(LOOK_S)
         if not _connect(channel, workspace):
             accepted = (
                 "must be the workspace of a job with a launcher or a unit on this machine; from elsewhere use "
@@ -207,7 +218,9 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
             raise NotHere("WORKSPACE", str(workspace), accepted)
         try:
             channel.sendall(json.dumps(to_data(wish)).encode() + b"\n")
-            answer = json.loads(_line(channel))
+            answer = json.loads(_line(channel, wish))
+        except TimeoutError as error:
+            raise ConfigError("WORKSPACE", str(workspace), str(error)) from None
         except (OSError, ValueError):
             raise ConfigError("WORKSPACE", str(workspace), "the job there ended before it answered") from None
     return checked(wish, answer)
@@ -231,11 +244,29 @@ def _option_of(wish: JobRequest) -> tuple[str, int | None]:
             return "", None
 
 
-def _line(channel: socket.socket) -> bytes:
-    said = b""
+def _line(channel: socket.socket, wish: JobRequest) -> bytes:
+    """Return the answer. Raises TimeoutError with a text about the workspace, or OSError."""
+    said, pid, seconds = b"", peer(channel)[0], ANSWER_S + (0.0 if isinstance(wish, StopJob) else wish.within_s)
+    until = time.monotonic() + seconds
     while b"\n" not in said and len(said) < _ANSWER:
-        data = channel.recv(4096)
+        try:
+            data = channel.recv(4096)
+        except TimeoutError:
+            if _is_stopped(pid):
+                text = f"has a job whose launcher (pid {pid}) is stopped: it gets the request after `kill -CONT {pid}`"
+                raise TimeoutError(text) from None
+            if time.monotonic() > until:
+                text = f"has a job whose launcher (pid {pid}) has not answered within {seconds:g} s: it may do so later"
+                raise TimeoutError(text) from None
+            continue
         if not data:
             break
         said += data
     return said
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False

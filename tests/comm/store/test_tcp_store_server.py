@@ -439,6 +439,13 @@ def test_beside_torchs_own_store_units_find_ours():
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TOPOTRAIN_TOKEN": SECRET.hex(),
     }
+    said = []
+    meeting = environment.Meeting(0.1, said.append)
+    for restart, problem in (("0", "it has not said where"), ("1", "store tcp://127.0.0.1:.* cannot be reached")):
+        again = {**environ, "TORCHELASTIC_RESTART_COUNT": restart}
+        with pytest.raises(StoreError, match=f"the unit of rank 0 has served no store within 0.1 s: {problem}"):
+            open_store("env://", environ=again, meeting=meeting)
+    assert said == ["the store of unit 0"]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(open_store, "env://?job=j", environ=environ)  # comes first, and finds the old URL
         served = host_store("env://", environ=environ)

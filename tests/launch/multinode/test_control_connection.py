@@ -22,12 +22,13 @@ from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.multinode import control_connection as control_module
 from topotrain.launch.multinode import node_membership as company_module
-from topotrain.launch.multinode import reliable_messages, unit_membership
+from topotrain.launch.multinode import reliable_messages, restart_barrier, unit_membership
 from topotrain.launch.multinode.control_connection import (
     ControlAccess,
     ControlChannel,
     ControlClient,
     ControlServer,
+    LeaderElected,
     News,
     NewsQueue,
     UnitMessage,
@@ -35,6 +36,7 @@ from topotrain.launch.multinode.control_connection import (
     UnitVanished,
 )
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderElection, LeaderRecord
+from topotrain.launch.multinode.election.succession import Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
 from topotrain.launch.multinode.node_membership import LeaderMembership, StoreKeys, UnitContext
 from topotrain.launch.multinode.reliable_messages import Words
@@ -43,6 +45,8 @@ from topotrain.launch.multinode.restart_barrier import (
     RestartBarrier,
     RestartInfo,
     await_begin,
+    await_joins,
+    await_leader,
     await_ready,
     check_found,
     send_attempt,
@@ -350,11 +354,11 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypa
         (found,) = news(made.unit.control, 1)
         assert isinstance(found, UnitVanished)
         assert found.failed.text == "unit 2 on h3 vanished without a word"
-        made.role.on_not_replaced(2, 3.0, "; more")
+        made.role.end_without(2, "has not come back")
         end = made.unit.wait(DEADLINE_S)
         assert end is not None
         assert end.failed is not None
-        assert end.failed.text.endswith("vanished without a word, and within 3 s no replacement was started; more")
+        assert end.failed.text == "unit 2 on h3 has not come back"
         assert json.loads(run.watch("end", DEADLINE_S))["unit"] == 2
 
 
@@ -469,8 +473,47 @@ def test_a_unit_that_does_not_come_back_ends_the_job(
     end = second.wait(DEADLINE_S)
     assert end is not None
     assert end.failed is not None
-    assert end.failed.text.endswith("no replacement was started; go on with it")
+    assert end.failed.text.endswith(
+        "vanished without a word, and within 0.1 s no replacement was started; go on with it"
+    )
     assert await_begin((), second, quiet, 0, tmp_path, 60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("the end of the processes of unit 1", "has not ended its processes"),
+        ("unit 1 to join this one, which leads the job", "has not joined the unit that leads the job"),
+    ],
+)
+def test_a_unit_that_is_there_and_does_nothing_ends_the_job(
+    two: tuple[Leader, UnitMembership], quiet: StopSignals, monkeypatch: pytest.MonkeyPatch, what: str, why: str
+) -> None:
+    """Its threads answer, and its run loop is blocked."""
+    monkeypatch.setattr(restart_barrier, "LATE_S", 0.1)
+    first, second = two
+    told = TextList()
+    if "join" in what:
+        elected = LeaderElected(1, -1, Failed("", "died", "", ""))
+        takeover = Takeover(elected, {"log": [], "life": 4, "ready": True}, 0, {0, 1})
+        assert not await_joins(takeover, first.unit, quiet, told, 0.1)
+    else:
+        assert await_ready(RestartBarrier(4, [1], (), 0.1), (), first.unit, quiet, told, "") is None
+    assert told == [f"the job waits for {what}, for at most 0.1 s"]
+    end = second.wait(DEADLINE_S)
+    assert end is not None and end.failed is not None
+    assert end.failed.text == f"unit 1 on h1 {why} within 0.1 s, though it answers: is its launcher or its disk hung?"
+
+
+def test_a_unit_that_finds_no_leader_any_more_ends(
+    two: tuple[Leader, UnitMembership], quiet: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_barrier, "LATE_S", 0.1)
+    told = TextList()
+    assert await_leader((), two[1], quiet, told, 0.1) is None
+    assert told == ["the job waits for a unit that leads it, for at most 0.1 s"]
+    assert two[1].end is not None
+    assert two[1].end.text == "unit 1 on h1 has found no leader of the job for 0.1 s"
 
 
 def test_a_unit_that_the_others_do_without_ends(

@@ -7,11 +7,14 @@
 
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import PATIENCE, PrefixStore, Store, within
 from topotrain.comm.store.store_url import StoreUrl, parse
+
+if TYPE_CHECKING:
+    from topotrain.comm.store.discovery.environment import Meeting
 
 __all__ = ["StoreService", "Store", "StoreError", "host_store", "open_existing", "open_store", "serve_store", "within"]
 
@@ -27,7 +30,11 @@ class StoreService(Protocol):
 
 
 def open_store(
-    url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
+    url: str,
+    secret: bytes | None = None,
+    patience: float = PATIENCE,
+    environ: Mapping[str, str] | None = None,
+    meeting: "Meeting | None" = None,
 ) -> Store:
     """Open the store of a URL; the caller closes it.
 
@@ -38,6 +45,7 @@ def open_store(
         secret: 32 bytes for all stores but file://. None: `secret.load_secret` of the environment, when it is needed.
         patience: seconds for which an operation tries to reach a server that is away.
         environ: instead of the process's environment.
+        meeting: how to wait for the store of rank 0, for env:// under torchrun.
 
     Raises:
         StoreError: the kind of store is unknown (the text lists the accepted ones), or it cannot be opened. Servers are
@@ -50,7 +58,7 @@ def open_store(
 
         named = named_url(address, environ)
         inner: Store = (
-            open_store(named, secret, patience, environ) if named else find(address, environ, secret, patience)
+            open_store(named, secret, patience, environ) if named else find(address, environ, secret, patience, meeting)
         )
     else:
         inner = _open(address, secret, patience, environ)

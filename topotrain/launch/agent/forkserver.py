@@ -72,7 +72,7 @@ class ForkserverClient:
             self._socket.close()
             raise
         # The request carries the environment and descriptors, so it must not reach another user's process.
-        if peer_uid(self._socket) != os.getuid():
+        if peer(self._socket)[1] != os.getuid():
             self._socket.close()
             raise PermissionError(f"the forkserver at {path} belongs to another user")
         self._rest = b""
@@ -185,10 +185,11 @@ def _socket_path(directory: str) -> str:
     return os.path.join(directory, "s")
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the user ID at the other end of a Unix socket."""
+def peer(connection: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group at the other end of a Unix socket, by their numbers."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    pid, user, group = struct.unpack("3i", credentials)
+    return pid, user, group
 
 
 class ForkserverLoop:
@@ -244,7 +245,7 @@ class ForkserverLoop:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        if peer_uid(connection) == os.getuid():
+        if peer(connection)[1] == os.getuid():
             # A requester that is stopped does not read its answers, and must not block the forkserver.
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, LineWriter(connection.fileno()))

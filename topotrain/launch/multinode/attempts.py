@@ -163,7 +163,7 @@ class Attempts(Notifier):
             # The news that another unit leads is on its way.
             return (), number
         takeover = Takeover(elected, self.succession.join_words(number, running=False), rank, {rank, *control.ranks})
-        if not await_joins(takeover, self.membership, self.stop):
+        if not await_joins(takeover, self.membership, self.stop, self, self.rendezvous.patience):
             return (), number
         self.on_event(lead_notice(takeover, rank))
         self.saved = takeover.saved or self.saved
@@ -214,7 +214,7 @@ class Attempts(Notifier):
         policy, leader, hosts = self.succession.policy, self.membership.leader, self.succession.hosts
         if policy is None or leader is None:
             # The news that another unit leads is on its way.
-            return await_leader(news, self.membership, self.stop)
+            return await_leader(news, self.membership, self.stop, self, self.rendezvous.patience)
         resized, why = policy.resized, ""
         if resized is not None:
             why = f"the job goes on with nworkers_per_group: {resized.cluster.nworkers_per_group}"

@@ -17,6 +17,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.comm.security.secret import job_key, load_secret
 from topotrain.comm.store import Store, StoreError, StoreService, host_store, open_store
+from topotrain.comm.store.discovery.environment import Meeting
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.transport import TransportError
@@ -44,6 +45,7 @@ from topotrain.launch.multinode.link_measurement import MEETING_KEY, LinkMeasure
 from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import (
+    MEETING_S,
     JobRestarted,
     NodeRendezvous,
     RendezvousNotice,
@@ -130,9 +132,9 @@ class Node:
                 if served is not None:
                     # An early callback, so it runs late: the others still use the store.
                     stack.callback(served.close)
-            root = self._open(secret)
-            stack.callback(root.close)
             notice = self.notice or RendezvousNotice(rank, self.start.nprocs)
+            root = self._open(secret, notice)
+            stack.callback(root.close)
             rendezvous = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience, notice)
             stack.callback(rendezvous.close)
             try:
@@ -151,9 +153,10 @@ class Node:
                 raise
             return self._run_to_end(rendezvous, root, agreement, secret)
 
-    def _open(self, secret: bytes) -> Store:
+    def _open(self, secret: bytes, notice: RendezvousNotice) -> Store:
         """Open the whole store."""
-        return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
+        meeting = Meeting(self.start.patience or MEETING_S, notice)
+        return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ, meeting)
 
     def _meet(
         self, rendezvous: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack, secret: bytes

@@ -408,9 +408,9 @@ class LeaderMembership(NodeMembership):
         self.reports[self._rank] = list(events)
         self._end_if_complete()
 
-    def on_not_replaced(self, rank: int, seconds: float, more: str) -> None:
-        """End the job because no replacement of a vanished unit joined."""
-        lost = self.vanished(rank, f", and within {seconds:g} s no replacement was started{more}")
+    def end_without(self, rank: int, why: str) -> None:
+        """End the job because of a unit that the others have waited for. why: the predicate of a sentence about it."""
+        lost = Failed(f"unit {rank}", "died", f"unit {rank} on {self._hosts.names[rank]} {why}", "")
         self.request_end(self._end_of(lost, rank))
 
     def _judge(self, cause: Failed, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 * No unit starts before all units have ended their processes.
 * The leader waits for a replacement of a vanished unit as long as units wait at the rendezvous. Then the job ends.
+* A unit that is there, and does not end its processes or join a new leader, ends the job after that time, too.
 * The leader chooses the snapshot, and each unit checks that it sees the same one. A workspace that is not shared is an
   error.
 """
@@ -33,6 +34,10 @@ from topotrain.launch.multinode.node_membership import LeaderMembership
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
+QUIET_S = 5.0
+"""Seconds after which a wait for a unit that is there is shown."""
+LATE_S = 30.0
+"""The least time for such a unit. It may need some seconds to kill its processes."""
 _LOOK_S = 1.0  # between two looks whether the leader is silent
 
 
@@ -114,6 +119,34 @@ class RestartBarrier:
         return min((self._gone[rank] + self.patience_s for rank in self.gone), default=None)
 
 
+class _LongWait:
+    """A wait that is shown after QUIET_S, and over after `seconds`, but not before LATE_S."""
+
+    def __init__(self, notifier: Notifier, seconds: float) -> None:
+        self._notifier, self.seconds, self._began = notifier, max(seconds, LATE_S), time.monotonic()
+        self._shown = False
+
+    @property
+    def due(self) -> float:
+        """The time of the next look."""
+        return self._began + (self.seconds if self._shown else min(QUIET_S, self.seconds))
+
+    def is_over(self, what: str) -> bool:
+        """Show what is waited for, if it is time for that; return whether the wait is over."""
+        now = time.monotonic()
+        if now >= self.due and not self._shown:
+            self._shown = True
+            self._notifier.notify(f"the job waits for {what}, for at most {self.seconds:g} s")
+        return now >= self._began + self.seconds
+
+    def end(self, membership: UnitMembership, rank: int, why: str) -> None:
+        """End the job, which this unit leads, because of a unit that is there."""
+        if membership.leader is not None:
+            text = f"within {self.seconds:g} s, though it answers: is its launcher or its disk hung?"
+            membership.leader.end_without(rank, f"{why} {text}")
+            membership.wait(self.seconds)
+
+
 def await_ready(
     barrier: RestartBarrier,
     unread: Iterable[News],
@@ -126,7 +159,7 @@ def await_ready(
 
     Returns None if the job ends instead, or the news that another unit leads.
     """
-    reported: set[int] = set()
+    reported, wait = set[int](), _LongWait(notifier, barrier.patience_s)
     news = list(unread)
     while True:
         for number, each in enumerate(news):
@@ -141,26 +174,38 @@ def await_ready(
             return True
         leader = membership.leader
         if leader is not None and barrier.due is not None and time.monotonic() >= barrier.due:
-            leader.on_not_replaced(barrier.gone[0], barrier.patience_s, hint)
+            why = f"vanished without a word, and within {barrier.patience_s:g} s no replacement was started{hint}"
+            leader.end_without(barrier.gone[0], why)
             membership.wait(barrier.patience_s)
+            return None
+        late = sorted(barrier.missing - set(barrier.gone)) if leader is not None else []
+        if late and wait.is_over(f"the end of the processes of unit {late[0]}"):
+            wait.end(membership, late[0], "has not ended its processes")
             return None
         for rank in set(barrier.gone) - reported:
             reported.add(rank)
             text = f"the job waits {barrier.patience_s:g} s for another `topotrain unit --rank {rank}`"
             notifier.notify(f"unit {rank} is gone: {text}")
-        _sleep(membership, stop, barrier.due)
+        _sleep(membership, stop, min(filter(None, (barrier.due, wait.due if late else None)), default=None))
         news = membership.control.news()
 
 
-def await_joins(takeover: Takeover, membership: UnitMembership, stop: StopSignals) -> bool:
+def await_joins(
+    takeover: Takeover, membership: UnitMembership, stop: StopSignals, notifier: Notifier, patience_s: float
+) -> bool:
     """Wait in a new leader until all units have joined or are lost.
 
     Returns False if the job ends, or another unit leads instead.
     """
+    wait = _LongWait(notifier, patience_s)
     while takeover.missing:
+        late = min(takeover.missing)
         if membership.over or stop.came:
             return False
-        _sleep(membership, stop, None)
+        if wait.is_over(f"unit {late} to join this one, which leads the job"):
+            wait.end(membership, late, "has not joined the unit that leads the job")
+            return False
+        _sleep(membership, stop, wait.due)
         news = membership.control.news()
         for number, each in enumerate(news):
             if isinstance(each, LeaderChanged):
@@ -171,16 +216,19 @@ def await_joins(takeover: Takeover, membership: UnitMembership, stop: StopSignal
 
 
 def await_leader(
-    unread: Sequence[News], membership: UnitMembership, stop: StopSignals
+    unread: Sequence[News], membership: UnitMembership, stop: StopSignals, notifier: Notifier, patience_s: float
 ) -> LeaderElected | LeaderChanged | None:
-    """Wait for the news about the leader; None if the job ends instead."""
-    news = list(unread)
+    """Wait for the news about the leader; None if the job ends instead, or this unit after a wait in vain."""
+    news, wait = list(unread), _LongWait(notifier, patience_s)
     while not (membership.over or stop.came):
         for number, each in enumerate(news):
             if isinstance(each, LeaderElected | LeaderChanged):
                 membership.control.queue.put_back(news[number + 1 :])
                 return each
-        _sleep(membership, stop, None)
+        if wait.is_over("a unit that leads it"):
+            membership.give_up_waiting(wait.seconds)
+            break
+        _sleep(membership, stop, wait.due)
         news = membership.control.news()
     return None
 

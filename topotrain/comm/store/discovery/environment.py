@@ -7,8 +7,8 @@ that is set; else the loopback if all processes are on one machine, else MASTER_
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,20 @@ if TYPE_CHECKING:
 HOST = "TOPOTRAIN_HOST"
 PUBLISHED = "topotrain/store"
 """The key in torch's store."""
-RENDEZVOUS_S = 60.0
-"""Seconds in which the unit of rank 0 has to serve its store."""
+RENDEZVOUS_S = 60.0  # for torch's store to answer
 _PROBE_S = 2.0  # for a store to answer
 _PAUSE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How to wait for the store of rank 0.
+
+    seconds: for how long. notice: called again and again with what is waited for.
+    """
+
+    seconds: float = RENDEZVOUS_S
+    notice: Callable[[str], None] = lambda what: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +54,15 @@ class MasterAddress:
     reach: str  # the address at which others reach this machine, if it is set
 
 
-def find(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float) -> Store:
+def find(
+    url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float, meeting: Meeting | None = None
+) -> Store:
     """Open the store at MASTER_ADDR, where env:// stands for that. Raises StoreError."""
     master = _master(url, environ)
     secret = load_secret(environ) if secret is None else secret
     if not master.torch:
         return TcpStore(master.host, master.port, secret, patience)
-    return _find_published(master, secret, patience)
+    return _find_published(master, secret, patience, meeting or Meeting())
 
 
 def host(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None) -> "TcpServer | None":
@@ -135,28 +147,27 @@ def _is_local(master: MasterAddress) -> bool:
         raise StoreError(f"MASTER_ADDR = {master.host!r}: no such host") from None
 
 
-def _find_published(master: MasterAddress, secret: bytes, patience: float) -> Store:
+def _find_published(master: MasterAddress, secret: bytes, patience: float, meeting: Meeting) -> Store:
     """Open the store at the URL that torch's store holds, once it answers."""
-    store, until = _torch_store(master), time.monotonic() + RENDEZVOUS_S
+    store, until, problem = _torch_store(master), time.monotonic() + meeting.seconds, "it has not said where"
     while True:
         with _torch_errors(master):
-            url = parse(store.get(_key(master)).decode())
-        # The URL may be that of a store that has ended with an earlier start, and be replaced any moment.
-        found = TcpStore(url.host, url.port, secret, _PROBE_S)
-        try:
-            found.keys("no-such-key")
-        # Another secret: a later try would be refused, too.
-        except AccessDenied:
-            found.close()
-            raise
-        except StoreError as error:
-            found.close()
-            if time.monotonic() > until:
-                raise StoreError(f"the unit of rank 0 does not serve: {error}") from None
-            time.sleep(_PAUSE)
-        else:
-            found.close()
-            return TcpStore(url.host, url.port, secret, patience)
+            # Not `get`, which waits in C++: Ctrl-C would have no effect.
+            url = parse(store.get(_key(master)).decode()) if store.check([_key(master)]) else None
+        if url is not None:
+            # The URL may be that of a store that has ended with an earlier start, and be replaced any moment.
+            with closing(TcpStore(url.host, url.port, secret, _PROBE_S)) as found:
+                try:
+                    found.keys("no-such-key")
+                    return TcpStore(url.host, url.port, secret, patience)
+                except AccessDenied:  # another secret: a later try would be refused, too
+                    raise
+                except StoreError as error:
+                    problem = str(error)
+        if time.monotonic() > until:
+            raise StoreError(f"the unit of rank 0 has served no store within {meeting.seconds:g} s: {problem}")
+        meeting.notice("the store of unit 0")
+        time.sleep(_PAUSE)
 
 
 def _torch_store(master: MasterAddress) -> Any:
