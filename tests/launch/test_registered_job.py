@@ -1,17 +1,22 @@
 """A local job that names a store: it meets there, is listed there, and can be stopped from there."""
 
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
 import pytest
 
 from tests.support.launch_targets import CALLS, parts, small_job
-from topotrain.comm.store import open_store
+from topotrain.comm.store import open_store, store_base
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Notice, Saved, Started
+from topotrain.launch import JobOutcome
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.registered_job import listed
 
 pytestmark = pytest.mark.journey
 
@@ -59,6 +64,28 @@ def test_its_name_may_be_chosen_and_is_then_taken(tmp_path, url):
     Registry(open_store(url)).add(JobRecord("night", "another"))
     with pytest.raises(ConfigError, match="'night' runs already"):
         launch(tmp_path, f"{url}?job=night")
+
+
+SERVED = """
+import sys
+from topotrain.comm.store import serve_store
+print(serve_store("127.0.0.1", 0, bytes.fromhex(sys.argv[1])).url, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_is_stopped_holds_up_the_end_of_a_job_for_some_seconds_only(tmp_path, url, monkeypatch, capsys):
+    monkeypatch.setattr(store_base, "LEAVE_S", 0.2)
+    monkeypatch.setattr(store_base, "QUIET_S", 0.1)
+    command, pipe = [sys.executable, "-c", SERVED, "11" * 32], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as served:
+        job = replace(small_job(tmp_path), rendezvous=served.stdout.readline().strip())
+        with listed(job) as place:
+            served.send_signal(signal.SIGSTOP)
+            place.ended(JobOutcome(0, 0.0))
+        served.kill()
+    waiting = "waiting for the store, for at most 0.2 s; without it the list of jobs does not say how this one ended"
+    assert waiting in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["ftp://x", "file://relative", "redis://", "tcp://127.0.0.1"])

@@ -37,7 +37,7 @@ DECIDE_S = 15.0
 
 
 class OtherUnits(Protocol):
-    """The units of the job that run on other hosts."""
+    """The units of the job that run on other hosts. Where there are none, most methods do nothing."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the end of the job is decided."""
@@ -58,23 +58,23 @@ class OtherUnits(Protocol):
 
         It is True only in the unit of the first server, which takes that snapshot.
         """
-        ...
+        return False
 
     def clear_wakeup(self) -> None:
         """Clear the event for which `fileno` became readable."""
-        ...
+        return
 
     def save(self, number: int) -> None:
         """Report that a signal asks for an end after a last snapshot. It does not block."""
-        ...
+        return
 
     def signalled(self, number: int, more: str = "") -> None:
         """Report that a signal asks the job to end; `more` is added. It does not block."""
-        ...
+        return
 
     def exclude(self) -> None:
         """End this unit: the job continues without it."""
-        ...
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import Store, StoreError, host_store, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, stop_key
+from topotrain.comm.store.store_base import leave
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
 from topotrain.launch import JobOutcome, JobWatch
 from topotrain.launch.job_requests import JobRequests, RequestClient
+from topotrain.launch.job_shutdown import OtherUnits
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, forget
@@ -39,8 +41,8 @@ class _Registry(RequestClient):
         """Do nothing."""
 
 
-class RegisteredJob:
-    """The store entry of a local job; it implements `job_shutdown.OtherUnits`.
+class RegisteredJob(OtherUnits):
+    """The store entry of a local job, all units of which run here.
 
     Args:
         root: the whole store.
@@ -56,6 +58,7 @@ class RegisteredJob:
         self._registry, self._watched = Registry(root), watch or JobWatch()
         self.requests = JobRequests()
         self._asked_in_store = StoreRequests(within(root, f"jobs/{self._id}"), self.requests)
+        self._state = ""
         self._told, self._teller = socket.socketpair()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="listed", daemon=True)
@@ -74,23 +77,6 @@ class RegisteredJob:
         """Decide the end of the job."""
         # There are no other units to ask, so the end is decided at once.
         self._teller.send(b"!")
-
-    @property
-    def saves(self) -> bool:
-        """Return False: a local job is asked for its last snapshot directly."""
-        return False
-
-    def clear_wakeup(self) -> None:
-        """Do nothing; see `job_shutdown.OtherUnits`."""
-
-    def save(self, number: int) -> None:
-        """Do nothing; see `job_shutdown.OtherUnits`."""
-
-    def signalled(self, number: int, more: str = "") -> None:
-        """Do nothing; see `job_shutdown.OtherUnits`."""
-
-    def exclude(self) -> None:
-        """Do nothing: all units of the job run here."""
 
     def _watch(self) -> None:
         due = 0.0
@@ -122,26 +108,28 @@ class RegisteredJob:
         self._urls.append(self.url)
 
     def ended(self, outcome: JobOutcome) -> None:
-        """Record in the store how the job ended."""
-        state = "stopped" if outcome.code >= 128 else "failed" if outcome.code else "done"
-        with suppress(StoreError):
-            # The store may have lost the entry since.
-            self._registry.keep(self._record)
-            self._report()
-            self._registry.end(self._id, state)
+        """Note how the job ended, for the store."""
+        self._state = "stopped" if outcome.code >= 128 else "failed" if outcome.code else "done"
 
     def close(self) -> None:
-        """Stop watching, and delete the rendezvous data of the job."""
+        """Stop watching, record how the job ended, and delete its rendezvous data."""
         self._closed.set()
         self._told.close()
         self._teller.close()
         self._thread.join(_LEAVE_S)
-        with suppress(StoreError):
-            self._asked_in_store.write()
-            for url in self._urls:
-                # Stores outlive jobs, so the job removes what it has written.
-                forget(within(self._root, f"jobs/{parse(url).job}"))
+        leave(self._leave, "the list of jobs does not say how this one ended")
         self._root.close()
+
+    def _leave(self) -> None:
+        if self._state:
+            # The store may have lost the entry since.
+            self._registry.keep(self._record)
+            self._report()
+            self._registry.end(self._id, self._state)
+        self._asked_in_store.write()
+        for url in self._urls:
+            # Stores outlive jobs, so the job removes what it has written.
+            forget(within(self._root, f"jobs/{parse(url).job}"))
 
 
 @contextmanager

@@ -4,14 +4,42 @@ The only operation that decides anything is `compare_and_set`. It is carried out
 the request was repeated.
 """
 
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-from topotrain.comm.store.key_validation import check_key, check_prefix
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach a server that is away."""
 KEEP_S = 7 * 86_400.0
 """Seconds for which a store keeps what a job has written last. A killed job does not remove its values."""
+
+
+LEAVE_S, QUIET_S = 10.0, 2.0
+"""Seconds for the last operations of a process, and those after which it shows that it waits for them."""
+
+
+def leave(act: Callable[[], object], missing: str) -> None:
+    """Carry out the last operations of a process with a store, which may be away.
+
+    missing: the consequence of a failure, in words.
+    """
+
+    def carry_out() -> None:
+        with suppress(StoreError):
+            act()
+
+    # A thread: the patience of a store counts for each operation, and some kinds have none.
+    thread = threading.Thread(target=carry_out, name="leave the store", daemon=True)
+    thread.start()
+    thread.join(QUIET_S)
+    if thread.is_alive():
+        text = f"waiting for the store, for at most {LEAVE_S:g} s; without it {missing}"
+        print(f"topotrain: {text}", file=sys.stderr, flush=True)
+        thread.join(LEAVE_S - QUIET_S)
 
 
 class Store(Protocol):

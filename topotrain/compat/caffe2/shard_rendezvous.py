@@ -7,7 +7,6 @@ again.
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +15,7 @@ from topotrain.comm.store import Store, StoreError, open_store
 from topotrain.comm.store.discovery import generations, rank_claims
 from topotrain.comm.store.discovery.rank_claims import PollingStore, RankClaim, RankTaken
 from topotrain.comm.store.discovery.static_addresses import interface_address
+from topotrain.comm.store.store_base import leave
 from topotrain.comm.torch_store.c10d_store import encode
 from topotrain.config.job import ConfigError, Engine
 from topotrain.config.topology import Address, Role
@@ -145,15 +145,17 @@ class ShardStart:
 
     def close(self) -> None:
         """Leave. Shard 0 deletes the values that this start has written."""
-        self._claim.close()
-        if self._opened is not None and self._claim.number == 0:
-            # The job is over, and values that stay behind are under a name that is not used again.
-            with suppress(StoreError):
-                for key in self._opened.keys(""):
-                    self._opened.delete(key)
+        leave(self._leave, f"a start within {rank_claims.LIFE_S:g} s finds this shard there")
         for store in (self._opened, self._whole):
             if store is not None:
                 store.close()
+
+    def _leave(self) -> None:
+        self._claim.close()
+        # The job is over, and values that stay behind are under a name that is not used again.
+        if self._opened is not None and self._claim.number == 0:
+            for key in self._opened.keys(""):
+                self._opened.delete(key)
 
 
 def shard_name(shard: Address | int) -> str:

@@ -2,13 +2,12 @@
 
 import os
 import select
-import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Set
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from topotrain.launch import RUN_VARIABLE
@@ -20,7 +19,7 @@ BLANK_MARK = "0" * 32
 
 
 class ForkserverProcess:
-    """The process of a shared forkserver, which may be the child of another process."""
+    """A process, such as a forkserver, which may be the child of another one. Raises ProcessLookupError."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -28,11 +27,15 @@ class ForkserverProcess:
         """As in subprocess; None where only its parent learns it."""
         self._pidfd = os.pidfd_open(pid)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end. Raises TimeoutExpired, as in subprocess."""
+    def has_ended(self, timeout: float | None) -> bool:
+        """Wait for its end; return whether it has ended. It is not reaped."""
         ended = select.poll()
         ended.register(self._pidfd, select.POLLIN)
-        if not ended.poll(None if timeout is None else timeout * 1000):
+        return bool(ended.poll(None if timeout is None else timeout * 1000))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end. Raises TimeoutExpired, as in subprocess."""
+        if not self.has_ended(timeout):
             raise subprocess.TimeoutExpired("forkserver", timeout or 0.0)
         if self.returncode is None:
             with suppress(ChildProcessError):
@@ -90,19 +93,9 @@ def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
 
 def _kill_marked(pid: int, mark: str) -> None:
     """Kill a process if it still carries the mark."""
-    try:
-        # A pidfd keeps the pid from being reused between the check and the signal.
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
+    # A pidfd keeps the pid from being reused between the check and the signal.
+    with suppress(ProcessLookupError), closing(ForkserverProcess(pid)) as process:
         if _is_marked(pid, mark):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            with selectors.DefaultSelector() as selector:
-                # Its end is awaited: the next reading of the list would find it again.
-                selector.register(pidfd, selectors.EVENT_READ)
-                selector.select(SWEEP_S)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)
+            process.kill()
+            # Its end is awaited: the next reading of the list would find it again.
+            process.has_ended(SWEEP_S)
