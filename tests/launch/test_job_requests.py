@@ -26,7 +26,6 @@ from topotrain.launch.job_requests import (
     LEADER_LOST,
     JobRequest,
     JobRequests,
-    RequestClient,
     from_data,
     to_data,
 )
@@ -40,13 +39,13 @@ from topotrain.tools.dashboard.page_acts import PageAct
 SECRET = "5e" * 32
 
 
-class Heard(RequestClient):
+class Heard:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
 
-    def reply(self, said: dict[str, Any]) -> None:
+    def __call__(self, said: dict[str, Any]) -> None:
         self.said.append(said)
 
 

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -42,20 +42,16 @@ def published_kind(moves: int) -> str:
     return f"server-{moves}" if moves else "server"
 
 
-class RetryNotice:
-    """Reports nothing about a peer that is not there yet; subclasses inform the user."""
-
-    def retrying(self, peer: Address, reason: str) -> None:
-        """Note that this process tries again to connect; `reason` is the last failure."""
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
-    """How long a process looks for a peer before it gives up."""
+    """How long a process looks for a peer before it gives up.
+
+    notice: called with a peer that is not there yet and the last failure, before each new try.
+    """
 
     seconds: float = 60.0
     again: bool = False  # retry a peer that does not answer: its address may be known before it listens
-    notice: RetryNotice = field(default_factory=RetryNotice)
+    notice: Callable[[Address, str], None] = lambda peer, reason: None
 
 
 class ResumedSnapshot(Protocol):
@@ -213,7 +209,7 @@ class Router:
                     raise
                 if time.monotonic() + pause > until:
                     raise self._absent(peer, error) from error
-                self._timeouts.notice.retrying(peer, str(error))
+                self._timeouts.notice(peer, str(error))
             time.sleep(spread(pause))  # without jitter all processes would retry at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 

@@ -22,7 +22,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
 from topotrain.launch.agent import temporary_folders
 from topotrain.launch.agent.forkserver import peer
-from topotrain.launch.job_requests import JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.job_requests import JobRequest, JobRequests, from_text, to_data
 from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest, StopJob, TakeSnapshot
 
 NAME = "control"
@@ -50,7 +50,7 @@ class NotHere(ConfigError):
 
 
 @dataclass(slots=True, eq=False)
-class _Caller(RequestClient):
+class _Caller:
     """A client of the control socket, and the request that it has sent."""
 
     channel: socket.socket
@@ -126,7 +126,7 @@ class ControlSocket:
         # A request stays valid when its client disconnects, so nothing more is read from it.
         if caller.wish is not None:
             self._forget(caller)
-            self._requests.add(caller.wish, caller)
+            self._requests.add(caller.wish, caller.reply)
         elif not connected:
             self._forget(caller)
             caller.channel.close()
@@ -195,12 +195,9 @@ def _connect(channel: socket.socket, workspace: Path) -> bool:
 
 
 def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
-    """Send a request to the job that runs in a workspace, and return its answer.
+    """Send a request to the job that runs in a workspace, and return its answer with the names in `_ANSWERS`.
 
-    The answer about a group is {"group": …, "text": …}. The answer about single workers is {"workers": …, "step": …,
-    "text": …}: the new number of workers per group, and the step after which they continue. The answer about a snapshot
-    is {"snapshot": …, "step": …, "path": …, "text": …}: its number, its last step, and its folder. The answer to a
-    request to stop is {"text": …}.
+    step: the last one of a snapshot, or before a change. workers: the new number per group. snapshot: its number.
 
     Raises:
         NotHere: no job runs there, as far as this machine knows.

@@ -7,7 +7,7 @@ and answers, possibly in a later attempt of the job.
 import json
 import math
 import threading
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,8 @@ ENDED = "the job has ended, or the whole job restarts"
 LEADER_LOST = "the unit that led the job was lost before it answered: ask again if the job has not changed"
 
 
-class RequestClient(ABC):
-    """The sender of a request, which gets one answer."""
-
-    @abstractmethod
-    def reply(self, said: dict[str, Any]) -> None:
-        """Send the answer, without waiting. A client that is gone is no error."""
+RequestClient = Callable[[dict[str, Any]], None]
+"""Sends the answer to a request to its sender, without waiting. A sender that is gone is no error."""
 
 
 @dataclass(slots=True)
@@ -50,7 +46,7 @@ class PendingAnswer:
     def send(self, error: str = "") -> None:
         """Send the answer, or the error. A second call does nothing."""
         if self._client is not None:
-            self._client.reply({"error": error} if error else self.data)
+            self._client({"error": error} if error else self.data)
             self._client = None
 
 
@@ -120,7 +116,7 @@ class JobRequests:
     def _send(self, client: RequestClient, said: dict[str, Any]) -> None:
         with self._lock:
             self._waiting = [(each, other) for each, other in self._waiting if other is not client]
-        client.reply(said)
+        client(said)
 
 
 def to_data(wish: JobRequest) -> dict[str, Any]:

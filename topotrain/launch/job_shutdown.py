@@ -46,7 +46,7 @@ class OtherUnits(Protocol):
     @property
     def over(self) -> bool:
         """Whether the end of the job is decided."""
-        ...
+        return False
 
     def tell(self, cause: Failed) -> None:
         """Report why the job cannot go on here. The call does not block."""

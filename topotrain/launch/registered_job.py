@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import Store, StoreError, host_store, open_store, within
@@ -21,7 +20,7 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
 from topotrain.launch import JobOutcome, JobWatch
-from topotrain.launch.job_requests import JobRequests, RequestClient
+from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.job_shutdown import OtherUnits
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
@@ -32,13 +31,6 @@ from topotrain.launch.store_requests import StoreRequests
 _BEAT_EVERY_S = 5.0
 _LOOK_S = 0.25
 _LEAVE_S = 1.0  # for the thread to end; it may be waiting for an unavailable store
-
-
-class _Registry(RequestClient):
-    """The list of jobs, which waits for no answer."""
-
-    def reply(self, said: dict[str, Any]) -> None:
-        """Do nothing."""
 
 
 class RegisteredJob(OtherUnits):
@@ -68,11 +60,6 @@ class RegisteredJob(OtherUnits):
         """Return a descriptor that is readable when the end of the job is decided."""
         return self._told.fileno()
 
-    @property
-    def over(self) -> bool:
-        """Return False: the end of a local job is decided here only."""
-        return False
-
     def tell(self, cause: Failed) -> None:
         """Decide the end of the job."""
         # There are no other units to ask, so the end is decided at once.
@@ -90,7 +77,7 @@ class RegisteredJob(OtherUnits):
                 self._asked_in_store.look()
                 if self._root.get(stop_key(self._id)) is not None:
                     # Again and again, because a restart of the whole job drops the requests before it.
-                    self.requests.add(StopJob(), _Registry())
+                    self.requests.add(StopJob(), lambda said: None)
             except StoreError:
                 # Training goes on without the store.
                 self._closed.wait(BEAT_S)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError
 from topotrain.launch.agent.workspace import STORE
 from topotrain.launch.control_socket import NotHere, ask, checked
-from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, RequestClient, from_text, to_data
+from topotrain.launch.job_requests import LEADER_LOST, JobRequest, JobRequests, from_text, to_data
 from topotrain.launch.launchers.submission import LAUNCH
 from topotrain.launch.multinode.node_info import with_job
 
@@ -33,17 +33,6 @@ _REQUESTS, _ANSWERS, _MARK = "requests/", "answers/", "asked"
 _TAKEN = b"taken"
 _LOOK_S = 2.0
 _PATIENCE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoreClient(RequestClient):
-    """The sender of a request that was found in the store."""
-
-    requests: "StoreRequests"
-    id: str
-
-    def reply(self, said: dict[str, Any]) -> None:
-        self.requests.put(self.id, said)
 
 
 class StoreRequests:
@@ -88,7 +77,7 @@ class StoreRequests:
             self._taken[id] = None
             del self._read[id]
             try:
-                self._requests.add(from_text(raw), _StoreClient(self, id))
+                self._requests.add(from_text(raw), partial(self.put, id))
             except ValueError as error:
                 self.put(id, {"error": f"the request cannot be read: {error}"})
         # Only now: after an error the next call looks again.

@@ -11,7 +11,7 @@ from folder_wipe import block
 from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.core.events import Event, Failed, Finished, StepDone, to_json
-from topotrain.launch.job_requests import LEADER_LOST, RequestClient
+from topotrain.launch.job_requests import LEADER_LOST
 from topotrain.launch.multinode import control_connection, node_membership, node_rendezvous, unit_membership
 from topotrain.launch.multinode.control_connection import ControlAccess, LeaderChanged, LeaderElected, News, UnitMessage
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderRecord
@@ -229,13 +229,13 @@ def test_requests_in_the_store_are_taken_by_the_next_leader(units: Callable[...,
     wait(lambda: leader.membership.requests.take() == [ResizeRequest("leave", 2, 5.0)])
 
 
-class Client(RequestClient):
+class Client:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
         self.said: list[dict[str, object]] = []
 
-    def reply(self, said: dict[str, object]) -> None:
+    def __call__(self, said: dict[str, object]) -> None:
         self.said.append(said)
 
 

@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from topotrain.comm.store import Store, StoreError, open_store
 from topotrain.comm.store.discovery import generations, rank_claims
-from topotrain.comm.store.discovery.rank_claims import PollingStore, RankClaim, RankTaken
+from topotrain.comm.store.discovery.rank_claims import RankClaim, RankTaken
 from topotrain.comm.store.discovery.static_addresses import interface_address
-from topotrain.comm.store.store_base import leave
+from topotrain.comm.store.store_base import PrefixStore, leave
 from topotrain.comm.torch_store.c10d_store import encode
 from topotrain.config.job import ConfigError, Engine
 from topotrain.config.topology import Address, Role
@@ -165,16 +165,28 @@ def shard_name(shard: Address | int) -> str:
     return f"shard {shard.index}" if shard.role is Role.WORKER else f"the server of shard {shard.index}"
 
 
-class _ShardStore(PollingStore):
-    """The store in which shards wait for each other, and check that they match."""
+class _ShardStore(PrefixStore):
+    """The store in which shards wait for each other, and check that they match every BEAT_S seconds of a `watch`."""
 
     def __init__(self, store: Store, claim: RankClaim, num_shards: int) -> None:
         # By size: shards with another `num_shards` never meet, and see the difference in the claims.
-        super().__init__(store, f"lobby/{num_shards}", claim)
-        self._size, self._waiting = num_shards, WaitNotice(shard_name)
+        super().__init__(store, f"lobby/{num_shards}")
+        self._own, self._size, self._waiting = claim, num_shards, WaitNotice(shard_name)
         self.missing = [number for number in range(num_shards) if number != claim.number]
 
-    def check_others(self, others: dict[int, str]) -> None:
+    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
+        """See `Store`."""
+        until = time.monotonic() + timeout
+        while True:
+            left = until - time.monotonic()
+            try:
+                return super().watch(key, max(0.0, min(left, rank_claims.BEAT_S)), known)
+            except TimeoutError:
+                if left <= rank_claims.BEAT_S:
+                    raise TimeoutError(f"nothing new under {key!r} within {timeout:g} s") from None
+            self._check(self._own.others())
+
+    def _check(self, others: dict[int, str]) -> None:
         for number, value in sorted(others.items()):
             if value != str(self._size):
                 why = f"must be the same in all processes, and shard {number} has {value}"

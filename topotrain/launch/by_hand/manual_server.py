@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from topotrain.comm.router import ConnectTimeouts, RetryNotice, Router, RouterConfig
+from topotrain.comm.router import ConnectTimeouts, Router, RouterConfig
 from topotrain.comm.security.handshake import Identity, Peer
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import Store
@@ -85,14 +85,14 @@ def place_of(
     return RouterConfig(job, layout(job.cluster), identity, store, Path(), host, port, meeting)
 
 
-class WaitNotice(RetryNotice):
+class WaitNotice:
     """Prints to stderr which process this one waits for, when that takes long."""
 
     def __init__(self, name: Callable[[Address], str]) -> None:
         self._name = name
         self._due = time.monotonic() + QUIET_S
 
-    def retrying(self, peer: Address, reason: str) -> None:
+    def __call__(self, peer: Address, reason: str) -> None:
         """Print the peer that this process waits for."""
         self.show(f"{self._name(peer)} ({reason})")
 

@@ -214,7 +214,7 @@ class Attempts(Notifier):
         policy, leader, hosts = self.succession.policy, self.membership.leader, self.succession.hosts
         if policy is None or leader is None:
             # The news that another unit leads is on its way.
-            return await_leader(news, self.membership, self.stop, self, self.rendezvous.patience)
+            return await_leader(news, self.membership, self.stop, self.rendezvous.patience)
         resized, why = policy.resized, ""
         if resized is not None:
             why = f"the job goes on with nworkers_per_group: {resized.cluster.nworkers_per_group}"

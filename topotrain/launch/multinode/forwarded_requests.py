@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from topotrain.launch.job_requests import ENDED, LEADER_LOST, JobRequest, JobRequests, RequestClient, from_data, to_data
@@ -36,7 +35,7 @@ class ForwardedRequests:
             clients, self._clients = list(self._clients.values()), {}
         # Whether it has carried them out is not known, so they are not sent again.
         for client in clients:
-            client.reply({"error": LEADER_LOST})
+            client({"error": LEADER_LOST})
 
     def send(self, wish: JobRequest, client: RequestClient) -> None:
         """Forward a request of this client. The call does not block."""
@@ -48,35 +47,27 @@ class ForwardedRequests:
                 # With the lock: the client belongs to this leader, and to no later one.
                 control.send(control.leader, {"ask": {"number": self._count, "wish": to_data(wish)}})
         if control is None:
-            client.reply({"error": LEADER_LOST})
+            client({"error": LEADER_LOST})
 
     def receive(self, answer: Mapping[str, Any]) -> None:
         """Pass on an answer of the leader."""
         with self._lock:
             client = self._clients.pop(answer["number"], None)
         if client is not None:
-            client.reply(answer["said"])
+            client(answer["said"])
 
     def close(self) -> None:
         """Answer all clients with an error."""
         with self._lock:
             clients, self._clients, self._control = list(self._clients.values()), {}, None
         for client in clients:
-            client.reply({"error": ENDED})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _UnitClient(RequestClient):
-    """A client of another unit. Its request has this number there."""
-
-    control: ControlConnection
-    rank: int
-    number: int
-
-    def reply(self, said: dict[str, Any]) -> None:
-        self.control.send(self.rank, {"answer": {"number": self.number, "said": said}})
+            client({"error": ENDED})
 
 
 def accept(requests: JobRequests, control: ControlConnection, rank: int, words: Mapping[str, Any]) -> None:
     """Add a request in the leader that another unit has forwarded."""
-    requests.add(from_data(words["wish"]), _UnitClient(control, rank, words["number"]))
+
+    def reply(said: dict[str, Any]) -> None:
+        control.send(rank, {"answer": {"number": words["number"], "said": said}})
+
+    requests.add(from_data(words["wish"]), reply)

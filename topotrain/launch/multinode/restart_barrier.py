@@ -120,31 +120,32 @@ class RestartBarrier:
 
 
 class _LongWait:
-    """A wait that is shown after QUIET_S, and over after `seconds`, but not before LATE_S."""
+    """A wait of the leader for a unit that is there.
 
-    def __init__(self, notifier: Notifier, seconds: float) -> None:
-        self._notifier, self.seconds, self._began = notifier, max(seconds, LATE_S), time.monotonic()
-        self._shown = False
+    It is shown after QUIET_S, and ends the job after `seconds`, but not before LATE_S.
+    """
+
+    def __init__(self, membership: UnitMembership, notifier: Notifier, seconds: float) -> None:
+        self._membership, self._notifier, self._seconds = membership, notifier, max(seconds, LATE_S)
+        self._began, self._shown = time.monotonic(), False
 
     @property
     def due(self) -> float:
         """The time of the next look."""
-        return self._began + (self.seconds if self._shown else min(QUIET_S, self.seconds))
+        return self._began + (self._seconds if self._shown else min(QUIET_S, self._seconds))
 
-    def is_over(self, what: str) -> bool:
-        """Show what is waited for, if it is time for that; return whether the wait is over."""
-        now = time.monotonic()
+    def is_over(self, rank: int, what: str) -> bool:
+        """Show the wait, or end the job, if it is time for that; return whether the wait is over."""
+        now, leader = time.monotonic(), self._membership.leader
         if now >= self.due and not self._shown:
             self._shown = True
-            self._notifier.notify(f"the job waits for {what}, for at most {self.seconds:g} s")
-        return now >= self._began + self.seconds
-
-    def end(self, membership: UnitMembership, rank: int, why: str) -> None:
-        """End the job, which this unit leads, because of a unit that is there."""
-        if membership.leader is not None:
-            text = f"within {self.seconds:g} s, though it answers: is its launcher or its disk hung?"
-            membership.leader.end_without(rank, f"{why} {text}")
-            membership.wait(self.seconds)
+            self._notifier.notify(f"the job waits for unit {rank} to {what}, for at most {self._seconds:g} s")
+        over = now >= self._began + self._seconds
+        if over and leader is not None:
+            why = f"answers, and did not {what} within {self._seconds:g} s: is its launcher or its disk hung?"
+            leader.end_without(rank, why)
+            self._membership.wait(self._seconds)
+        return over
 
 
 def await_ready(
@@ -159,7 +160,7 @@ def await_ready(
 
     Returns None if the job ends instead, or the news that another unit leads.
     """
-    reported, wait = set[int](), _LongWait(notifier, barrier.patience_s)
+    reported, wait = set[int](), _LongWait(membership, notifier, barrier.patience_s)
     news = list(unread)
     while True:
         for number, each in enumerate(news):
@@ -179,8 +180,7 @@ def await_ready(
             membership.wait(barrier.patience_s)
             return None
         late = sorted(barrier.missing - set(barrier.gone)) if leader is not None else []
-        if late and wait.is_over(f"the end of the processes of unit {late[0]}"):
-            wait.end(membership, late[0], "has not ended its processes")
+        if late and wait.is_over(late[0], "end its processes"):
             return None
         for rank in set(barrier.gone) - reported:
             reported.add(rank)
@@ -197,13 +197,9 @@ def await_joins(
 
     Returns False if the job ends, or another unit leads instead.
     """
-    wait = _LongWait(notifier, patience_s)
+    wait = _LongWait(membership, notifier, patience_s)
     while takeover.missing:
-        late = min(takeover.missing)
-        if membership.over or stop.came:
-            return False
-        if wait.is_over(f"unit {late} to join this one, which leads the job"):
-            wait.end(membership, late, "has not joined the unit that leads the job")
+        if membership.over or stop.came or wait.is_over(min(takeover.missing), "join the unit that leads"):
             return False
         _sleep(membership, stop, wait.due)
         news = membership.control.news()
@@ -216,19 +212,19 @@ def await_joins(
 
 
 def await_leader(
-    unread: Sequence[News], membership: UnitMembership, stop: StopSignals, notifier: Notifier, patience_s: float
+    unread: Sequence[News], membership: UnitMembership, stop: StopSignals, patience_s: float
 ) -> LeaderElected | LeaderChanged | None:
-    """Wait for the news about the leader; None if the job ends instead, or this unit after a wait in vain."""
-    news, wait = list(unread), _LongWait(notifier, patience_s)
+    """Wait for the news about the leader; None if the job ends instead, or this unit without a leader."""
+    news, until = list(unread), time.monotonic() + max(patience_s, LATE_S)
     while not (membership.over or stop.came):
         for number, each in enumerate(news):
             if isinstance(each, LeaderElected | LeaderChanged):
                 membership.control.queue.put_back(news[number + 1 :])
                 return each
-        if wait.is_over("a unit that leads it"):
-            membership.give_up_waiting(wait.seconds)
+        if time.monotonic() >= until:
+            membership.give_up_waiting(max(patience_s, LATE_S))
             break
-        _sleep(membership, stop, wait.due)
+        _sleep(membership, stop, until)
         news = membership.control.news()
     return None
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.store.store_base import PrefixStore, Store
+from topotrain.comm.store.store_base import Store
 
 BEAT_S, LIFE_S = 0.5, 4.0
 _PAUSE_S = 0.1
@@ -94,26 +94,3 @@ class RankClaim:
                     if self._store.compare_and_set(self._key, expected, value, LIFE_S):
                         self._value = value
                         break
-
-
-class PollingStore(PrefixStore):
-    """A part of a store that calls `check_others` every BEAT_S seconds of a `watch`."""
-
-    def __init__(self, store: Store, prefix: str, claim: RankClaim) -> None:
-        super().__init__(store, prefix)
-        self._own = claim
-
-    def check_others(self, others: dict[int, str]) -> None:
-        """Check the texts of the others; may raise."""
-
-    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
-        until = time.monotonic() + timeout
-        while True:
-            left = until - time.monotonic()
-            try:
-                return super().watch(key, max(0.0, min(left, BEAT_S)), known)
-            except TimeoutError:
-                if left <= BEAT_S:
-                    raise TimeoutError(f"nothing new under {key!r} within {timeout:g} s") from None
-            self.check_others(self._own.others())
