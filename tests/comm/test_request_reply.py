@@ -40,7 +40,7 @@ class Echo:
 @pytest.fixture(params=["store", "session"])
 def served(request):
     echo = Echo()
-    server = RequestServer(request.param, "127.0.0.1", 0, SECRET, echo, 3)
+    server = RequestServer(request.param, "127.0.0.1", 0, SECRET, echo.serve_client, 3)
     server.start()
     yield request.param, server.port, echo
     server.close()

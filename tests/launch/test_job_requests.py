@@ -286,7 +286,7 @@ def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path, monkeypatch
         thread.start()
         try:
             assert ask(tmp_path, GroupRequest("leave", 2)) == {"group": 2, "text": "has left"}
-            monkeypatch.setattr(control_socket, "peer_uid", lambda channel: os.geteuid() + 1)
+            monkeypatch.setattr(control_socket, "peer", lambda channel: (0, os.geteuid() + 1, 0))
             with pytest.raises(ConfigError, match="ended before it answered"):  # another user is hung up on
                 ask(tmp_path, GroupRequest("leave", 2))
         finally:

@@ -8,8 +8,9 @@
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from topotrain.comm.security.handshake import DEADLINE, Identity, answer, dial
 from topotrain.comm.security.secret import job_key
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from topotrain.comm.security.tls import Certificate
 
 CLIENT, SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+ClientHandler = Callable[["RequestChannel"], None]
 _GENERATION = 0  # services have none
 _JOINED = 1 << 16  # bytes of a payload that are copied behind their header, to leave in one packet with it
 _PIECE = 1 << 20  # bytes of a payload for which memory is allocated at once
@@ -193,14 +195,6 @@ def _certificate_for(address: str, secret: bytes) -> "Certificate | None":
     return Certificate.make()
 
 
-class RequestHandler(Protocol):
-    """The part of a service that answers its proven clients."""
-
-    def serve_client(self, channel: RequestChannel) -> None:
-        """Serve one client until its end, on a thread of its own; the caller closes it."""
-        ...
-
-
 class RequestServer:
     """A service at a TCP address, from `start` until `close`.
 
@@ -209,7 +203,7 @@ class RequestServer:
     Args:
         service: the name that its clients give, too; both derive their key from it.
         host: an address of this machine. port: 0 for any that is free.
-        most: connections at once.
+        serve: serves a proven client until its end, on a thread of its own. most: connections at once.
 
     Raises:
         OSError: the address cannot be listened at.
@@ -218,13 +212,13 @@ class RequestServer:
         ValueError: the secret does not have 32 bytes.
     """
 
-    def __init__(self, service: str, host: str, port: int, secret: bytes, handler: RequestHandler, most: int) -> None:
-        self._identity, self._handler = service_identity(service, secret), handler
+    def __init__(self, service: str, host: str, port: int, secret: bytes, serve: ClientHandler, most: int) -> None:
+        self._identity, self._serve = service_identity(service, secret), serve
         family, address = resolve(host, port)
         self._certificate = _certificate_for(address, secret)
         sock = bind(family, address, port)
         self.port = int(sock.getsockname()[1])
-        self._listener = Listener(sock, self, f"{service} {host}:{self.port}", most)
+        self._listener = Listener(sock, self._handle, f"{service} {host}:{self.port}", most)
 
     def start(self) -> None:
         """Begin to accept connections."""
@@ -236,11 +230,11 @@ class RequestServer:
         # A handler may be in the middle of a reply.
         self._listener.join(_CLOSING_S)
 
-    def handle_connection(self, sock: socket.socket) -> None:
+    def _handle(self, sock: socket.socket) -> None:
         """Serve a client, once it has proven itself."""
         with suppress(OSError, TransportError):  # the end of one client concerns no other
             proven, welcome = _prove_server(sock, self._identity, self._certificate)
             # From here on it no longer counts among the few that may be unproven.
             self._listener.proven(sock)
             proven.sendall(welcome)
-            self._handler.serve_client(RequestChannel(proven))
+            self._serve(RequestChannel(proven))

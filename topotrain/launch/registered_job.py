@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import Store, StoreError, host_store, open_store, within
@@ -109,10 +109,11 @@ class RegisteredJob(OtherUnits):
 
     def _leave(self) -> None:
         if self._state:
-            # The store may have lost the entry since.
-            self._registry.keep(self._record)
-            self._report()
-            self._registry.end(self._id, self._state)
+            with suppress(StoreError):
+                # The store may have lost the entry since.
+                self._registry.keep(self._record)
+                self._report()
+                self._registry.end(self._id, self._state)
         self._asked_in_store.write()
         for url in self._urls:
             # Stores outlive jobs, so the job removes what it has written.

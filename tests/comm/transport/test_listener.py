@@ -9,13 +9,6 @@ from topotrain.comm.transport.tcp_socket import bind, resolve
 WAIT = 20
 
 
-class Handler:
-    """Ends every connection at once."""
-
-    def handle_connection(self, sock):
-        pass
-
-
 class Lingering(threading.Thread):
     """Goes on after its connection has been handled, until somebody waits for its end."""
 
@@ -36,7 +29,7 @@ def test_a_thread_that_is_done_with_its_connection_is_waited_for():
     family, address = resolve("127.0.0.1", 0)
     sock = bind(family, address, 0)
     port = sock.getsockname()[1]
-    listener = Listener(sock, Handler(), "test", thread=Lingering)
+    listener = Listener(sock, lambda sock: None, "test", thread=Lingering)
     listener.start()
     with socket.create_connection(("127.0.0.1", port), WAIT) as client:
         assert client.recv(1) == b""

@@ -199,7 +199,7 @@ def test_more_descriptors_than_a_request_has_space_for_are_refused(host):
 
 
 def test_only_this_user_reaches_the_socket(host, monkeypatch):
-    monkeypatch.setattr(forkserver, "peer_uid", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(forkserver, "peer", lambda connection: (0, os.getuid() + 1, 0))
     with pytest.raises(PermissionError, match="belongs to another user"):
         forkserver.ForkserverClient(host.running.path)
     folder = os.stat(os.path.dirname(host.running.path))

@@ -67,11 +67,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
 
 
-class Unread:
+def unread(rank: int, words: Words) -> bool:
     """Leaves all messages to the run loop."""
-
-    def receive(self, rank: int, words: Words) -> bool:
-        return False
+    return False
 
 
 class Client(ControlClient):
@@ -79,7 +77,7 @@ class Client(ControlClient):
 
     def __init__(self, access: ControlAccess, word: str, term: int) -> None:
         self.received = NewsQueue()
-        super().__init__(access, 1, word, Unread(), self.received, term)
+        super().__init__(access, 1, word, unread, self.received, term)
         self.start()
 
     def close(self) -> None:
@@ -96,7 +94,7 @@ class Pair:
         self.news = NewsQueue()
         self.first = ControlServer(self.access(), self.news)
         self.listen()
-        self.first.start(Unread(), {1: "a"})
+        self.first.start(unread, {1: "a"})
         self.second = self.client("a")
 
     def access(self, secret: bytes = SECRET) -> ControlAccess:
@@ -215,7 +213,7 @@ def test_a_leader_without_its_lease_sends_heartbeats_and_no_decision(pair: Pair,
     with closing(NewsQueue()) as queue, closing(ControlServer(pair.access(), queue, 2, election)) as server:
         server.listen("127.0.0.1")
         pair.store.set(f"run/{KEY}", LeaderRecord(2, 0, "0", server.url).dumped())
-        server.start(Unread(), {1: "b"})
+        server.start(unread, {1: "b"})
         with closing(pair.client("b", term=2)) as unit:
             server.send(1, {"n": 0})
             assert words(news(unit, 1)) == [{"n": 0}]

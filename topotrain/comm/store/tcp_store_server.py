@@ -44,7 +44,7 @@ class TcpServer:
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         try:
-            self._server = RequestServer(SERVICE, host, port, secret, self, MAX_CONNECTIONS)
+            self._server = RequestServer(SERVICE, host, port, secret, self.serve_client, MAX_CONNECTIONS)
         except TransportError as error:
             raise StoreError(f"store {url_of(host, port)}: {error}") from error
         except OSError as error:

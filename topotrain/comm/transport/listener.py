@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from random import SystemRandom
-from typing import Any, Protocol
+from typing import Any
 
 from topotrain.comm.security.handshake import HandshakeAborted, refuse
 from topotrain.comm.transport import Refused
@@ -26,6 +26,7 @@ _NETWORK_BYTES = 8  # one host may have all addresses of an IPv6 network
 _RANDOM = SystemRandom()
 MAX_CONNECTIONS = 4096
 BACKLOG = 128
+ConnectionHandler = Callable[[socket.socket], None]
 _PAUSE_S = 0.05  # after an accept that failed
 _CLOSING_S = 2.0  # for the accepting thread, and for a connection that is pushed out, to end
 
@@ -110,21 +111,12 @@ def shut_down(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-class ConnectionHandler(Protocol):
-    """The part of a server that a listener gives its connections to."""
-
-    def handle_connection(self, sock: socket.socket) -> None:
-        """Do the handshake, and serve the connection until its end.
-
-        This runs on a thread of its own. The listener closes the socket afterwards, unless it was released.
-        """
-        ...
-
-
 class Listener:
     """Accepts connections at a listening socket, from `start` until `stop`.
 
     Args:
+        handler: does the handshake, and serves a connection until its end, on a thread of its own. The listener closes
+            the socket afterwards, unless it was released.
         most: connections at once, proven ones included.
         thread: the class of the threads that connections are handled on.
     """
@@ -230,7 +222,7 @@ class Listener:
 
     def _handle(self, sock: socket.socket) -> None:
         try:
-            self._handler.handle_connection(sock)
+            self._handler(sock)
         finally:
             with self._lock:
                 self._unproven.remove(sock)

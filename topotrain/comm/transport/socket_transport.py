@@ -147,7 +147,7 @@ class SocketTransport:
             opened = None
             if listens and self._listener is None:
                 sock, self._url = self._listen()
-                opened = self._listener = Listener(sock, self, f"transport at {self._url}", thread=ReaderThread)
+                opened = self._listener = Listener(sock, self._handle, f"transport at {self._url}", thread=ReaderThread)
             self._residents.update(residents)
         if opened is not None:
             opened.start()
@@ -247,7 +247,7 @@ class SocketTransport:
 
     # --- coming in -----------------------------------------------------------------------------------------------
 
-    def handle_connection(self, sock: socket.socket) -> None:
+    def _handle(self, sock: socket.socket) -> None:
         """Do the handshake with a dialer, and read its connection until it ends."""
         assert self._listener is not None
         try:

@@ -4,10 +4,11 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+
+SignalHandler = Callable[[int, FrameType | None], None]
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class StopSignals:
     waker: socket.socket
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """As `SignalHandler.on_signal`. The wakeup descriptor wakes the loop."""
+        """Note a signal. The wakeup descriptor wakes the loop."""
         self.came.append(number)
 
     def clear_wakeup(self) -> None:
@@ -42,14 +43,6 @@ class StopSignals:
             self.waker.send(b"!")
 
 
-class SignalHandler(Protocol):
-    """Handles the signals that end a job."""
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, on the main thread."""
-        ...
-
-
 @contextlib.contextmanager
 def handled(handler: SignalHandler) -> Iterator[None]:
     """Let `handler` handle the signals that end a job for the length of the block.
@@ -67,11 +60,11 @@ def handled(handler: SignalHandler) -> Iterator[None]:
     def hang_up(number: int, frame: FrameType | None) -> None:
         # The kernel and the shell both send it when a terminal closes. The second one is no wish to end at once.
         signal.signal(number, signal.SIG_IGN)
-        handler.on_signal(number, frame)
+        handler(number, frame)
 
     try:
         for number in taken:
-            signal.signal(number, hang_up if number == signal.SIGHUP else handler.on_signal)
+            signal.signal(number, hang_up if number == signal.SIGHUP else handler)
         yield
     finally:
         for number, old in taken.items():
@@ -93,7 +86,7 @@ def signals() -> Iterator[StopSignals]:
             return
         former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         try:
-            with handled(received):
+            with handled(received.on_signal):
                 yield received
         finally:
             signal.set_wakeup_fd(former_fd)

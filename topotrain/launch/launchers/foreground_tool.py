@@ -233,5 +233,5 @@ class SignalGate:
 def interruptible() -> Iterator[SignalGate]:
     """Raise StopRequested at each signal that ends a job, as `stop_signals.handled`."""
     gate = SignalGate()
-    with handled(gate):
+    with handled(gate.on_signal):
         yield gate

@@ -15,10 +15,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.security.secret import job_key
@@ -35,6 +34,7 @@ from topotrain.launch.multinode.node_info import NodeInfo
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, welcome_key
 from topotrain.launch.multinode.reliable_messages import ReliableEnd, UnitPart, Words
 
+Receiver = Callable[[int, Words], bool]
 _LEADER = Address(Role.SERVER, 0, 0)
 _RETRY_S = 0.25
 
@@ -133,14 +133,6 @@ class NewsQueue:
             self._wake_in.close()
 
 
-class MessageReceiver(Protocol):
-    """The membership, which receives each message before the run loop."""
-
-    def receive(self, rank: int, words: Words) -> bool:
-        """Process a message; return False for a message to the run loop."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ControlAccess:
     """The common settings of the control connections of one start of a job.
@@ -180,10 +172,10 @@ class ControlConnection:
     Args:
         me: the address of this process.
         queue: receives the messages for the run loop.
-        receiver: receives messages first.
+        receiver: processes messages first, and returns False for those to the run loop.
     """
 
-    def __init__(self, me: Address, queue: NewsQueue, receiver: MessageReceiver | None = None) -> None:
+    def __init__(self, me: Address, queue: NewsQueue, receiver: Receiver | None = None) -> None:
         self._me, self._queue, self._receiver = me, queue, receiver
         self._lock = threading.Lock()
         self._transports: list[TcpTransport] = []
@@ -257,7 +249,7 @@ class ControlConnection:
         # Without the lock: the receiver may send, which takes it.
         if words is None or not current or self._receiver is None:
             return
-        if not self._receiver.receive(rank, words):
+        if not self._receiver(rank, words):
             self._queue.put(UnitMessage(rank, words))
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -305,7 +297,7 @@ class ControlServer(ControlConnection):
         self.url = ""
         """Where other units connect."""
 
-    def start(self, receiver: MessageReceiver, words: Mapping[int, str]) -> None:
+    def start(self, receiver: Receiver, words: Mapping[int, str]) -> None:
         """Accept the processes with these words, and send heartbeats.
 
         words: by the ranks of their units. receiver: receives messages first.
@@ -379,7 +371,7 @@ class ControlClient(ControlConnection):
         access: ControlAccess,
         rank: int,
         word: str,
-        receiver: MessageReceiver,
+        receiver: Receiver,
         queue: NewsQueue,
         term: int = FIRST_TERM,
         leader: int = 0,

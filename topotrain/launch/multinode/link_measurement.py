@@ -102,7 +102,7 @@ class LinkMeasurement:
         ports = range(self._start_port, self._start_port + 100) if self._start_port else (0,)
         for port in ports:
             with suppress(OSError):
-                return RequestServer(SERVICE, self._address, port, self._secret, self, most=64)
+                return RequestServer(SERVICE, self._address, port, self._secret, self.serve_client, most=64)
         raise OSError(f"no free port from {self._start_port} on")
 
     def _slowest(self) -> float:

@@ -195,7 +195,7 @@ class FollowerMembership(NodeMembership):
         super().__init__(context, hosts, ending)
         self._lost_peer, self._forwards, self._replaceable = False, forwards, replaceable
         self.control = ControlClient(
-            context.access, context.rank, context.word, self, queue, election.term, election.leader
+            context.access, context.rank, context.word, self.receive, queue, election.term, election.leader
         )
         self.control.start()
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
@@ -337,7 +337,7 @@ class LeaderMembership(NodeMembership):
         """Set when the run loop has the news that this unit leads. Messages of other units come after it."""
         context.watch.lead(context.resumed or control.term > FIRST_TERM, hosts.names)
         others = {unit.rank: unit.word for unit in hosts.units if unit.rank != self._rank}
-        control.start(self, others)
+        control.start(self.receive, others)
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def close(self) -> None:

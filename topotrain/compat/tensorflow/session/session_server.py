@@ -39,7 +39,7 @@ class SessionServer:
         host, port = split_address(me.address)
         self._host = numeric(host)
         try:
-            self._server = RequestServer(SERVICE, self._host, port, secret, self, MAX_CALLERS)
+            self._server = RequestServer(SERVICE, self._host, port, secret, self.serve_client, MAX_CALLERS)
         except TransportError as error:
             raise StoreError(f"tcp://{self._host}:{port}: {error}") from error
         except OSError as error:
