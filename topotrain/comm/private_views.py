@@ -1,8 +1,8 @@
-"""Parts of shared memory, of which this process alone sees what it writes there (copy on write).
+"""Private mappings of shared memory: this process alone sees its writes to them.
 
 A private mapping shows what other mappings of the memory write, until this process writes to a page. The page is then a
-copy, which nobody else sees and which shows nothing of others, until it is given back. `/proc/self/pagemap` tells which
-pages are copies.
+copy (copy on write), which no other process sees and which shows nothing of others, until it is given back.
+`/proc/self/pagemap` tells which pages are copies.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ class PrivateViews:
         self._offsets = [f * page + o % page for f, (_, o, _) in zip(self._firsts, parts, strict=False)]
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Map a part; return it as a tensor with a storage of its own, and the dtype, shape and strides of `like`."""
+        """Map a part as a tensor with its own storage, and the dtype and layout of `like`."""
         # Not before: limits of a process count it, and the parameter may still have other memory.
         fd, begin, end = self._spans[number]
         address = self._base + self._firsts[number] * mmap.PAGESIZE
@@ -65,7 +65,7 @@ class PrivateViews:
         return flat.as_strided(like.shape, like.stride())
 
     def written(self) -> list[int]:
-        """Return the numbers of the parts that have pages of this process alone; all, if that cannot be found out."""
+        """Return the numbers of the parts with private pages; all, if these are unknown."""
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
                 raw = os.pread(pagemap.fileno(), 8 * self._firsts[-1], self._base // mmap.PAGESIZE * 8)
@@ -80,7 +80,7 @@ class PrivateViews:
         return np.unique(np.searchsorted(self._ends, copies, side="right")).tolist() if len(copies) else []
 
     def give_back(self, number: int) -> None:
-        """Show the shared memory again. What this process has written to the part is lost."""
+        """Show the shared memory again. The writes of this process to the part are lost."""
         first, end = self._firsts[number], self._firsts[number + 1]
         _libc.madvise(self._base + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
 

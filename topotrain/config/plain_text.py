@@ -2,5 +2,5 @@
 
 
 def printable(text: str, instead: str = "?", keep: str = "") -> str:
-    """Return the text without characters that control a terminal. keep: those that stay."""
+    """Replace the characters that control a terminal, but for those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else instead for c in text)

@@ -48,13 +48,13 @@ _SHARED = 1 << 16
 
 
 def shared_by(optimizers: Collection[int]) -> int:
-    """Return the number, for `Parameter.optimizer`, of all parameters of just these optimizers."""
+    """Return the `Parameter.optimizer` of all parameters of just these optimizers."""
     first = min(optimizers)
     return first if len(optimizers) == 1 else first + _SHARED * sum(1 << each for each in optimizers)
 
 
 def in_steps_of(number: int, optimizer: int) -> bool:
-    """Return whether a step of this optimizer updates what has this number (`Parameter.optimizer`)."""
+    """Whether a step of `optimizer` updates parameters of this `Parameter.optimizer`."""
     return number == optimizer if number < _SHARED else bool(number // _SHARED >> optimizer & 1)
 
 

@@ -140,7 +140,7 @@ class PrefixStore:
 
 
 def is_foreign(store: Store, key: str) -> bool:
-    """Return whether there is a value under this key that was written with another secret."""
+    """Return whether the value under this key was written with another secret."""
     return key in store.keys(key) and store.get(key) is None
 
 

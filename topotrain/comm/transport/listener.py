@@ -39,12 +39,12 @@ class _Newcomer:
 
 
 class Newcomers:
-    """Connections that have not proven themselves yet, bounded in number; one thread at a time uses it.
+    """Connections that have not proven themselves yet, bounded in number.
 
     When all places are taken, a newcomer pushes out a random connection of the address that has most of them. So silent
     connections of strangers keep a member out by chance only, and those of one address hardly concern the others.
 
-    seconds: the time that each has.
+    seconds: the time that each has. One thread at a time uses the object.
     """
 
     def __init__(self, seconds: float = float("inf")) -> None:
@@ -60,11 +60,11 @@ class Newcomers:
 
     @property
     def crowded(self) -> bool:
-        """Whether many connections that were pushed out are not closed yet, and hold descriptors."""
+        """Whether many connections that were pushed out still hold descriptors."""
         return sum(sock.fileno() >= 0 for sock in self._pushed) >= _MAX_PUSHED
 
     def add(self, sock: socket.socket, peer: Any) -> socket.socket | None:
-        """Add a connection; return the one that has to end for it, which is no longer among them."""
+        """Add a connection; remove and return the one that has to end for it."""
         self._known = {known: one for known, one in self._known.items() if known.fileno() >= 0}
         place = tuple(peer[:2]) if isinstance(peer, tuple) else ()
         network = ipaddress.ip_address(place[0]).packed[:_NETWORK_BYTES] if place else b""
@@ -79,7 +79,7 @@ class Newcomers:
         return pushed
 
     def accept(self, accept: Callable[[], tuple[socket.socket, Any]]) -> tuple[socket.socket, Any]:
-        """Accept a connection, for which another one may have to end. Raises BlockingIOError while `crowded`."""
+        """Accept a connection; another one may end. Raises BlockingIOError if `crowded`."""
         if self.crowded:
             raise BlockingIOError
         sock, peer = accept()
@@ -89,7 +89,7 @@ class Newcomers:
         return sock, peer
 
     def remove(self, sock: socket.socket) -> bool:
-        """Remove a connection that has proven itself, or ended; return whether it was there."""
+        """Remove a connection that is proven or has ended; return whether it was there."""
         return self._known.pop(sock, None) is not None
 
     def admit(self, peer: tuple[object, ...]) -> None:

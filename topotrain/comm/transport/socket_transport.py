@@ -123,7 +123,7 @@ class SocketTransport:
         return line
 
     def _watch_over(self, connection: Connection, channels: list[Channel]) -> None:
-        """Watch a new connection over these channels, until `unregister` gets its end. Raises OSError."""
+        """Watch the channels of a connection until `unregister` gets it. Raises OSError."""
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -406,14 +406,14 @@ class SocketTransport:
 
 
 def passes(error: TransportError) -> bool:
-    """Whether a connection was refused for a reason that passes, such as a flood of newcomers."""
+    """Whether the reason of a refusal passes, such as too many new connections."""
     return isinstance(error, HandshakeTimeout | HandshakeAborted) or (
         isinstance(error, Refused) and error.code == "FULL"
     )
 
 
 def retried(attempt: Callable[[], _T], patience_s: float, pause: Callable[[float], object] = time.sleep) -> _T:
-    """Return what `attempt` returns, which is tried again while it is refused for a reason that passes."""
+    """Retry `attempt` while the reason of its refusal passes; return its result."""
     until, seconds = time.monotonic() + patience_s, 0.02
     while True:
         try:

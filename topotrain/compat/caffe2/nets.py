@@ -122,7 +122,7 @@ class Net:
     # --- running -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Meet the other shards. Before the first iteration all get the parameters of shard 0.
+        """Meet the other shards. All get shard 0's parameters before the first iteration.
 
         The first `run` does the same.
 

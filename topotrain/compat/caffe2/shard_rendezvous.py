@@ -166,7 +166,7 @@ def shard_name(shard: Address | int) -> str:
 
 
 class _ShardStore(PrefixStore):
-    """The store in which shards wait for each other, and check that they match every BEAT_S seconds of a `watch`."""
+    """The store in which shards wait for each other, and check that they match."""
 
     def __init__(self, store: Store, claim: RankClaim, num_shards: int) -> None:
         # By size: shards with another `num_shards` never meet, and see the difference in the claims.
@@ -175,7 +175,7 @@ class _ShardStore(PrefixStore):
         self.missing = [number for number in range(num_shards) if number != claim.number]
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
+        """See `Store`. Every BEAT_S seconds it checks that the shards match."""
         until = time.monotonic() + timeout
         while True:
             left = until - time.monotonic()

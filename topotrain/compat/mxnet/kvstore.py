@@ -343,7 +343,7 @@ class KVStore:
         self._send_optimizer()
 
     def set_updater(self, updater: Callable[[Key, torch.Tensor, torch.Tensor], object]) -> None:
-        """Let `updater(key, received, stored)` change the stored value at a push to a local store.
+        """Let `updater(key, received, stored)` change `stored` at a push to a local store.
 
         Raises:
             ConfigError: another kind of store: servers run no function of a script.

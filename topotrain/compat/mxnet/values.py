@@ -17,7 +17,7 @@ HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
-    """One key: the table's specification, the layout of the value in its rows, and the value's dtype."""
+    """One key: the table's specification, and the value's dtype and layout in rows."""
 
     spec: TableSpec
     layout: ValueLayout

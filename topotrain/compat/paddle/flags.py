@@ -31,7 +31,7 @@ class Flags:
     `port`. num_of_gradient_servers: how many trainers there are. pservers: hosts, separated by commas, the same list in
     the same order everywhere. trainer_id: 0 to num_of_gradient_servers - 1. is_local: train in this process alone.
     async_sgd: trainers do not wait for each other. save_dir: where trainer 0 writes the result. host: which one of
-    `pservers` this pserver is; nics: or the network interface that has its address. wait_s: how many seconds all wait
+    `pservers` this pserver is. nics: or the network interface that has its address. wait_s: how many seconds all wait
     for all before training starts. ports_num_for_sparse and comment have no effect. trainer_count must be 1 and
     rdma_tcp "tcp".
 
@@ -158,7 +158,7 @@ COMPARE = "num_of_gradient_servers, pservers (and their order), ports_num and as
 
 
 def from_environment(values: Mapping[str, Any], environ: Mapping[str, str]) -> Flags:
-    """Return the flags of a trainer: those that its script gives, and PADDLE_INIT_… for the others.
+    """Return a trainer's flags: those of its script, and PADDLE_INIT_… for the others.
 
     Raises ConfigError, also for the settings of a cluster where no flag says that there is one.
     """

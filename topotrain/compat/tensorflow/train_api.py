@@ -99,7 +99,7 @@ class Server:
             "worker".
         job_name: "ps" or "worker".
         task_index: number of the task in its job.
-        protocol: "grpc" as in TensorFlow, or None; topotrain has one protocol.
+        protocol: "grpc" as in TensorFlow, or None. topotrain has one protocol.
         config: None.
         start: False: a worker joins the job in `start()`.
         sync: workers take every step together. It must be the same on all tasks. See `SyncReplicasOptimizer`.
@@ -175,7 +175,7 @@ class Server:
         )
 
     def start(self) -> None:
-        """Make a worker part of the job, which `start=False` has put off. A second call does nothing.
+        """Make a worker part of the job after `start=False`. A second call does nothing.
 
         Raises:
             ConfigError, TransportError: as in `join`.
@@ -348,7 +348,7 @@ def replica_device_setter(
         worker_device: where the rest of the model is: on the CPU of this process, so its task is this one.
         merge_devices: of no importance: a place that the script gives to a parameter counts.
         cluster: a ClusterSpec, or an argument for one.
-        ps_ops: None, or a list with the name of an operation of variables; parameters are what is placed.
+        ps_ops: None, or a list with the name of an operation of variables. Parameters are placed.
         ps_strategy: parameter -> number of the task; None: `RoundRobinStrategy`.
     """
     if type(ps_tasks) is not int or ps_tasks < 0:
@@ -375,7 +375,7 @@ _VARIABLES = {"Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"}
 
 
 def _parts(name: str) -> dict[str, str]:
-    """Return the parts of the name of a device: "/job:ps/task:3/cpu:0" has a job, a task and a CPU."""
+    """Split the name of a device: "/job:ps/task:3/cpu:0" has a job, a task and a CPU."""
     words = (word.partition(":") for word in name.lower().removeprefix("/").replace("device:", "").split("/"))
     return {kind: rest for kind, _, rest in words}
 

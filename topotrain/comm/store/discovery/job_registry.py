@@ -125,7 +125,7 @@ class Registry:
         self._store.delete(_alive(id))
 
     def stop(self, id: str) -> JobRecord:
-        """Ask a job to end as after SIGTERM, if it has not; return its record. Raises UnknownJob."""
+        """Ask a job to end as after SIGTERM; return its record. Raises UnknownJob."""
         record = self.view(id)
         if record.state not in ENDED:
             self.check_secret(id)
@@ -201,7 +201,7 @@ def _dumped(record: JobRecord) -> bytes:
 
 
 def _loaded(id: str, raw: bytes) -> JobRecord:
-    """Return a record; one that cannot be read is that of a lost job, and keeps no other from being shown."""
+    """Return a record; one that cannot be read is a lost job's, and hides no other."""
     types: dict[str, tuple[type, ...]] = {
         "id": (str,),
         "name": (str,),

@@ -83,7 +83,7 @@ class SessionConnection:
             raise SessionClosed(str(error)) from error
 
     def receive_first(self) -> dict[str, Any]:
-        """Return the first message, from a peer that belongs to no session yet. Raises SessionClosed."""
+        """Return the first message of a peer without a session. Raises SessionClosed."""
         # A deadline: a peer that says nothing must not keep a place.
         return self.receive(FRAME_S, _MAX_FIRST, tensors=0)[0]
 
@@ -137,7 +137,7 @@ def _opened(data: Any, most: int) -> tuple[dict[str, Any], list[TensorForm]]:
 
 
 def call(host: str, port: int, secret: bytes) -> SessionConnection:
-    """Open a connection to a task; a refusal that passes, as in a crowd of strangers, is tried again.
+    """Open a connection to a task; retry while the reason of a refusal passes.
 
     Raises OSError where no process answers, TransportError where it refuses this one.
     """
