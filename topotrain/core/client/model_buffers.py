@@ -41,7 +41,7 @@ class ModelBufferClient(ClientExtension):
         return torch.empty(8 * self._parameters, dtype=torch.uint8) if isinstance(message, m.LastWrites) else None
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """A buffer of a group, or, after the last one, the number of groups; what a script has changed at its end."""
+        """Take a buffer of a group, the number of groups after the last, or a LastWrites."""
         if isinstance(message, m.LastWrites):
             self._echoed = self._echoed or message.body is None
             if message.body is not None:
@@ -67,7 +67,7 @@ class ModelBufferClient(ClientExtension):
             channel.send(channel.first_server, m.ModelBufferValue(channel.me.group, -1))
 
     def tell_writes(self, digests: torch.Tensor) -> None:
-        """Let worker (0,0) know what the script has changed after its last step; a body of LastWrites."""
+        """Send worker (0,0) the changes after the script's last step: a LastWrites body."""
         me = self._channel.me
         self._channel.send(self._channel.first_server, m.LastWrites(me.group, me.index, body=digests))
         # Otherwise the end of the script, which goes to other servers, could overtake it.

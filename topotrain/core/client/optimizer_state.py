@@ -69,9 +69,9 @@ class OptimizerStateClient(ClientExtension):
         return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor, initial: bool = True) -> None:
-        """Load one entry: a number or a 1-D tensor. Without a key the server forgets the piece's entries.
+        """Load one entry: a number or a 1-D tensor.
 
-        initial: a server that is ahead keeps its own.
+        Without a key the server forgets the piece's entries. initial: a server that is ahead keeps its own.
         """
         server = self._model.server_of(bucket)
         # A restarted script loads the state with which it began.

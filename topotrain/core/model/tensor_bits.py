@@ -43,6 +43,6 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of the bits of all elements as integers, modulo their size. One other bit is another sum."""
+    """Return the sum of all elements' bits as integers. One other bit changes the sum."""
     bits = integers(tensor)
     return int(bits.sum(dtype=bits.dtype))

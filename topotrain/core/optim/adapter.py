@@ -159,7 +159,7 @@ def _are_pairs(pairs: Any, *ends: int) -> bool:
 
 
 def of_optimizer(name: str) -> tuple[int | None, str]:
-    """Split the name of an entry of a parameter's state: the optimizer's number, and its own name.
+    """Split the name of a state entry into the optimizer's number and its own name.
 
     None: the first optimizer that has the parameter.
     """
@@ -553,7 +553,10 @@ class SliceUpdate:
         self._given = None, None
 
     def forget(self, key: int, name: str = "") -> None:
-        """Drop the state of a key, as if it was never updated; name: as of an entry, of the optimizer alone."""
+        """Drop the state of a key, as if it was never updated.
+
+        name: as of an entry, to drop that of its optimizer alone.
+        """
         part, _ = self._owner(key, name)
         assert part is not None
         part.forget(key)

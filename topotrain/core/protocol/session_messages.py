@@ -246,7 +246,7 @@ class BufferRequest(Message):
 @message(43, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class LastWrites(Message):
-    """Worker -> server (0,0): the parameters that its script has changed after its last step.
+    """Worker -> server (0,0): the parameters changed after the script's last step.
 
     The body has a digest of 8 bytes for each parameter, which is 0 for one that was not changed. The server echoes the
     message without a body, and hands all of them to worker (0,0) in reply to BufferRequest. A worker that has changed

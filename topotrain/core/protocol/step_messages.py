@@ -141,7 +141,7 @@ class BackwardReduced(Message):
     Attributes:
         contributed: a bit for each bucket with a ReducedGradient.
         written: a bit for each of the server's pieces with a mean in the worker's window "grad". Empty: no piece.
-        absent: the workers whose scripts cannot change the step's gradients: absent ones, and those without a process.
+        absent: workers with no script to change the step's gradients: absent ones, and those without a process.
     """
 
     step: int
@@ -154,7 +154,7 @@ class BackwardReduced(Message):
 @message(49, FROM_SERVER)
 @dataclass(frozen=True, slots=True)
 class JoinBackward(Message):
-    """Server -> worker: others of the group make this backward after the worker's commit, which is void.
+    """Server -> worker: others of its group make this backward, so its commit is void.
 
     The worker ends the backward without a gradient and commits again.
     """

@@ -59,7 +59,7 @@ class Shutdown:
         return out + self._advance(shard)
 
     def take(self, sender: Address, message: m.Message, body: torch.Tensor | None, shard: ParameterShard) -> Out:
-        """Handle Drained, FinalValue, FinalRequest, ModelBufferValue, LastWrites or BufferRequest."""
+        """Handle a message of the drain, or about final values, buffers or last writes."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
         elif isinstance(message, m.FinalValue) and body is not None:

@@ -316,7 +316,7 @@ class ParameterShard:
             yield from unit.buckets
 
     def subtract(self, gradient: StagedGradient, rate: float) -> Iterator[Bucket]:
-        """Subtract a gradient times `rate` from the values, without an optimizer. Yields each new bucket."""
+        """Subtract a gradient times `rate` from the values; yield each new bucket."""
         for bucket in self.buckets:
             present = gradient.present(bucket)
             if present:

@@ -176,7 +176,7 @@ class ServerExtension:
     # --- a worker, a group, and the job ------------------------------------------------------------------------------
 
     def draw_awaited(self) -> Mapping[Address, m.Message]:
-        """The workers that wait for a draw of worker (0,0), and what it has to know of each."""
+        """The workers that wait for a draw of worker (0,0), and a message to it for each."""
         return {}
 
     def on_lost(self, worker: Address) -> None:

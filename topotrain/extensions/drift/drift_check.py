@@ -21,7 +21,7 @@ SHARE = 0.0005
 
 
 def compares_copies(job: Job, topology: Topology) -> bool:
-    """Whether a worker has its servers' values, all of one step, when it commits a step."""
+    """Whether a worker commits a step with its servers' values, all of one step."""
     cluster = job.cluster
     # Otherwise other groups change the values meanwhile, or the worker does, or they travel encoded.
     alone = not topology.synced and (topology.implicit or topology.worker_groups == 1)

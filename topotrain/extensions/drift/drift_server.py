@@ -18,7 +18,7 @@ class DriftServer(ServerExtension):
         self._server = server
 
     def handle(self, sender: Address, message: Message) -> Outbox:
-        """Compare. The worker has not committed the step, so the values are still those before it."""
+        """Compare the sums. The step is not committed, so the values are those before it."""
         assert isinstance(message, CopySums)
         model, me = self._server.state.known, self._server.me
         pieces = [(bucket, piece) for bucket in model.buckets for piece in bucket.pieces]

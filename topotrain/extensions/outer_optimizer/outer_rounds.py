@@ -8,8 +8,8 @@ Rule: a round is decided when every live group has pushed, or (with `quorum`) so
 decides all its steps in one run of decisions, so all shards make the update of the same groups. A group that dies
 before has no part in the round, and with a quorum one that is late has a part in a later one (Decoupled DiLoCo).
 
-A round of groups whose scripts have all ended is the mean of what they have left: no round follows that would bring
-back what a step with momentum overshoots.
+A round of groups with only ended scripts is the mean of what they have left: no round follows that would bring back
+what a step with momentum overshoots.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ from topotrain.extensions.outer_optimizer.rounds import rearmost
 
 
 def is_left_over(sources: Iterable[GradientSource]) -> bool:
-    """Whether all these steps are of ended scripts, which are given no values any more."""
+    """Whether all these steps are of ended scripts, which get no values any more."""
     return not any(source.first.fetch for source in sources)
 
 

@@ -98,6 +98,6 @@ class OuterOptimizerExtension(PrepareExtension):
 
 
 def check_tables(here: Context) -> None:
-    """Raise ConfigError if the script has a table in the steps of its model. A `KVStore` is apart from them."""
+    """Raise ConfigError for a table in the model's steps; a `KVStore` is not in them."""
     if here.tables is not None and here.tables.in_steps:
         raise ConfigError("cluster.outer", None, NO_TABLES)

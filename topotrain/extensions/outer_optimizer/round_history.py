@@ -69,7 +69,7 @@ class RoundHistory:
         return made
 
     def change(self, group: int, there: bool) -> None:
-        """A decision says that a group is gone, or is there again. A group that rests is there."""
+        """Note a decision: a group is gone, or back. A group that rests is there."""
         # From the decisions alone, and not from what a server sees of the groups: all must find the same share.
         (self._there.add if there else self._there.discard)(group)
 

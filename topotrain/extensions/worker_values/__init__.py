@@ -1,1 +1,1 @@
-"""Values over the workers of a job: means, sums, broadcasts, and the first buffers."""
+"""Values over a job's workers: means, sums, broadcasts, and the first buffers."""

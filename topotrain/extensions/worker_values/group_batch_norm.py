@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` over the workers of a group, which torch's own would ask torch.distributed for."""
+"""`SyncBatchNorm` over the workers of a group, without torch.distributed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ GatherStatistics = Callable[[torch.Tensor], torch.Tensor]
 
 
 def normalize_over_group(here: Context, model: nn.Module, gather: GatherStatistics) -> None:
-    """Let the SyncBatchNorm modules of a model take the statistics of the group's batch.
+    """Let a model's SyncBatchNorm modules take the statistics of the group's batch.
 
     Raises:
         ConfigError: the model is split, so that a module may run on one worker only.
@@ -29,7 +29,7 @@ def normalize_over_group(here: Context, model: nn.Module, gather: GatherStatisti
 
 
 def _forward(module: nn.SyncBatchNorm, gather: GatherStatistics, batch: torch.Tensor) -> torch.Tensor:
-    """Normalize a batch, (samples, channels, ...), by the statistics of all workers' samples."""
+    """Normalize a batch (samples, channels, …) by statistics of all workers' samples."""
     if not module.training:
         return type(module).forward(module, batch)
     wide = batch.float() if batch.dtype in (torch.float16, torch.bfloat16) else batch

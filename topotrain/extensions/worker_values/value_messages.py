@@ -1,4 +1,4 @@
-"""Messages about values of a script that workers exchange, such as those of `tt.mean`."""
+"""Messages about a script's values that workers exchange, such as of `tt.mean`."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ LARGEST = 1 << 30
 @message(170, TO_DATA_SERVICE, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class WorkerValue(Message):
-    """Worker -> server (0,0): a part of a worker's value in a call, and back to all workers of the call.
+    """Worker -> server (0,0): a part of a worker's value in a call.
 
-    The body is a snapshot, and missing for a value without bytes.
+    The server sends it to all workers of the call. The body is a snapshot, and missing for a value without bytes.
 
     Attributes:
         group, index: the worker with this value.
@@ -50,7 +50,7 @@ class WorkerValue(Message):
 @message(171, FROM_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class AwaitedCall(Message):
-    """Server (0,0) -> worker: another worker waits in a call, and this one has not made it yet.
+    """Server (0,0) -> worker: another worker waits in a call not yet made by this one.
 
     The fields are those of the other worker's `WorkerValue`.
     """
@@ -64,7 +64,7 @@ class AwaitedCall(Message):
 @message(172, TO_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class PassedCall(Message):
-    """Worker -> server (0,0): the worker has passed a call that others wait in, after so many steps.
+    """Worker -> server (0,0): after `steps` it has passed a call that others wait in.
 
     Attributes:
         over: its script has ended, and it makes no call any more.

@@ -1,4 +1,4 @@
-"""Values of the workers' scripts on server (0,0), which passes them on to all workers of a call.
+"""Values of scripts on server (0,0), which passes them on to a call's workers.
 
 A call is complete when every worker of it has sent its value. The server computes nothing: each worker gets the values
 of all, in the order of the workers, so that the result is the same on each and from run to run.
@@ -145,7 +145,7 @@ class ValueServer(RegroupExtension, ReportingExtension):
         return [(worker, Fail(text, config=config)) for worker in workers]
 
     def events(self) -> list[Notice]:
-        """The metrics that are of the main worker's share, and the files of several workers."""
+        """The metrics of the main worker's share, and the files of several workers."""
         told = {
             worker: dict(line.rsplit("=", 1) for line in text.splitlines() if "=" in line)
             for worker, text in sorted(self._metrics.items())

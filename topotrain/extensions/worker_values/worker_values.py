@@ -1,4 +1,4 @@
-"""Values over the workers: `tt.mean`, `tt.sum`, `tt.max`, `tt.min`, `tt.gather` and `tt.broadcast`.
+"""Values over the workers: `tt.mean`, `sum`, `max`, `min`, `gather`, `broadcast`.
 
 Every worker gets the values of all and computes the result from them in the order of the workers. So the result is the
 same on all workers, and from run to run.
@@ -96,7 +96,7 @@ class ValueExtension(PrepareExtension):
 
 
 def _told(here: Context, paths: set[str]) -> str:
-    """The numbers of `tt.report` of this worker and the files that are there, as they are compared."""
+    """This worker's numbers of `tt.report` and existing files, as they are compared."""
     found = {name: value for name, value in here.metrics.items() if not callable(value)}
     found |= dict.fromkeys((path for path in sorted(paths) if path.isprintable() and os.path.isfile(path)), 1.0)
     text = "\n".join(f"{name}={float(value):.6g}" for name, value in found.items())
@@ -109,7 +109,7 @@ def _several(here: Context) -> bool:
 
 
 def _begin_alike(model: nn.Module, client: ValueClient, main: bool) -> None:
-    """Set the buffers of a model to those of the main worker, also those outside its state."""
+    """Set a model's buffers to those of the main worker, also those outside its state."""
     buffers = [buffer for buffer in model.buffers() if buffer.layout is torch.strided and not buffer.is_meta]
     flat = [buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
     data = torch.cat([*flat, torch.empty(0, dtype=torch.uint8)])
@@ -142,7 +142,7 @@ def mean(value: Any, weight: float | None = None, over: Over = "group") -> Any:
         a number, or a tensor of this shape, dtype and device, without a gradient.
 
     Raises:
-        ConfigError: the value is something else; the workers' values do not fit together; all weights are 0.
+        ConfigError: the value is something else, the workers' values do not fit together, or all weights are 0.
         JobError: another worker makes another call, or none.
     """
     if weight is not None and not weight >= 0:  # in this form NaN is refused, too
@@ -212,7 +212,7 @@ def gather(tensor: torch.Tensor, grad: bool = False, over: Over = "group") -> to
         over: "group" or "job", as for `mean`. A gradient goes to the workers of the group only.
 
     Returns:
-        a tensor of the same dtype and device, whose first dimension is the sum of theirs.
+        a tensor of the same dtype and device. Its first dimension is the sum of theirs.
 
     Raises:
         ConfigError: the tensors do not fit together, or a gradient is asked for and cannot be there.
@@ -248,7 +248,7 @@ def broadcast(value: Thing, over: Over = "group") -> Thing:
 
 
 def _gathered(what: str, tensor: torch.Tensor, grad: bool, over: Over = "group") -> torch.Tensor:
-    """The tensors of all workers; with `grad` without those of weight 0, and with a gradient where it has one."""
+    """The tensors of all workers. grad: with a gradient, without those of weight 0."""
     rows = _exchange(what, [tensor, _weight() if grad else 1.0], over)
     if rows is None:
         return tensor
@@ -261,7 +261,7 @@ def _gathered(what: str, tensor: torch.Tensor, grad: bool, over: Over = "group")
 
 
 def global_step() -> int:
-    """The number of optimizer steps that the job has made, as far as this worker knows.
+    """The number of the job's optimizer steps, as far as this worker knows.
 
     In a synchronous job they are the steps of the group, so that a loop `while tt.global_step() < N` ends for all
     workers at once. Where groups train apart and share their servers, they are the steps of all groups, as of this
@@ -407,7 +407,7 @@ def _unpacked(what: str, data: torch.Tensor) -> Any:
 
 
 def _alike(what: str, rows: list[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
-    """These tensors, which must be of one dtype, and of one shape from dimension `first` on."""
+    """Return `rows`, which must be of one dtype, and one shape from dimension `first`."""
     kinds = [f"{str(row.dtype).removeprefix('torch.')} of shape {tuple(row.shape[first:])}" for row in rows]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:

@@ -1,4 +1,4 @@
-"""Files that a script writes with `torch.save` and safetensors, to name those that several workers write."""
+"""Files that a script saves, to name those that several workers write."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ from functools import wraps
 from typing import Any
 
 SAVERS = ("torch", "save"), ("safetensors.torch", "save_file")
-"""Functions whose second argument is a path. Their writers are native code, so that no audit event names the file."""
+"""Functions with a path as second argument. Their writers are native code, so that no audit event names the file."""
 
 
 def watch_saves(at_close: ExitStack) -> set[str]:
-    """Return the paths that the script saves to, as it does; `at_close` gives the libraries their functions back."""
+    """Return a set that gets the paths of the script's saves, until `at_close`."""
     paths: set[str] = set()
     for module, name in SAVERS:
         original = getattr(sys.modules[module], name)

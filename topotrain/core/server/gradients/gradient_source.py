@@ -64,7 +64,7 @@ SAME_BATCHES = (
 
 
 def ended_first(worker: int, steps: int) -> str:
-    """Return the error for a script that has ended before those of other workers of its group."""
+    """Return the error for a script that has ended before others of its group."""
     return (
         f"worker {worker} ended its script after {steps} steps while others of its group go on; "
         f"all workers of a synchronous group must take the same steps"
@@ -72,7 +72,7 @@ def ended_first(worker: int, steps: int) -> str:
 
 
 def ages_of(commit: Commit) -> tuple[int, ...]:
-    """The ages of a commit's backwards; -1: of a batch that counts, and of which the worker made none."""
+    """The ages of a commit's backwards; -1: none was made of a batch that counts."""
     return commit.ages or (0,) * commit.backwards
 
 
@@ -110,7 +110,7 @@ def _apart(name: str, one: object, other: object) -> str:
 
 
 def _settings(hyper: bytes) -> dict[str, object]:
-    """Take the text of `adapter.hyper` apart: values by name, with the number of the group where there are several."""
+    """Return the values of an `adapter.hyper` text by name, and by group if several."""
     try:
         groups = json.loads(hyper)
         several = len(groups) > 1
@@ -359,7 +359,7 @@ class GradientSource(StagedGradient):
         return set(self.participants) - self.commits.keys() if worker in self.commits else set()
 
     def take_joins(self) -> Iterable[tuple[int, int]]:
-        """The workers that have committed before a backward of others, each with its number. They come once."""
+        """Workers that committed before a backward of others, with its number, once each."""
         return ()
 
     # --- the staged step -----------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class JobTables:
 
     @property
     def in_steps(self) -> bool:
-        """Whether rows are pushed with the steps of the model; those of a `KVStore` are not."""
+        """Whether rows are pushed with the model's steps; those of a `KVStore` are not."""
         return any(spec.mode == "step" for spec in self.specs)
 
     @property
