@@ -107,7 +107,7 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
 
 
 def own_python(module: str) -> list[str]:
-    """Return the command that calls `main` of a module of topotrain with its arguments.
+    """Return the command that calls `main` of a topotrain module with its arguments.
 
     The process has the options of this interpreter (-O, -W, -X, …). It imports nothing from the working folder, where a
     user's `queue.py` may be, and its `sys.path` has no entry of its own.

@@ -187,7 +187,7 @@ def _connect(channel: socket.socket, workspace: Path) -> bool:
                 channel.connect(f"{path}/{found.name}")
             return True
         except BlockingIOError:
-            accepted = "has a job whose launcher takes no more requests: is it stopped?"
+            accepted = "has a job. Its launcher takes no more requests: is it stopped?"
             raise ConfigError("WORKSPACE", str(workspace), accepted) from None
         except OSError:
             continue
@@ -195,7 +195,7 @@ def _connect(channel: socket.socket, workspace: Path) -> bool:
 
 
 def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
-    """Send a request to the job that runs in a workspace, and return its answer with the names in `_ANSWERS`.
+    """Send a request to the job in a workspace; return its answer, as in `_ANSWERS`.
 
     step: the last one of a snapshot, or before a change. workers: the new number per group. snapshot: its number.
 
@@ -242,7 +242,7 @@ def _option_of(wish: JobRequest) -> tuple[str, int | None]:
 
 
 def _line(channel: socket.socket, wish: JobRequest) -> bytes:
-    """Return the answer. Raises TimeoutError with a text about the workspace, or OSError."""
+    """Return the answer. Raises OSError, or TimeoutError with a text on the workspace."""
     said, pid, seconds = b"", peer(channel)[0], ANSWER_S + (0.0 if isinstance(wish, StopJob) else wish.within_s)
     until = time.monotonic() + seconds
     while b"\n" not in said and len(said) < _ANSWER:
@@ -250,10 +250,10 @@ def _line(channel: socket.socket, wish: JobRequest) -> bytes:
             data = channel.recv(4096)
         except TimeoutError:
             if _is_stopped(pid):
-                text = f"has a job whose launcher (pid {pid}) is stopped: it gets the request after `kill -CONT {pid}`"
+                text = f"has a job. Its launcher (pid {pid}) is stopped: it gets the request after `kill -CONT {pid}`"
                 raise TimeoutError(text) from None
             if time.monotonic() > until:
-                text = f"has a job whose launcher (pid {pid}) has not answered within {seconds:g} s: it may do so later"
+                text = f"has a job. Its launcher (pid {pid}) has not answered within {seconds:g} s: it may do so later"
                 raise TimeoutError(text) from None
             continue
         if not data:

@@ -37,7 +37,7 @@ DECIDE_S = 15.0
 
 
 class OtherUnits(Protocol):
-    """The units of the job that run on other hosts. Where there are none, most methods do nothing."""
+    """The units of the job on other hosts. Without any, most methods do nothing."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the end of the job is decided."""

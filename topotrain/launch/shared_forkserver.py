@@ -158,7 +158,7 @@ def _enter(name: str) -> tuple[Path, int, int]:
 
 @contextmanager
 def _gate(folder: Path) -> Iterator[None]:
-    """Keep the other users from starting the forkserver, and from leaving it. Raises OSError."""
+    """Keep other users from starting the forkserver or leaving it. Raises OSError."""
     gate = open_file(folder / _GATE, os.O_RDWR | os.O_CREAT)
     try:
         file_locks.take(gate, fcntl.LOCK_EX, folder / _GATE)
@@ -168,7 +168,7 @@ def _gate(folder: Path) -> Iterator[None]:
 
 
 def _is_free(lock: int) -> bool:
-    """Take an exclusive lock, also in place of a shared one, if no other process has one."""
+    """Take an exclusive lock, also for a shared one held, if no other process has one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -62,7 +62,7 @@ class UnitConfig:
 
     sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
     threads: of each worker, as `worker_threads` returns it.
-    link_mbit: the measured speed of the slowest link between units; 0: not measured.
+    link_mbit: the measured speed of the slowest link between units. 0: not measured.
     token: the secret of this start of the job, in hexadecimal. A later process must not depend on its file.
     stdin: that of the main worker; -1: none.
     """

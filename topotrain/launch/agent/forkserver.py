@@ -138,7 +138,7 @@ class OwnedForkserver:
         return _socket_path(self.directory)
 
     def close(self, patience_s: float = 1.0) -> int | None:
-        """End the forkserver with all its children; return its exit code, as `orphans.end`."""
+        """End the forkserver and its children; return its exit code, as `orphans.end`."""
         assert self.process.stdin is not None
         # The end of stdin is the order to end.
         self.process.stdin.close()
@@ -186,7 +186,7 @@ def _socket_path(directory: str) -> str:
 
 
 def peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group at the other end of a Unix socket, by their numbers."""
+    """Return the ids of process, user and group at the other end of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, group = struct.unpack("3i", credentials)
     return pid, user, group

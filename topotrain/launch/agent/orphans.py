@@ -1,4 +1,4 @@
-"""Processes to be killed: late ones, and the orphans of a job, which have its mark in their environment."""
+"""Kill late processes, and orphans, which have a job's mark in their environment."""
 
 import os
 import select
@@ -19,7 +19,7 @@ BLANK_MARK = "0" * 32
 
 
 class ForkserverProcess:
-    """A process, such as a forkserver, which may be the child of another one. Raises ProcessLookupError."""
+    """A process that may be the child of another one. Raises ProcessLookupError."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

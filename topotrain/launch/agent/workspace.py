@@ -1,7 +1,7 @@
 """The workspace folder of a job on this host, and the list of its processes.
 
     workspace/lock            locked by the launcher as long as it runs; units that another tool starts share it
-    workspace/lock-R          locked by unit R, where another tool starts it; has its pid and the name of the start
+    workspace/lock-R          locked by unit R, where another tool starts it, with its pid and the name of the start
     workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile,
                               recorded/ or replayed/ for the order of decisions
     workspace/processes.json  every process with its pid, written when all processes are up

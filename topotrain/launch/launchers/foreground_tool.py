@@ -57,7 +57,7 @@ def find(program: str, install: str) -> str:
 
 
 def ask(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> "subprocess.CompletedProcess[str]":
-    """Run a command that asks a tool; return its output. One that takes too long is killed, and has failed."""
+    """Return the output of a command that asks a tool. A late one is killed and fails."""
     try:
         return subprocess.run(
             words, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
@@ -156,7 +156,7 @@ def ending(rendezvous: str, said: JobEnd | None = None, environ: Mapping[str, st
 
 
 def ask_for_end(rendezvous: str, environ: Mapping[str, str]) -> bool:
-    """Ask the units of a job to save and to end, over their store; return whether they can be asked."""
+    """Ask a job's units over their store to save and end; return whether that works."""
     try:
         with contextlib.closing(open_store(with_job(rendezvous, ""), load_secret(environ), _STORE_S)) as store:
             Registry(store).stop(parse(rendezvous).job)

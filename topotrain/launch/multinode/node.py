@@ -480,7 +480,7 @@ def _check_program(job: Job) -> None:
 
 
 def _not_shared(job: Job, workspace: Path, rank: int) -> str:
-    """Say that this unit has another workspace than unit 0. Raises ConfigError where the job cannot do without."""
+    """Say that the workspace is not unit 0's. Raises ConfigError if it must be."""
     seen = f"unit {rank} on {os.uname().nodename} does not find that of unit 0 there"
     if job.resume or job.checkpoint_freq:
         asked = "resume" if job.resume else "checkpoint_freq"

@@ -350,7 +350,7 @@ class LeaderMembership(NodeMembership):
 
     @property
     def takes_snapshot(self) -> bool:
-        """Return True: the leader ends the job if the unit of the first server has not done so in time."""
+        """Return True: the leader ends the job if the first server's unit is too late."""
         return True
 
     def receive(self, rank: int, words: Words) -> bool:
@@ -409,7 +409,7 @@ class LeaderMembership(NodeMembership):
         self._end_if_complete()
 
     def end_without(self, rank: int, why: str) -> None:
-        """End the job because of a unit that the others have waited for. why: the predicate of a sentence about it."""
+        """End the job because of a late unit. why: the predicate of a sentence about it."""
         lost = Failed(f"unit {rank}", "died", f"unit {rank} on {self._hosts.names[rank]} {why}", "")
         self.request_end(self._end_of(lost, rank))
 

@@ -250,7 +250,7 @@ class NodeRendezvous:
         return True
 
     def _await_strangers(self) -> None:
-        """Wait until no units with another secret have this job's name. Raises ConfigError."""
+        """Wait until no unit with another secret has this job's name. Raises ConfigError."""
         while is_foreign(self.shared, "run") and any("/alive/" in k for k in self._root.keys(f"jobs/{self.id}.")):
             self._waiting(f"the end of a job {self.id!r} with another secret")
             if time.monotonic() > self._deadline:

@@ -135,7 +135,7 @@ class _LongWait:
         return self._began + (self._seconds if self._shown else min(QUIET_S, self._seconds))
 
     def is_over(self, rank: int, what: str) -> bool:
-        """Show the wait, or end the job, if it is time for that; return whether the wait is over."""
+        """Show the wait, or end the job, when it is due; return whether the wait is over."""
         now, leader = time.monotonic(), self._membership.leader
         if now >= self.due and not self._shown:
             self._shown = True
@@ -214,7 +214,7 @@ def await_joins(
 def await_leader(
     unread: Sequence[News], membership: UnitMembership, stop: StopSignals, patience_s: float
 ) -> LeaderElected | LeaderChanged | None:
-    """Wait for the news about the leader; None if the job ends instead, or this unit without a leader."""
+    """Wait for news about the leader; None if the job ends, or this unit without one."""
     news, until = list(unread), time.monotonic() + max(patience_s, LATE_S)
     while not (membership.over or stop.came):
         for number, each in enumerate(news):

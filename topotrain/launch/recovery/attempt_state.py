@@ -164,7 +164,7 @@ class AttemptState:
         return set() if any(self.repeatable[who] for who in there) else there
 
     def not_started(self, who: str) -> None:
-        """Record that a process could not be started. It is tried again when it counts as lost."""
+        """Record that a process could not start. It is retried when it counts as lost."""
         self.leaving.add(who)
         self.up.discard(who)
 

@@ -78,7 +78,10 @@ class HostObserver(ReplicaObserver):
         """A server without replicas has no work left."""
 
     def on_lost(self, server: Server, peer: Address, reason: str) -> None:
-        """A connection has ended, to a server or to a worker that had sent a message. Called on its reader's thread."""
+        """A connection to a server, or to a worker that had sent a message, has ended.
+
+        Called on the reader's thread of the connection.
+        """
 
     def on_long_wait(self, seconds: float) -> None:
         """The worker has waited so long, and still waits. Called on the waiting thread."""

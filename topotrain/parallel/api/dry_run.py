@@ -1,4 +1,4 @@
-"""Inspect the model of a script: run it until it uses what it prepares, and no further."""
+"""Inspect a script's model: run it until it uses what it prepares, no further."""
 
 import contextlib
 import inspect
@@ -69,7 +69,7 @@ class PreparedArguments:
 
 
 def look(program: str, args: Sequence[str]) -> PreparedArguments:
-    """Run a script until it first uses what it prepares; return the arguments of `tt.prepare`.
+    """Run a script until it uses what it prepares; return `tt.prepare`'s arguments.
 
     Output of the script goes to stderr.
 

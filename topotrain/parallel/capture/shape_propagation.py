@@ -162,7 +162,7 @@ class FakeEvaluator:
         return tuple(found), _drawn(seen)
 
     def _draws_again(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
-        """Whether the backward of a module draws masks: an activation checkpoint computes its forward again."""
+        """Whether a module's backward draws masks: a checkpoint runs its forward again."""
 
         def graded(x: Any) -> Any:
             is_float = isinstance(x, torch.Tensor) and x.is_floating_point()

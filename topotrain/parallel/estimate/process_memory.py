@@ -52,7 +52,7 @@ class ProcessNeed:
         shared: bytes of the above in memory that processes of the host share.
         passed: bytes of `shared` with values for other workers, which no server maps.
         seen: shared memory of other processes that this process maps.
-        views: values that a worker maps once more, where writes of its script are seen by nobody else.
+        views: values that a worker maps once more, where no other process sees writes of its script.
         peers: connections, each with threads that read and write.
     """
 
@@ -89,7 +89,7 @@ class ProcessNeed:
 
     @property
     def private(self) -> int:
-        """Bytes that RLIMIT_DATA counts: all without shared memory, but with the views of it."""
+        """Bytes that RLIMIT_DATA counts: private memory, and the views of shared memory."""
         return self.total - self.shared + min(self.views, self.shared)
 
     @property

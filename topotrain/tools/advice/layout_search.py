@@ -153,9 +153,9 @@ Bounded = tuple[Candidate, SpeedBound]
 def _firsts(bounded: Sequence[Bounded]) -> tuple[dict[int, Bounded], dict[int, Bounded]]:
     """Return the identities of the candidates that are rehearsed first, in order.
 
-    The first ones are the best of each family: one worker, so that nothing slower is ever advised; what computes the
-    same as one process; the rest. The second ones are the best of each number of hosts that compute the same. Without
-    them a search that ends early would know large layouts only.
+    The first ones are the best of each family: one worker, layouts that compute the same as one process, and the rest.
+    With one worker among them, nothing slower is ever advised. The second ones are the best of each number of hosts
+    that compute the same. Without them a search that ends early would know large layouts only.
     """
     families: dict[Family, Bounded] = {}
     hosts: dict[int, Bounded] = {}

@@ -1,1 +1,1 @@
-"""`topotrain check`: is a job the plain script? Runs some steps of both and compares them."""
+"""`topotrain check`: compare some steps of a job with those of the plain script."""

@@ -30,7 +30,7 @@ class RunFailed(Exception):
 
 
 def skeleton(job: Job) -> Job:
-    """Return the exact part of a job: one worker group, and of islands one that exchanges after each step.
+    """Return a job's exact part: a group, or an island that exchanges after each step.
 
     Raises ConfigError: the job has no such part.
     """
@@ -49,10 +49,10 @@ def skeleton(job: Job) -> Job:
 
 
 def check(job: Job, steps: int, still: bool, served: str, stage: Callable[[str], None]) -> Comparison:
-    """Run the script twice and its job once, and compare. No process is left, however this ends.
+    """Run the script twice and its job once, and compare. All processes end with it.
 
     Args:
-        steps: to compare; 0: the whole script.
+        steps: to compare. 0: the whole script.
         still: dropout and batch normalization as in evaluation.
         served: the socket of a running forkserver; "": one is started.
         stage: shows what happens.

@@ -1,4 +1,4 @@
-"""Compare the record of a job with that of the plain script: the first difference, and its likely cause."""
+"""Find the first difference of a job's record to the script's, and a likely cause."""
 
 import json
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Record:
 
     @classmethod
     def load(cls, file: Path, final: Path | None = None, reported: Mapping[str, float] | None = None) -> "Record":
-        """Read the record of a script; of a job with its result in place of what the worker had at the end."""
+        """Read a record. final: the job's result, in place of the worker's last values."""
         notes = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
         words = {tuple(key.split(" ", 2)): tensor for key, tensor in load_tensors(file).items()}
         found = {(int(step), _KINDS.index(kind), name): tensor for (step, kind, name), tensor in words.items()}
@@ -49,9 +49,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result. largest: difference of a value, in relation to the parameter's largest.
+    """The result of comparing a job with the plain script.
 
-    step: of the first difference, from 1; 0 for what is reported. what: differs there, by `size`; "": nothing does.
+    largest: difference of a value, in relation to the parameter's largest. step: of the first difference, from 1; 0 for
+    a number that is reported. what: differs there, by `size`. "": nothing does.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""Run a script and record its steps: in a plain process, or as the program of a job.
+"""Record the steps of a script, in a plain process or as the program of a job.
 
 `python -m topotrain.tools.check.observed_script OBSERVATION PROGRAM ARG…`, with an `Observation` as JSON. The record is
 a safetensors file with the gradients before each step, and the values before and after it. Notes are beside it.
@@ -32,7 +32,7 @@ _BY_SHARE = {nn.modules.dropout._DropoutNd: "dropout", nn.modules.batchnorm._Bat
 
 @dataclass(frozen=True)
 class Observation:
-    """What to record, and where.
+    """The file for a record, and the conditions of the script's run.
 
     steps: the script ends after so many; 0: at its own end. rounding: change each gradient by as much as another order
     of addition may. still: dropout and batch normalization as in evaluation.
@@ -158,7 +158,7 @@ def observe(wanted: Observation, program: str, args: list[str]) -> None:
 
 
 def run_plain(spec: dict[str, Any], channel: Any, fds: Any) -> int:
-    """Run the script of a specification in a plain process; the answer has its error, if any."""
+    """Run the script of a specification in a plain process; answer with its error."""
     failed = ""
     try:
         observe(Observation(**spec["observation"]), spec["program"], spec["args"])

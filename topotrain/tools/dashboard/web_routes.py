@@ -211,7 +211,7 @@ class AccessGuard:
 
 
 def _request_of(scope: Scope, inside: bool) -> PageRequest:
-    """Return the parts that are checked. A cookie counts only inside the path to which it was given."""
+    """Return the checked parts. A cookie counts only inside the path it was given to."""
     pairs = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
     headers = [(name, value) for name, value in pairs if inside or name != "cookie"]
     return PageRequest(scope["method"], scope["path"], scope["scheme"], headers)

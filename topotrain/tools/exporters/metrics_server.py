@@ -138,7 +138,7 @@ class _MetricsHttpServer(ThreadingHTTPServer):
         return self._newcomers.accept(super().get_request)
 
     def service_actions(self) -> None:
-        """End late connections; `serve_forever` calls this twice a second, and after each request."""
+        """End late connections. `serve_forever` calls this each 0.5 s and after a request."""
         self._newcomers.end_late()
 
     def show(self, summary: Mapping[str, Any]) -> None:

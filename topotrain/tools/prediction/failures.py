@@ -27,7 +27,7 @@ Measured: benchmarks/RESULTS.md, "What snapshots cost": 78 ms for 126 MB.
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What the job loses with one host.
+    """The part of a job that is lost with one host.
 
     all_back: the whole job goes back to a snapshot. groups: these stand still, and nothing else.
     """

@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
         """Run a recorded job again, to the same bits.
 
         The same processes run the same program, and each server makes its decisions in the recorded order. A recording
-        may come from somebody else, so its own program runs with --recorded only.
+        may come from another user, so its own program runs with --recorded only.
         """
         with refusing():
             from topotrain.tools.replay.decision_file import load_decisions

@@ -57,7 +57,7 @@ _ENDING = (m.Finish, m.ModelBufferValue, m.Drained, m.FinalValue, m.FinalRequest
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: at the `after`-th message of a worker's incarnation or of any process, or at a time."""
+    """A fault at message `after` of an incarnation or of any process, or at a time."""
 
     group: int
     incarnation: int = 0  # of the group, for a fault at a message
@@ -177,9 +177,10 @@ def draw_assigns(name: str, seed: int) -> bool:
 def draw_pairs(
     name: str, seed: int, groups: int, workers: int, moves: Sequence[int], mortal: bool
 ) -> tuple[Fault, ...]:
-    """Draw faults that matter beside another: starts that fail, simultaneous requests, and ends during the job's end.
+    """Draw faults that matter beside another one.
 
-    moves: the groups that can leave. mortal: the groups can restart.
+    They are starts that fail, simultaneous requests, and ends during the job's end. moves: the groups that can leave.
+    mortal: the groups can restart.
     """
     # A generator of its own, as for `draw_moves`.
     rng = random.Random(f"{name} {seed} pairs")
