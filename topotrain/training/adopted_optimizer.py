@@ -110,7 +110,7 @@ class AdoptedOptimizer:
             hook.remove()
 
     def _instead(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The script's wrapper calls the class's own `step`: commit, and let that step nothing."""
+        """Commit where a wrapper calls the class's own `step`, and let that step nothing."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loss = self._commit(closure)
         nothing = object.__new__(type(optimizer))
@@ -151,7 +151,7 @@ class AdoptedOptimizer:
         self._carry_out(loaded=True)
 
     def _carry_out(self, loaded: bool = False) -> None:
-        """Give the servers what the script has changed in the state; loaded: by `load_state_dict`."""
+        """Send the script's changes of the state. loaded: they are by `load_state_dict`."""
         assert self._worker is not None
         view = self._mine.get("state")
         if view is None:

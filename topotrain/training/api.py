@@ -62,7 +62,7 @@ H = TypeVar("H", bound=Preparable)
 T = TypeVar("T")
 
 _OTHER_VALUES = (
-    "the script has made other initial values here than on the main worker, whose values count: seed it alike on all "
+    "the script has made other initial values here than those of the main worker, which count: seed it alike on all "
     "workers (torch.manual_seed). What it has read from single parameters or buffers since tt.prepare, such as for an "
     "average, are the values of this worker"
 )
@@ -162,7 +162,7 @@ def _divide(here: Context, loader: DataLoader[Any]) -> ShardedLoader:
 
 
 def _begin(here: Context, calls: Sequence[PreparedObjects]) -> None:
-    """The script uses what it has prepared: open the job with the objects of all calls."""
+    """Open the job with the objects of all calls: the script uses one of them."""
     made = joined(calls)
     worker = _enter_job(here, made)
     # Last: a fresh process restores its buffers and kept objects here.
@@ -352,7 +352,7 @@ class _UnitMemory(WorkerMemory):
 
 
 def _data_plan(here: Context, models: Sequence[nn.Module], several: bool, loaders: bool = False) -> DataPlan:
-    """This worker's part of the data. several, loaders: the script has several optimizers, or loaders."""
+    """This worker's data. several: more than one optimizer. loaders: more than one."""
     job, topology = here.place.job, here.place.topology
     groups = topology.worker_groups
     modules = (module for model in models for module in model.modules())
@@ -574,10 +574,11 @@ def split(loader: LoaderType, over: Literal["group", "job"] = "group") -> Loader
 
 
 def as_is(loader: T) -> T:
-    """Say that each worker reads a loader as it is: `tt.prepare` and the loop take it without dividing it.
+    """Let each worker read a loader as it is.
 
-    For data that is divided already, such as by a DistributedSampler, and for a loader that every worker is to read as
-    a whole. The batches of workers then count alike in a step, whatever their size; `tt.weight` sets another weight.
+    `tt.prepare` and the loop do not divide it. Use this for data that is divided already, such as by a
+    DistributedSampler, and for a loader that every worker is to read as a whole. The batches of workers then count
+    alike in a step, whatever their size; `tt.weight` sets another weight.
 
     Args:
         loader: a DataLoader.

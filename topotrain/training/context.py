@@ -189,7 +189,7 @@ class FirstUse:
         self._replaced: list[nn.Module] = []
 
     def follow(self, call: PreparedObjects, split: Collection[nn.Module]) -> None:
-        """Watch the models of one more call; the job gives the models in `split` another forward."""
+        """Watch the models of one more call; the job gives those in `split` a new forward."""
         self.calls.append(call)
         for model in call.models:
             # A script may call a part of its model. Functions of this module: the hooks go into copies of the model.
@@ -470,7 +470,7 @@ def again(call: PreparedObjects) -> ConfigError:
 def first_use(
     begin: Callable[[Sequence[PreparedObjects]], object], call: PreparedObjects, split: Collection[nn.Module] = ()
 ) -> None:
-    """Note a call of `tt.prepare`; `begin` is called when the script first uses an object of any call.
+    """Note a call of `tt.prepare`; the first use of any call's object runs `begin`.
 
     Args:
         begin: is given all calls.

@@ -95,7 +95,7 @@ def _no_step(here: Context) -> str:
 
 
 class SpoiledResult(Exception):
-    """The job has come to its end, and its parameters are not finite, or not the script's."""
+    """The job has ended, and its parameters are not finite, or not the script's."""
 
 
 def _spoiled(here: Context, parts: ModelParts) -> list[str]:

@@ -86,7 +86,7 @@ class LossTrend:
 
 
 class LossFall:
-    """Takes losses one by one and finds out whether they have fallen, in bounded memory."""
+    """Takes losses one by one and finds whether they have fallen, in bounded memory."""
 
     def __init__(self) -> None:
         self._means: list[float] = []  # of so many losses each
@@ -106,7 +106,7 @@ class LossFall:
             self._size *= 2
 
     def stayed(self) -> tuple[float, float] | None:
-        """Return the first and the last losses where they have certainly not fallen, else None."""
+        """Return the first and last losses if they have certainly not fallen, else None."""
         part = max(_BLOCK, len(self._means) // 8)
         if len(self._means) < _STEPS:
             return None
@@ -117,7 +117,7 @@ class LossFall:
 
 
 class LossWatch:
-    """Reports a loss that rises, where worker groups do not wait for each other, or that has not fallen."""
+    """Reports a loss that has not fallen, or that rises where groups train apart."""
 
     def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker

@@ -31,7 +31,7 @@ def name_nearest(error: BaseException, version: tuple[int, int] = sys.version_in
 
 
 def refuse_wrapped(models: Sequence[nn.Module]) -> None:
-    """Raise ConfigError for a model that torch's own parallelism has wrapped or divided."""
+    """Raise ConfigError for a model that torch's parallelism has wrapped or divided."""
     # Looked up where the script has imported them: torch imports most of these modules only when they are asked for.
     classes = ("torch.nn.parallel", "DistributedDataParallel"), ("torch.distributed.fsdp", "FullyShardedDataParallel")
     wrappers = tuple(filter(None, (getattr(sys.modules.get(module), name, None) for module, name in classes)))
@@ -51,7 +51,7 @@ def refuse_wrapped(models: Sequence[nn.Module]) -> None:
 
 
 def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
-    """Raise ConfigError for an optimizer that steps with another one inside it, such as SAM.
+    """Raise ConfigError for an optimizer that steps another one inside, such as SAM.
 
     imported: the job's `import`, of which the servers make an optimizer as a whole.
     """

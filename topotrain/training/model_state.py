@@ -1,4 +1,4 @@
-"""`tt.state_dict` and `tt.save`: the present state of a model, and files that a script writes."""
+"""`tt.state_dict` and `tt.save`: a model's present state, and a script's files."""
 
 import os
 from contextlib import suppress

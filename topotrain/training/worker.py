@@ -400,7 +400,7 @@ class Worker(BatchAccounting):
         return outcome
 
     def _join(self, end: StepEnd) -> StepEnd:
-        """Take part in a backward of others after this worker's commit; return the new commit."""
+        """Join a backward of others after this worker's commit; return the new commit."""
         self.path.join()
         path = self.path
         return replace(end, backwards=path.backwards, edited=0, dropped=0, digest=0, ages=path.ages, resets=path.resets)

@@ -135,7 +135,7 @@ class DataClient(ClientExtension):
         self._channel.send(self._first_server, DrawnBatches(epoch, chunk, end, tuple(sizes), tuple(indices), keep))
 
     def begin_pass(self, *what: int, **more: Any) -> None:
-        """Tell what a pass reads, as `PassBegun` has it. The job fails if another worker reads something else."""
+        """Send `PassBegun`. The job fails if another worker reads something else."""
         self._channel.send(self._first_server, PassBegun(*what, **more))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:

@@ -67,7 +67,7 @@ def dice() -> int:
 
 
 def first_indices(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Fingerprints of the first batch's indices, if this worker drew, and of what it would be drawn from."""
+    """Fingerprints of the first indices that would be drawn here, and of their `dice`."""
     found = []
     try:
         for start in (stand(), 1):
@@ -81,7 +81,7 @@ def first_indices(loader: DataLoader[Any]) -> tuple[int, int]:
 
 
 def content(data: Any) -> int:
-    """Fingerprint of the tensors, arrays, numbers and texts in a sample or batch; 0: there are none."""
+    """Fingerprint of tensors, arrays, numbers and texts in a sample or batch; 0: none."""
     try:
         found = b"".join(_parts(data))
     except Exception:  # a tensor of a kind that has no plain memory

@@ -139,7 +139,7 @@ class DrawRequest(Message):
 @message(55, TO_DATA_SERVICE)
 @dataclass(frozen=True, slots=True)
 class PassBegun(Message):
-    """Worker -> server (0,0): a pass over a loader begins. All workers must read the same.
+    """Worker -> server (0,0): a pass over a loader begins, the same on all workers.
 
     Attributes:
         loader: its number among those that the script has prepared.

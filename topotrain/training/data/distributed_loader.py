@@ -124,7 +124,7 @@ class PassProgress:
         self._trains = self.whole = False
 
     def given(self, place: BatchPosition, whole: bool) -> None:
-        """The script is given the batch at this position. whole: each worker reads all of it."""
+        """Note that the script gets this batch. whole: each worker reads all of it."""
         self._last = place
         self.batches += 1
         self.whole = whole
@@ -132,7 +132,7 @@ class PassProgress:
 
     @property
     def single(self) -> bool:
-        """Whether the script may train with the only batch that it has taken, as with `next(iter(loader))`."""
+        """Whether the script may train with the only batch taken: `next(iter(loader))`."""
         # What was read to its end, or left later, were batches to validate with.
         return self.batches == 1 and self._trains and not self._over
 
@@ -180,7 +180,7 @@ class ScriptPasses:
         self._live = [*map(ref, self.open()), ref(live)]
 
     def given(self, steps: int) -> "dict[ShardedLoader, PassProgress]":
-        """The last passes of the loaders that have given the script a batch since the last step."""
+        """The last passes of loaders that gave the script a batch since the last step."""
         if steps != self._given[0]:
             self._given = steps, {}
         return self._given[1]
@@ -208,7 +208,7 @@ class ShardedLoader:
         begin: called before each pass; lets the job begin, which calls `join` if it was not given its arguments.
 
     Raises:
-        ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.
+        ConfigError: this loader cannot be divided, or there is no data, or less than a group's batch of it.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class ShardedLoader:
             loader.join(plan, client, accounting, replay)
 
     def join(self, plan: DataPlan, client: Any, accounting: BatchAccounting, replay: BatchReplay | None) -> None:
-        """The job has begun, and the plan is final. replay: gives batches again, with backup workers."""
+        """Take the job's final plan. replay: gives batches again, with backup workers."""
         _check(self._loader, plan)
         self._given = plan
         self._plan = plan if replay is None else replay.plan_for(self._loader, plan)
@@ -307,7 +307,7 @@ class ShardedLoader:
         return live
 
     def _compared(self, inner: LoaderCopy) -> Sequence[int]:
-        """Samples, indices and content of the data, as `PassBegun` has them; before the first pass only."""
+        """Samples, indices and content for `PassBegun`, before the first pass only."""
         # A stream is compared when its first batch is read.
         if not self._is_new or inner.indices is None:
             return ()
@@ -335,7 +335,7 @@ class ShardedLoader:
         return replace(self._plan, whole=all(live.whole for live in others))
 
     def check_beside(self, whole: bool) -> bool:
-        """The script is about to be given a batch; return whether the step has one of another loader.
+        """Before a batch is given: return whether the step has one of another loader.
 
         whole: each worker reads all of it.
 
@@ -543,7 +543,7 @@ def _batch_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The settings with which the batches of an epoch are numbered, as far as they are known."""
+    """The settings that number the batches of an epoch, as far as they are known."""
     size, samples = _batch_of(loader)
     order = None if isinstance(loader.dataset, IterableDataset) else type(loader.sampler).__name__
     return {"loader.batch_size": size, "len(loader.dataset)": samples, "loader.sampler": order}
@@ -614,7 +614,7 @@ class _Pass(Iterator[Any]):
         return self._feed.whole
 
     def read_whole(self) -> None:
-        """Let each worker read all of the batches, unless the script was given one already."""
+        """Let each worker read all of the batches, unless the script was given one."""
         if not self.given:
             self._feed.read_whole()
 

@@ -95,7 +95,7 @@ class DrawnChunks:
         return self.begin(put.epoch) + self._serve(key)
 
     def begin(self, epoch: int) -> Replies:
-        """Worker (0,0) begins a pass. Of two passes that it reads at once, it may draw from the later one first."""
+        """Worker (0,0) begins a pass. Of two at once, it may draw from the later first."""
         over: Replies = []
         # After a restart of its group, worker (0,0) first draws the epoch that it was in. Earlier ones are over, so a
         # request for them gets an empty chunk.

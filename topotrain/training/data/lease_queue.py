@@ -110,7 +110,7 @@ class _Epoch:
             self.most[group] = most
 
     def take(self, group: int, length: int) -> _Run | None:
-        """Lease at most `length` consecutive batches to a group. Returned batches come first."""
+        """Lease at most `length` consecutive batches to a group. Returned ones come first."""
         length = min(length, self.room(group))
         if length <= 0:
             return None

@@ -282,7 +282,7 @@ class EpochReader(ABC):
 
     @abstractmethod
     def read_whole(self) -> None:
-        """Let each worker read all of each batch, if that is still possible. No batch was read."""
+        """Let each worker read all of each batch, if it still can. No batch was read."""
 
     @abstractmethod
     def send_draw(self) -> None:
@@ -647,7 +647,7 @@ class MapEpoch(EpochReader):
             self._load_again(None)
 
     def _load_again(self, last: tuple[BatchPosition, Any] | None) -> None:
-        """Load what was drawn and not read once more, and before it the last batch, if it is given."""
+        """Load again the last batch, if it is given, and all that was drawn and not read."""
         self._returned.extendleft(reversed(self._pending))
         self._pending.clear()
         if last is not None:
@@ -778,7 +778,7 @@ class MapEpoch(EpochReader):
             yield from run
 
     def _compare(self, indices: int, drawn_from: int) -> None:
-        """Tell the other workers what the first batch of the epoch is, as `PassBegun` has it."""
+        """Tell the other workers the first batch of the epoch, as `PassBegun` has it."""
         if self._number is not None:
             self._client.begin_pass(self._epoch, self._number, indices=indices, dice=drawn_from)
 

@@ -10,7 +10,7 @@ from topotrain.training.data.sampling import draw_epoch, index_sampler, is_list,
 
 
 class SplitLoader:
-    """This worker's share of each batch, in the order of the batches. A batch without a share is left out.
+    """This worker's share of each batch, in order. A batch without one is left out.
 
     Every sample is read by one worker. The script's random numbers move on as in the plain script, and the order of a
     sampler that draws is the one of the job's seed, the same on all workers. Other attributes are the loader's.

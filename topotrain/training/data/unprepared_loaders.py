@@ -1,4 +1,4 @@
-"""Notices a script that trains with a loader that is not in the job: every worker would read all of it.
+"""Notice training with a loader outside the job: every worker would read it all.
 
 Only a loader that is read while gradients are on can have a part in a step. A validation reads its loader to the end,
 or leaves it, without a backward.

@@ -73,12 +73,12 @@ class ParameterHolder(ValueObserver, ABC):
         self._versions: Sequence[int] = [0] * len(tensors)
 
     def edited(self) -> Iterable[int]:
-        """Return the parameters that the script has written since the last values or steps of the worker's own."""
+        """Return the parameters written by the script since the last values or own steps."""
         pairs = zip(self._tensors, self._versions, strict=True)
         return [index for index, (tensor, before) in enumerate(pairs) if version_of(tensor) != before]
 
     def take(self, indices: Collection[int]) -> None:
-        """Let these parameters have the values in "params", whatever the script has written to them."""
+        """Give these parameters the values in "params", whatever the script has written."""
         self.own = self.own.difference(indices)
 
     def stepped(self) -> None:
@@ -174,14 +174,14 @@ class HostParameters(ParameterHolder):
             move_to(self._tensors[index], self.memory[index])
 
     def edited(self) -> Iterable[int]:
-        """Return the parameters with other bits than "params". Pages with the same bits are given back."""
+        """Return the parameters with other bits than "params"; give back equal pages."""
         written = {self._mapped[number] for number in self._private.written()} if self._private is not None else ()
         found = {index for index in written if not same_bits(self.memory[index], self._view("params", index))}
         self._give_back({*written} - found)
         return sorted(found)
 
     def before_fetch(self) -> None:
-        """Give back what the script has written and put back: it would hide the new values."""
+        """Give back pages that the script has put back: they would hide the new values."""
         self.edited()
 
     def take(self, indices: Collection[int]) -> None:
@@ -369,7 +369,7 @@ class DeviceParameters(ParameterHolder):
         return {device: torch.stack(rows) for device, rows in sums.items()}
 
     def edited(self) -> Iterable[int]:
-        """Return the parameters with another sum of bits than after the last values. This waits for the devices."""
+        """Wait for the devices; return the parameters with other bit sums than before."""
         if self._apart:
             return super().edited()
         # Not by the version: a write through `.data` raises none, and one that is taken back does.

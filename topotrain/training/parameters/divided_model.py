@@ -47,7 +47,7 @@ class DividedModel(ABC):
 
     @abstractmethod
     def check_call(self, module: nn.Module) -> None:
-        """The script calls this module of the model. Raises ConfigError if that is not possible for it alone."""
+        """Raise ConfigError if the script cannot call this module of the model alone."""
 
     @abstractmethod
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:

@@ -3,8 +3,8 @@
 A parameter keeps its identity: the script, the optimizer and tied modules hold the same object. Only its memory moves.
 
 The parameters stay connected to the buffers after `load_state_dict`, `deepcopy` and torch.compile. After `.to(dtype)`,
-`p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that. What the
-script writes into them is its own until the step, which refuses it (`ModelBuffers.check`).
+`p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that. Values
+that the script writes into them are its own until the step, which refuses them (`ModelBuffers.check`).
 """
 
 import mmap
@@ -54,7 +54,7 @@ class ModelParts:
     model: nn.Module | None = None
 
     def replaced(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield (number, parameter) where the model now has another parameter than the described one."""
+        """Yield (number, parameter) where the model has another one than is described."""
         if self.model is None:
             held = ((index, table.get(name)) for table, name, index in self.owners)
         else:
@@ -66,13 +66,13 @@ class ModelParts:
                 yield index, there
 
     def added(self) -> str:
-        """Return the name of a parameter that the model has got since, and that would be trained; "": none."""
+        """Return the name of a new parameter that would be trained; "": there is none."""
         now = {} if self.model is None else parameters_by_name(self.model)
         known = {id(tensor) for tensor in (*self.tensors, *self.aside)}
         return next((name for name, tensor in now.items() if tensor.requires_grad and id(tensor) not in known), "")
 
     def at_end(self) -> "ModelParts":
-        """Describe the model as it is now, where its parameters or buffers are others. Raises ConfigError."""
+        """Describe the model anew if parameters or buffers are others. Raises ConfigError."""
         if self.model is None:
             return self
         now = describe_model(self.model, self.aside)
@@ -83,7 +83,7 @@ class ModelParts:
         return [*names, *map(id, self.tensors), *map(id, self.buffer_tensors)]
 
     def with_present_buffers(self) -> "ModelParts":
-        """Return the parts with the buffers that the model has now, of the same names, sizes and dtypes."""
+        """Return the parts with the model's present buffers of equal name, size and dtype."""
         now = {} if self.model is None else {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
         present = []
         for known, held in zip(self.buffers, self.buffer_tensors, strict=True):
@@ -265,7 +265,7 @@ class ModelBuffers(ParameterViews):
         self._homes = list(map(torch.Tensor.data_ptr, self.parts.tensors))
 
     def edited(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield the parameters, by number, that the script has given other bits than the servers hold.
+        """Yield (number, parameter) where the script's bits differ from the servers'.
 
         Memory that the script has written, and that has the servers' bits again, is given back.
         """
@@ -276,7 +276,7 @@ class ModelBuffers(ParameterViews):
                 yield index, tensor
 
     def check(self, hint: str = "") -> None:
-        """Look for parameters that the script has moved, replaced or written since the last values.
+        """Look for parameters moved, replaced or written since the last values.
 
         One that has the servers' bits again is put back. One without a gradient is the script's own, as a buffer is.
 
@@ -324,7 +324,7 @@ class ModelBuffers(ParameterViews):
             )
 
     def _put_back(self, places: list[int]) -> set[int]:
-        """Put parameters back that the script has moved (`p.data = …`); return those that it may keep."""
+        """Put moved parameters (`p.data = …`) back; return those that the script may keep."""
         own = set()
         for index, tensor in enumerate(self.parts.tensors):
             # An empty parameter has no memory, so its address means nothing.

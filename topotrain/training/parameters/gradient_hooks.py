@@ -352,7 +352,7 @@ class MeanPath(GradientPath):
             self._keep_sums()
 
     def _is_reset(self) -> bool:
-        """Whether the script has dropped the step's gradient so far, by the look of one parameter."""
+        """Whether the script dropped the step's gradient so far, judged by one parameter."""
         index = next((owners[0] for owners, here in zip(self._owners, self._union, strict=True) if here & 1), None)
         gradient = None if index is None else self._tensors[index].grad
         return index is not None and (gradient is None or not gradient.any())
@@ -459,7 +459,7 @@ class MeanPath(GradientPath):
 
     @torch.no_grad()
     def _take_means(self, hooks: bool) -> dict[int, torch.Tensor | None]:
-        """Show the means; return parameters of which hooks are to be called and the `.grad` to be added."""
+        """Show the means; return the parameters with hooks to call, and `.grad` to add."""
         means, written = self._gradients.wait_means()
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
@@ -610,7 +610,7 @@ class MeanPath(GradientPath):
         return left is None or not left.is_still(gradient)
 
     def _is_added_to(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether autograd adds the gradient of a share to this one, of the same share. Raises RuntimeError."""
+        """Whether autograd adds to this gradient of the same share. Raises RuntimeError."""
         own = self._is_own(index, gradient)
         if not own or index not in self._hooks.of:
             return own

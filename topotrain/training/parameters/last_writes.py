@@ -1,4 +1,4 @@
-"""What the script has changed in the model after its last step.
+"""The changes of a script in the model after its last step.
 
 The main worker's values are the job's result, as those of plain Python are. A change that only another worker has made
 would be lost, so it ends the job with an error.
@@ -69,14 +69,14 @@ def _words(name: str, group: int, index: int, both: bool) -> str:
     who = Address(Role.WORKER, group, index)
     how = "in another way than by worker 0/0, the main worker" if both else "and not by worker 0/0, the main worker"
     return (
-        f"parameter {name} was changed after the last step by {who} {how}, whose values are the job's result: this "
-        f"change would be lost. Make it alike on all workers, or on the main worker (`if tt.is_main():`), or in a "
-        f"block `with tt.assign(model):`"
+        f"parameter {name} was changed after the last step by {who} {how}. The main worker's values are the job's "
+        f"result: this change would be lost. Make it alike on all workers, or on the main worker (`if tt.is_main():`), "
+        f"or in a block `with tt.assign(model):`"
     )
 
 
 def end_script(worker: Worker) -> LastWrites:
-    """Send the worker's last messages after its script, and return what that has changed at its end.
+    """Send the worker's last messages; return what its script has changed at its end.
 
     The changes count in no step, nor in a round of an outer optimizer.
     """

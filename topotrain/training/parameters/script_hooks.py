@@ -8,7 +8,7 @@ import torch
 
 
 class _AfterMean:
-    """A hook of the script on a parameter. It is called with the group's mean, and not in the backward of a share."""
+    """A script's hook, called with the group's mean, not in the backward of a share."""
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], index: int, hooks: "ScriptHooks") -> None:
         self.hook, self._index, self._hooks = hook, index, ref(hooks)
@@ -37,7 +37,8 @@ class ScriptHooks:
         self._last: list[int] = []  # the number of each last hook
 
     def watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Look at the hooks of this parameter, which has one of the path. torch has no public name for its hooks."""
+        """Look at the hooks of this parameter, which has one of the path."""
+        # torch has no public name for its hooks.
         self._kept[index] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[assignment]
 
     def look(self) -> None:

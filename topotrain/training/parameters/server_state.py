@@ -132,7 +132,7 @@ def _short(key: object) -> str:
 class StateView(MutableMapping[Any, Any]):
     """`optimizer.state` while the servers hold it.
 
-    It is read when the script looks at it. What the script changes in it is written back before the next step.
+    It is read when the script looks at it. Changes of the script in it are written back before the next step.
 
     Args:
         read: gathers the servers' state.
@@ -152,7 +152,7 @@ class StateView(MutableMapping[Any, Any]):
         return self._held
 
     def changes(self) -> dict[Any, Mapping[str, Any]]:
-        """What the script has changed since the last step, by parameter. From here on the state is read anew.
+        """Return changes since the last step, by parameter. The state is then read anew.
 
         Raises:
             RuntimeError: the script has changed something that it had read before the last step.
