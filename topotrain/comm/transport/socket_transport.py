@@ -412,8 +412,11 @@ def passes(error: TransportError) -> bool:
     )
 
 
-def retried(attempt: Callable[[], _T], patience_s: float, pause: Callable[[float], object] = time.sleep) -> _T:
-    """Retry `attempt` while the reason of its refusal passes; return its result."""
+def retried(attempt: Callable[[], _T], patience_s: float, pause: Callable[[float], object]) -> _T:
+    """Retry `attempt` while the reason of its refusal passes; return its result.
+
+    pause: waits for so many seconds between two tries.
+    """
     until, seconds = time.monotonic() + patience_s, 0.02
     while True:
         try:

@@ -5,6 +5,7 @@ and frames with the tensors' bytes.
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,4 +143,4 @@ def call(host: str, port: int, secret: bytes) -> SessionConnection:
     Raises OSError where no process answers, TransportError where it refuses this one.
     """
     identity = service_identity(SERVICE, secret)
-    return SessionConnection(retried(lambda: connect(host, port, identity), CALL_S))
+    return SessionConnection(retried(lambda: connect(host, port, identity), CALL_S, time.sleep))
