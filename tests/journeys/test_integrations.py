@@ -51,6 +51,7 @@ LIBRARIES = {
     "accelerate": Library("accelerate_loop.py", "accelerate", ("--epochs", "2"), "model.pt", "model.pt"),
     "lightning": Library("lightning_digits.py", "pytorch_lightning", ("--epochs", "2"), "out", "out/last.ckpt"),
 }
+IN_PARTS = Library("../tests/programs/accelerated.py", "accelerate", (), "in_parts.pt", "in_parts.pt")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory, loaded_at: str) -> dict[str,
     """What each script saves as an ordinary process."""
     folder = tmp_path_factory.mktemp("plain")
     with closing(forkserver.ForkserverClient(loaded_at)) as client:
-        for name, library in LIBRARIES.items():
+        found = {}
+        for name, library in {**LIBRARIES, "in parts": IN_PARTS}.items():
             run_ordinary(client, folder, name, library)
-    return {name: library.result(folder) for name, library in LIBRARIES.items()}
+            found[name] = library.result(folder)
+    return found
 
 
 def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, library: Library) -> None:
@@ -128,6 +131,16 @@ def test_the_servers_clip_where_the_script_does_not_see_the_mean(
         assert (value - plain["accelerate"][parameter]).abs().max() <= 1e-5, parameter
 
 
+def test_what_accelerate_prepares_may_come_in_several_calls(
+    runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    train(runner, IN_PARTS, SYNCHRONOUS)
+    expected, saved = plain["in parts"], IN_PARTS.result(runner.folder)
+    assert len(expected) == 9 and expected.keys() == saved.keys()
+    for name, value in saved.items():
+        assert (value - expected[name]).abs().max() <= 1e-5, name
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_downpour_learns(runner: JobRunner, name: str) -> None:
     library = LIBRARIES[name]
@@ -184,11 +197,19 @@ REFUSED = {
         "97, seed=1",
         "dataloader_drop_last = false: a batch has fewer samples than the group has workers",
     ),
+    "a mean over tokens": (
+        "huggingface.py",
+        "def main() -> None:",
+        "class Own(Trainer):\n    def compute_loss(self, model, inputs, return_outputs=False, **_):\n"
+        "        return super().compute_loss(model, inputs, return_outputs)\n\n\n"
+        "def main() -> None:\n    Trainer = Own",
+        "compute_loss = 'Own': must divide a sum over the labels by num_items_in_batch",
+    ),
     "no model": (
         "accelerate_loop.py",
         "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",
         "optimizer, loader = accelerator.prepare(optimizer, loader)",
-        "Accelerator.prepare = '0 models': one model and one optimizer, in one call",
+        "tt.prepare = 'Adam': must come with the torch.nn.Module that it trains",
     ),
     "skipping": (
         "accelerate_loop.py",

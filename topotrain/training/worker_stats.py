@@ -88,6 +88,11 @@ class StepBatches:
         """The weight of the gradient: samples, or the argument of `tt.weight`."""
         return self._batch_weight if self._given_weight is None else self._given_weight
 
+    @property
+    def weight_given(self) -> bool:
+        """Whether the script has set the weight of the coming backward."""
+        return self._given_weight is not None
+
     def set_weight(self, weight: float) -> None:
         """Set the weight of the coming backward, which holds for one batch."""
         self._given_weight = weight

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from topotrain.compat.integrations import external_loop
-from topotrain.config.job import ConfigError
 from topotrain.training import api
 from topotrain.training import context as process
+from topotrain.training.data.distributed_loader import ShardedLoader
 
 # Before accelerate can read the variables.
 external_loop.hide_launcher()
@@ -61,28 +61,35 @@ class Accelerator(PlacedAccelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.take_place()
+        self._trains = self._divides = False  # an optimizer was prepared; so was the loader to train on
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as accelerate, in any order. The first DataLoader is divided.
+        """Prepare as accelerate, in any order and in one call or several, until a batch is read.
 
-        That is the one to train on. Others stay whole.
+        The first DataLoader that comes with an optimizer, or after one, is divided: that is the one to train on. Others
+        stay whole.
 
         Raises:
-            ConfigError: an optimizer comes without its model, or there are two models or optimizers, or
-                `topotrain.prepare` refuses an argument.
+            ConfigError: `topotrain.prepare` refuses an argument.
         """
         made = super().prepare(*args, **kwargs)
-        found = list(made) if isinstance(made, tuple) else [made]
-        # A call without an optimizer prepares something that is not trained, such as a loader to validate on.
-        if process.current() is None or not any(isinstance(each, AcceleratedOptimizer) for each in found):
+        if process.current() is None:
             return made
-        model = _only("model", [each for each in found if isinstance(each, nn.Module)])
-        optimizer = _only("optimizer", [each for each in found if isinstance(each, AcceleratedOptimizer)])
+        found = list(made) if isinstance(made, tuple) else [made]
+        optimizers = [each.optimizer for each in found if isinstance(each, AcceleratedOptimizer)]
+        modules = (each for each in found if isinstance(each, nn.Module))
+        # A frozen one, such as a teacher, is no part of the job.
+        trained = [each for each in modules if any(p.requires_grad for p in each.parameters())]
+        objects = [*trained, *optimizers]
+        self._trains = self._trains or bool(optimizers)
         at = next((i for i, each in enumerate(found) if type(each) is DataLoaderShard), None)
-        if at is None:
-            api.prepare(model, optimizer.optimizer)
-        else:
-            found[at] = ForwardingLoader(found[at], divide(model, optimizer, found[at]))
+        if at is not None and self._trains and not self._divides:
+            self._divides = True
+            # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
+            share = found[at].base_dataloader = external_loop.divided(found[at].base_dataloader, *objects)
+            found[at] = ForwardingLoader(found[at], share)
+        elif objects:
+            api.prepare(*objects)
         return tuple(found) if isinstance(made, tuple) else found[0]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -103,23 +110,17 @@ class Accelerator(PlacedAccelerator):
         return super().skip_first_batches(dataloader, num_batches)
 
 
-def divide(model: nn.Module, optimizer: Any, loader: Any, **how: Any) -> external_loop.ExternalAccounting:
-    """Tie objects that accelerate has prepared to the job, see `external_loop.tie`.
-
-    From here on `loader` gives this worker's share. how: as for `tie`.
-    """
-    # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
-    loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, **how)
-    return handing
-
-
 class ForwardingLoader:
     """A loader of accelerate that notes each batch; all else is the loader's own."""
 
-    def __init__(self, loader: Any, handing: external_loop.ExternalAccounting) -> None:
-        self._loader, self._handing = loader, handing
+    def __init__(self, loader: Any, share: ShardedLoader) -> None:
+        self._loader, self._share = loader, share
+        self._handing: external_loop.ExternalAccounting | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        # Only now: until the first batch the script may prepare more.
+        if self._handing is None:
+            self._handing = external_loop.account(self._share)
         if external_loop.going_on() is not None:
             # accelerate counts the passes of this process, of which there are fewer.
             self._loader.set_epoch(self._loader.base_dataloader.passes)
@@ -135,9 +136,3 @@ class ForwardingLoader:
         if name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-
-def _only(what: str, found: list[Any]) -> Any:
-    if len(found) != 1:
-        raise ConfigError("Accelerator.prepare", f"{len(found)} {what}s", "one model and one optimizer, in one call")
-    return found[0]

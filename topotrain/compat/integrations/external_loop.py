@@ -127,7 +127,7 @@ def tie(
 ) -> tuple[Any, ExternalAccounting]:
     """Prepare for a library that reads ahead; return its loader and accounting.
 
-    This is `topotrain.prepare`, and works only in a job.
+    This is `topotrain.prepare`, and works only in a job, which begins.
 
     Args:
         counted: the library takes `len(loader)` as the length of an epoch, and validates, or ends, by it.
@@ -145,7 +145,6 @@ def tie(
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
         raise ConfigError("shard", Shard.kLease.value, accepted)
-    refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
     if counted and length_hint(loader, -1) < 0:
         unrepeatable = "the library's loop counts batches, and the loader has no length"
     if unrepeatable and is_restarted(here):
@@ -153,27 +152,51 @@ def tie(
     if unrepeatable:
         # After a death the launcher ends the job with this text instead of a restart.
         here.emit(Unrepeatable(str(here.me), unrepeatable, job=True))
-    here.refuse_repeats("the loop is another library's, which counts its batches and steps")
     here.count_by_length(counted)
     if state is not None:
         # The name cannot be one of `tt.keep`, which are Python names without a space.
         here.kept["loop of the library"] = state
-    _, _, share = api.prepare(model, optimizer, loader)
+    share = divided(loader, model, optimizer)
+    accounting = account(share, not unrepeatable, ahead)
+    # A stream may have no length, and then this is not known.
+    if counted and length_hint(share, 1) == 0:
+        raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
+    return share, accounting
+
+
+def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
+    """Prepare these objects of a library and its loader, of which this worker gets its share.
+
+    Raises:
+        ConfigError: as `prepare`, and for backup workers.
+    """
+    here = process.current()
+    assert here is not None
+    refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
+    here.refuse_repeats("the loop is another library's, which counts its batches and steps")
+    *_, share = api.prepare(*objects, loader) if objects else (api.prepare(loader),)
     assert isinstance(share, ShardedLoader)
+    return share
+
+
+def account(share: ShardedLoader, repeatable: bool = True, ahead: bool = True) -> ExternalAccounting:
+    """Begin the job, and note the batches of this loader when they are used.
+
+    repeatable: the loop can go on in a fresh process. ahead: as for `tie`.
+    """
+    here = process.current()
+    assert here is not None
     # The library asks at once for the position of the script.
     process.use()
-    position = None if unrepeatable else here.continuing
+    position = here.continuing if repeatable else None
     if position is None:
         # `prepare` may have set a position. This loop cannot go on from one.
         here.resume_at(None)
     elif ahead:
         position.read_ahead()
-    # A stream may have no length, and then this is not known.
-    if counted and length_hint(share, 1) == 0:
-        raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
     accounting = ExternalAccounting(share.accounting, position if ahead else None)
     share.account_to(accounting)
-    return share, accounting
+    return accounting
 
 
 def is_restarted(here: process.Context) -> bool:
@@ -194,6 +217,12 @@ def keeps_its_batches() -> bool:
     """
     here = process.current()
     return here is None or here.resumed is None or here.place.topology.worker_groups == 1
+
+
+def weight_given() -> bool:
+    """Whether the script has called `tt.weight` for the present batch."""
+    here = process.current()
+    return here is not None and here.worker is not None and here.worker.batches.weight_given
 
 
 def steps_so_far() -> int:

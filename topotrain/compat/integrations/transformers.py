@@ -7,6 +7,7 @@ worker logs and saves. In an ordinary process this is the plain `transformers.Tr
 it needs the extra `transformers`.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
@@ -36,6 +37,10 @@ _SKIP = "must be false: the batches that count are skipped when a job goes on"
 _TOO_SMALL = "a batch has fewer samples than the group has workers: with accumulation drop the last, or make it larger"
 # The Trainer's methods in which it resumes, and which are overridden below. Older releases do not have them.
 _RESUMES = ("_init_training_state", "_run_epoch", "_load_callback_state")
+_DIVISOR = (
+    "must divide a sum over the labels by num_items_in_batch, with loss_is_scaled_for_ga = True, or call tt.weight(n) "
+    "with the number of labels of its mean: otherwise the part of each worker would count by its samples"
+)
 _OLD = "this version of transformers resumes in another way"
 _BEST = "must be false: the job's result is the servers' values at its end"
 
@@ -52,6 +57,10 @@ class Trainer(transformers.Trainer):
 
     _handing: external_loop.ExternalAccounting | None = None
     _loop: TrainerLoop | None = None
+    # Of the present batch: it counts, its labels are one for each token, the divisor that transformers gives the loss,
+    # and whether the loss is known to be divided by it.
+    _counted = _per_item = _divided = False
+    _items: Any = None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -75,8 +84,11 @@ class Trainer(transformers.Trainer):
             # Before the schedule is made, since a group's epoch may have fewer steps.
             self._loop = TrainerLoop(self)
             old = "" if all(hasattr(transformers.Trainer, name) for name in _RESUMES) else _OLD
-            how = {"counted": True, "state": self._loop, "unrepeatable": old}
-            self._handing = accelerate.divide(self.model, self.optimizer, loader, **how)
+            model, optimizer, base = self.model, self.optimizer.optimizer, loader.base_dataloader
+            # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
+            loader.base_dataloader, self._handing = external_loop.tie(
+                model, optimizer, base, counted=True, state=self._loop, unrepeatable=old
+            )
             self._loop.count(length_hint(loader.base_dataloader))
             position = external_loop.going_on()
             if position is not None:
@@ -169,19 +181,48 @@ class Trainer(transformers.Trainer):
         return drawn
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Take a step as transformers."""
+        """Take a step as transformers.
+
+        Raises:
+            ConfigError: it is not known by which number of items the loss is divided.
+        """
         if self._handing is not None:
-            counted = self._handing.hand_on()
+            self._counted = self._handing.hand_on() > 0
             assert self._loop is not None
             self._loop.align_schedule()
-            # A loss that is a sum over items counts by this worker's number of items.
-            if num_items_in_batch is not None and counted:
-                api.weight(float(num_items_in_batch))
-            elif num_items_in_batch is not None and self.current_gradient_accumulation_steps > 1:
+            labels = inputs.get("labels")
+            self._per_item = torch.is_tensor(labels) and labels.dim() == 2 and not labels.is_floating_point()
+            self._items = num_items_in_batch
+            # transformers' own loss is divided by them.
+            self._divided = self.compute_loss_func is not None or bool(self.loss_is_scaled_for_ga)
+            if num_items_in_batch is not None and not self._counted and self.current_gradient_accumulation_steps > 1:
                 # The other workers' losses are divided by what all batches of the step have, here as well as there.
                 raise ConfigError("dataloader_drop_last", self.args.dataloader_drop_last, _TOO_SMALL)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as transformers."""
+        self._divided = self._divided or num_items_in_batch is not None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """As transformers; behind the loss, its weight in the group's mean is set."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        if self._handing is not None and self._counted and self.model.training:
+            stack.callback(self._weigh)
+        return stack
+
+    def _weigh(self) -> None:
+        if external_loop.weight_given():
+            return
+        # A loss that is a sum over items counts by this worker's number of items, and a mean over samples by those.
+        if self._items is not None and self._divided:
+            api.weight(float(self._items))
+        elif self._per_item:
+            raise ConfigError("compute_loss", type(self).__name__, _DIVISOR)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate; during training on the main worker only."""
