@@ -50,13 +50,16 @@ def test_a_job_that_goes_well(tmp_path, mark):
     assert {entry["exit"] for role, entry in entries.items() if role != "launcher"} == {0}
 
 
-def test_a_signal_that_is_no_request_ends_no_job(tmp_path, mark):
-    """The end of a process is one, in a program in which a DataLoader has had processes."""
+@pytest.fixture
+def deaths():
+    """The end of a process wakes this one, as in a program in which a DataLoader has had processes."""
     former = signal.signal(signal.SIGCHLD, lambda *_: None)
-    try:
-        assert launch(tmp_path, on_event=lambda event: os.kill(os.getpid(), signal.SIGCHLD))[0].code == 0
-    finally:
-        signal.signal(signal.SIGCHLD, former)
+    yield lambda event=None: os.kill(os.getpid(), signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, former)
+
+
+def test_a_signal_that_is_no_request_ends_no_job(tmp_path, mark, deaths):
+    assert launch(tmp_path, on_event=deaths)[0].code == 0
 
 
 def test_processes_are_listed_while_they_run_and_a_signal_ends_them(tmp_path, mark):
@@ -143,12 +146,13 @@ def test_ctrl_c_ends_a_job_at_once(tmp_path, mark):
     assert outcome.code == 130 and outcome.seconds < 50
 
 
-def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark):
+def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark, deaths):
     asks = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def hear(event):
         asks(event)
         if isinstance(event, Notice) and event.text.startswith("asked to end"):
+            deaths()
             (tmp_path / "run" / "over").touch()
 
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")

@@ -272,10 +272,9 @@ class RunLoop:
         self.shutdown.stop()
 
     def _on_signal(self) -> None:
-        self._host.signals.clear_wakeup()
-        came, others = self._host.signals.came, self._host.others
-        if not came:
+        if not self._host.signals.clear_wakeup():
             return
+        came, others = self._host.signals.came, self._host.others
         # A later signal ends the wait for the last snapshot. Two that come at once are one.
         first = not self.shutdown.saving and not self.shutdown.stopping and signal.SIGINT not in came
         seconds = grace(self.job, came[0]) if first else 0.0

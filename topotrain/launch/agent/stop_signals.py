@@ -15,25 +15,28 @@ SignalHandler = Callable[[int, FrameType | None], None]
 class StopSignals:
     """The received stop signals, and a socket that becomes readable at each.
 
-    waker: the other end of that socket.
+    waker: the other end of that socket. seen: so many of them were there at the last `clear_wakeup`.
     """
 
     came: list[int]
     woken: socket.socket
     waker: socket.socket
+    seen: int = 0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Note a signal. The wakeup descriptor wakes the loop."""
         self.came.append(number)
 
-    def clear_wakeup(self) -> None:
-        """Make `woken` readable at the next signal only.
+    def clear_wakeup(self) -> bool:
+        """Make `woken` readable at the next signal only; return whether another stop signal has come.
 
         Also a signal that ends no job wakes, if it has a handler in Python: SIGCHLD has one as soon as a DataLoader had
         processes.
         """
         with contextlib.suppress(BlockingIOError):
             self.woken.recv(64)
+        before, self.seen = self.seen, len(self.came)
+        return self.seen > before
 
     def ask(self, number: int) -> None:
         """Act as if this signal had come; no handler of the main thread is needed."""
