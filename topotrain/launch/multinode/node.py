@@ -46,6 +46,7 @@ from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobE
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import (
     MEETING_S,
+    QUIET_S,
     JobRestarted,
     NodeRendezvous,
     RendezvousNotice,
@@ -60,8 +61,6 @@ from topotrain.launch.recovery.resume_point import SHARED, ResumeSource, asked_f
 from topotrain.launch.run_loop import RunLoop
 from topotrain.launch.shared_forkserver import SharedForkserver, join
 
-QUIET_S = 5.0
-"""Seconds for which a finished unit waits for the others before it shows a notice."""
 STORE_S = 3.0
 """Seconds for which an operation tries to reach an unavailable store, before it is retried later."""
 _OPEN = "{} has neither encryption nor authentication: between hosts use it on a network of your own only"

@@ -31,11 +31,10 @@ from topotrain.launch.multinode.election.decision_log import Decision, LogParts,
 from topotrain.launch.multinode.election.succession import Takeover
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.node_membership import LeaderMembership
+from topotrain.launch.multinode.node_rendezvous import QUIET_S
 from topotrain.launch.multinode.unit_membership import UnitMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
-QUIET_S = 5.0
-"""Seconds after which a wait for a unit that is there is shown."""
 LATE_S = 30.0
 """The least time for such a unit. It may need some seconds to kill its processes."""
 _LOOK_S = 1.0  # between two looks whether the leader is silent

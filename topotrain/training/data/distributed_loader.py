@@ -334,8 +334,8 @@ class ShardedLoader:
             live.read_whole()
         return replace(self._plan, whole=all(live.whole for live in others))
 
-    def check_beside(self, whole: bool) -> bool:
-        """Before a batch is given: return whether the step has one of another loader.
+    def count_given(self, progress: PassProgress, whole: bool) -> bool:
+        """Note a batch of this pass for the step; return whether another loader has one.
 
         whole: each worker reads all of it.
 
@@ -343,7 +343,8 @@ class ShardedLoader:
             ConfigError: the step may be made with both, and one is divided in shares that are not equal.
         """
         given = self._all.given(self._accounting.own_steps)
-        if not given.keys() - {self}:
+        given[self] = progress
+        if len(given) == 1:
             return False
         live = {each.loader for each in self._all.open()}
         beside = {at: last for at, last in given.items() if at is not self and (at in live or last.single)}
@@ -479,10 +480,6 @@ class ShardedLoader:
         for live in self._all.open():
             live.close()
 
-    def count_given(self, progress: PassProgress) -> None:
-        """The script is given a batch of this pass."""
-        self._all.given(self._accounting.own_steps)[self] = progress
-
     def _close_own(self) -> None:
         for live in self._all.open():
             if live.loader is self:
@@ -592,7 +589,7 @@ class _Pass(Iterator[Any]):
         # Only after the recorder has the state from which the draw can be repeated: with the draw, the others may train
         # without this worker.
         self._feed.send_draw()
-        beside = self.loader.check_beside(self.whole)
+        beside = self.loader.count_given(self._progress, self.whole)
         # Batches that all workers read as a whole count alike. One to validate with leaves a step its weight.
         weight = 1.0 if self.whole else float(samples)
         # What all workers of a group read as a whole is counted by the first of them.
@@ -600,7 +597,6 @@ class _Pass(Iterator[Any]):
         weighs = torch.is_grad_enabled() or not beside
         self._accounting.drawn(place.stream, place.seq, weight if weighs else None, counted, place.made)
         self._progress.given(place, self.whole)
-        self.loader.count_given(self._progress)
         return data
 
     @property
