@@ -1,5 +1,6 @@
 """A local job that names a store: it meets there, is listed there, and can be stopped from there."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_a_store_that_is_stopped_holds_up_the_end_of_a_job_for_some_seconds_only
         job = replace(small_job(tmp_path), rendezvous=served.stdout.readline().strip())
         with listed(job) as place:
             served.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, served.pid, os.WSTOPPED)
             place.ended(JobOutcome(0, 0.0))
         served.kill()
     waiting = "waiting for the store, for at most 0.2 s; without it the list of jobs does not say how this one ended"
