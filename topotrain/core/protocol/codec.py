@@ -106,13 +106,16 @@ def encode(message: Message, left_out: Collection[str] = ()) -> tuple[int, bytes
         if not value:
             parts.append(_NO_BYTES)
             continue
-        if how == "text":
-            raw = value.encode()
+        mark = 0
+        if how == "bytes":
+            raw = value
+            if len(value) > _LARGE:
+                raw, mark = zlib.compress(value, 1), _DEFLATED
         elif how == "ints":
             raw = struct.pack(f"<{len(value)}q", *value)
         else:
-            raw = value if len(value) <= _LARGE else zlib.compress(value, 1)
-        parts.append(_U32.pack(len(raw) | (_DEFLATED if raw is not value and how == "bytes" else 0)))
+            raw = value.encode()
+        parts.append(_U32.pack(len(raw) | mark))
         parts.append(raw)
     meta = b"".join(parts)
     if len(meta) > MAX_META:
@@ -148,8 +151,8 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
     (length,) = _U32.unpack_from(meta, at)
     if not length:
         return _NOTHING[how], at + 4
-    deflated = how == "bytes" and bool(length & _DEFLATED)
-    length &= ~_DEFLATED if deflated else ~0
+    deflated = length & _DEFLATED if how == "bytes" else 0
+    length -= deflated
     start, end = at + 4, at + 4 + length
     # Before the slice: a length that a peer claims must not be used.
     if end > len(meta):

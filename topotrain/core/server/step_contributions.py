@@ -157,7 +157,7 @@ class StepContributions:
             bits = int_to_bits(closed[0], len(model.buckets))
             written = int_to_bits(closed[1], model.pieces) if closed[1] else b""
             there = {*staging.participants} - staging.absent
-            absent = tuple(index for index in range(self._workers) if index not in there)
+            absent = () if len(there) == self._workers else tuple(sorted({*range(self._workers)} - there))
             self._queue.send_each(workers, m.BackwardReduced(staging.step, ordinal, bits, written, absent))
         self.try_stage(group)
 

@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -43,6 +44,7 @@ MUST_AGREE = {
     "clip_norm": "the gradient clipping",
     "marks": "the batches of the step",
 }
+_agreed = attrgetter(*MUST_AGREE)
 
 CHANGED_ALIKE = (
     "what a script does with gradients between backward() and step() must be the same on all workers of a group: "
@@ -311,7 +313,15 @@ class GradientSource(StagedGradient):
         if not alike:
             return
         first = min(alike, key=self.absent.__contains__)
-        theirs = self.commits[first]
+        # In nearly every step all fields are equal.
+        if _agreed(self.commits[first]) != _agreed(message):
+            self._check_fields(first, worker)
+        if "marks" not in self.may_differ:
+            self._check_ages(first, worker)
+
+    def _check_fields(self, first: int, worker: int) -> None:
+        """Raise StepError if two commits differ in a field in which they must agree."""
+        theirs, message = self.commits[first], self.commits[worker]
         differs = [*self.may_differ, *(["hyper"] if self.hyper_differs else [])]
         differs += ["edited", "dropped", "digest"] if self.absent & {first, worker} else []
         # A server with none of these gradients cannot name them.
@@ -325,8 +335,6 @@ class GradientSource(StagedGradient):
                 if name in ("edited", "dropped"):
                     pieces = bits_to_int(values[0]) ^ bits_to_int(values[1])
                 raise self._disagree(first, worker, name, pieces, _apart(name, *values))
-        if "marks" not in differs:
-            self._check_ages(first, worker)
 
     def _disagree(self, one: int, other: int, name: str, pieces: int, what: str) -> StepError:
         """The error of two commits that differ in a field, about these pieces."""
