@@ -3,6 +3,7 @@
 The forkserver of these jobs has the libraries loaded: importing them takes longer than the training.
 """
 
+import json
 import os
 import runpy
 import socket
@@ -51,6 +52,9 @@ LIBRARIES = {
     "accelerate": Library("accelerate_loop.py", "accelerate", ("--epochs", "2"), "model.pt", "model.pt"),
     "lightning": Library("lightning_digits.py", "pytorch_lightning", ("--epochs", "2"), "out", "out/last.ckpt"),
 }
+OUTER = "outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }"
+ISLAND = f"nworker_groups: 1 server_worker_separate: true sync_freq: 5 {OUTER}"
+PHASES = Library("../tests/programs/lightning_phases.py", "pytorch_lightning", (), "phases.pt", "phases.pt")
 IN_PARTS = Library("../tests/programs/accelerated.py", "accelerate", (), "in_parts.pt", "in_parts.pt")
 
 
@@ -60,10 +64,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory, loaded_at: str) -> dict[str,
     folder = tmp_path_factory.mktemp("plain")
     with closing(forkserver.ForkserverClient(loaded_at)) as client:
         found = {}
-        for name, library in {**LIBRARIES, "in parts": IN_PARTS}.items():
+        for name, library in {**LIBRARIES, "in parts": IN_PARTS, "phases": PHASES}.items():
             run_ordinary(client, folder, name, library)
             found[name] = library.result(folder)
+        found["facts"] = facts_in(folder, 1)[0]
     return found
+
+
+def facts_in(folder: Path, workers: int) -> list[dict[str, torch.Tensor]]:
+    """What each worker knew behind each phase of PHASES."""
+    files = [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(workers)]
+    return [{f"{n} {k}": torch.tensor(v) for n, phase in enumerate(f) for k, v in phase.items()} for f in files]
 
 
 def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, library: Library) -> None:
@@ -139,6 +150,17 @@ def test_what_accelerate_prepares_may_come_in_several_calls(
     assert len(expected) == 9 and expected.keys() == saved.keys()
     for name, value in saved.items():
         assert (value - expected[name]).abs().max() <= 1e-5, name
+
+
+@pytest.mark.parametrize("cluster", [f"{SYNCHRONOUS} nservers_per_group: 2", ISLAND])
+def test_phases_of_lightning_with_the_best_weights_and_averages_are_exact_on_all_workers(
+    runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]], cluster: str
+) -> None:
+    train(runner, PHASES, cluster)
+    for found in (PHASES.result(runner.folder), *facts_in(runner.folder, 1 if cluster is ISLAND else 2)):
+        expected = plain["facts" if "0 steps" in found else "phases"]
+        assert found.keys() == expected.keys()
+        assert all((value - expected[name]).abs().max() <= 1e-5 for name, value in found.items()), (found, expected)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -222,6 +244,12 @@ REFUSED = {
         "accumulate_grad_batches=2,",
         "reload_dataloaders_every_n_epochs=1,",
         "reload_dataloaders_every_n_epochs = 1: must be 0: the loader is divided once",
+    ),
+    "searching": (
+        "lightning_digits.py",
+        "accumulate_grad_batches=2,",
+        "callbacks=[pl.callbacks.LearningRateFinder()],",
+        "LearningRateFinder = true: must be left out: the search goes by the loss of one worker's share",
     ),
 }
 

@@ -130,6 +130,7 @@ def test_a_worker_that_kills_itself_in_every_run_is_named_with_all_its_deaths(ru
         ("steps", 1, ["worker 1 of the group left the loop", "worker 0 goes on"]),
         ("divided", 2, ["the loader of tt.prepare has other data on each worker (other content on", "tt.as_is"]),
         ("unprepared", 2, ["DataLoader of TensorDataset", "was not given to tt.prepare", "tt.as_is(loader)"]),
+        ("weights", 2, ["optimizer = 'SGD': steps a parameter of shape (3, 3) that is not in the job", "tt.local"]),
         ("leave", 1, ["worker 0 ended its script after 4 steps while others of its group go on"]),
         ("rate", 1, ["hyper-parameters", "0.7", "0.1"]),
         ("edit", 1, ["changed outside optimizer.step()"]),

@@ -18,6 +18,8 @@ data = TensorDataset(torch.randn(samples, 6), torch.randint(0, 3, (samples,)))
 model = nn.Linear(6, 4 if how == "schema" and tt.rank() == 1 else 3)
 optimizer = torch.optim.LBFGS(model.parameters()) if how == "lbfgs" else torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(Subset(data, range(tt.rank(), 64, 2)) if how == "divided" else data, batch_size=16)
+weights, probe = nn.Linear(3, 3), nn.Linear(6, 3)
+own, of_probe = torch.optim.SGD(weights.parameters(), lr=0.1), torch.optim.SGD(probe.parameters(), lr=0.1)
 if how == "no_prepare":
     sys.exit(0)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
@@ -52,8 +54,14 @@ for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
             with torch.no_grad():
                 model.weight.mul_(0.9)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        out = model(x)
+        nn.functional.cross_entropy(weights(out) if how == "weights" else out, y).backward()
         optimizer.step()
+        if how == "weights":
+            own.step()
+            # Of whole batches, between two steps: that is the script's own.
+            nn.functional.cross_entropy(probe(data.tensors[0]), data.tensors[1]).backward()
+            of_probe.step()
         if how == "endless" and tt.is_main() and not said:
             print("training", flush=True)
             said = True

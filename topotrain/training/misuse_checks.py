@@ -78,6 +78,11 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
             id(tensor): parameter.name
             for tensor, parameter in zip(worker.parts.tensors, worker.parts.parameters, strict=True)
         }
+        topology = here.place.topology
+        self._several = topology.worker_groups * topology.workers_per_group > 1
+        self._held = {*self._names, *map(id, worker.parts.aside)}
+        self._outside: dict[int, int] = {}  # parameters of other optimizers, with the step at which they were seen
+        self._shared: nn.Parameter | None = None  # one of them with a gradient of this worker's share of a batch
         # torch's hook is for all optimizers of the process, and servers in this process have some, in other threads.
         self._thread = threading.get_ident()
         worker.attach(self)
@@ -119,6 +124,25 @@ class MisuseChecks(WorkerExtension, TrainingChecks):
                 f"each makes the steps that the script calls, such as those of a second phase"
             )
             raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._held):
+            if id(p) == id(self._shared):
+                accepted = (
+                    f"steps a parameter of shape {tuple(p.shape)} that is not in the job, with gradients of this "
+                    f"worker's share of each batch: every worker has another value of it. Give tt.prepare its module "
+                    f"(or make it a part of the library's model) and this {type(optimizer).__name__}; or make a "
+                    f"backward that is meant for this worker alone in `with tt.local():`"
+                )
+                raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
+            if self._several and id(p) not in self._outside and p.is_leaf and p.requires_grad:
+                self._outside[id(p)] = self._worker.own_steps
+                p.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        worker = self._worker
+        # A copy of the model that is trained within one step, as in meta-learning, is a part of that step.
+        later = worker.own_steps > self._outside.get(id(parameter), worker.own_steps)
+        if later and worker.batches.unused and not worker.path.private:
+            self._shared = parameter
 
     def check(self) -> None:
         tally = self._worker.tally

@@ -84,10 +84,10 @@ def test_an_evaluation_and_a_job_with_tables_are_refused(job):
     context.use()
     with context.outside_step(), pytest.raises(RuntimeError, match="in an evaluation"), tt.assign(model):
         pass
-    here.context.open_tables(object())
+    here.context.tables = object()
     with pytest.raises(ConfigError, match="tables or sparse weights"), tt.assign(model):
         pass
-    here.context.open_tables(None)
+    here.context.tables = None
     here.finish()
 
 

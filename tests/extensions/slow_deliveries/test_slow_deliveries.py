@@ -21,7 +21,7 @@ from topotrain.extensions.outer_optimizer.groups.group_messages import PeerGradi
 from topotrain.extensions.slow_deliveries import traveled_messages
 from topotrain.extensions.slow_deliveries.explanations import SENTENCES, Explanations, FrameworkKind
 from topotrain.extensions.slow_deliveries.slow_deliveries import SlowDeliveries
-from topotrain.extensions.slow_deliveries.traveled_messages import WHATS, message_names, traveled
+from topotrain.extensions.slow_deliveries.traveled_messages import WHATS, traveled
 
 CONFS = Path(__file__).parents[3] / "examples" / "conf"
 WORKER, SERVER = Address(Role.WORKER, 0, 1), Address(Role.SERVER, 0, 0)
@@ -89,7 +89,7 @@ def test_other_messages_are_not(message: m.Message) -> None:
 
 
 def test_every_name_is_that_of_a_message() -> None:
-    assert message_names() <= {kind.__name__ for kind in every_message()}
+    assert WHATS.keys() <= {kind.__name__ for kind in every_message()}
 
 
 def test_every_word_is_documented() -> None:

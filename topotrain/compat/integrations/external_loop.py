@@ -11,6 +11,7 @@ servers: a step that was applied counts, also if the process died right after it
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import nullcontext
 from operator import length_hint
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError, Shard
 from topotrain.core.events import Unrepeatable
+from topotrain.extensions.assignment.parameter_assignment import assign
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
@@ -141,6 +143,12 @@ def tie(
     here = process.current()
     assert here is not None
     groups = here.place.topology.worker_groups
+    if here.worker is not None:
+        # The position in a second one is not known to the servers.
+        unrepeatable = unrepeatable or "the script trains more than once with the library's loop"
+        # An average, say, or weights that the library has loaded since the last step.
+        with nullcontext() if here.worker.runs_optimizers else assign():
+            pass
     # A group with fewer batches than `len(loader)` would neither validate nor end, so each group gets a fixed part.
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
@@ -152,7 +160,7 @@ def tie(
     if unrepeatable:
         # After a death the launcher ends the job with this text instead of a restart.
         here.emit(Unrepeatable(str(here.me), unrepeatable, job=True))
-    here.count_by_length(counted)
+    here.counted = counted
     if state is not None:
         # The name cannot be one of `tt.keep`, which are Python names without a space.
         here.kept["loop of the library"] = state
@@ -179,6 +187,28 @@ def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
     return share
 
 
+def renewed(optimizer: Optimizer) -> Optimizer:
+    """The job's optimizer in the place of one that a library has made to train again.
+
+    Raises:
+        ConfigError: the job has none of this kind over the same parameters.
+    """
+    here = process.current()
+    if here is None or here.worker is None or optimizer in here.adopted:
+        return optimizer
+    for known in here.worker.optimizers:
+        pairs = zip(known.param_groups, optimizer.param_groups, strict=False)
+        same = all(list(map(id, one["params"])) == list(map(id, other["params"])) for one, other in pairs)
+        if type(known) is type(optimizer) and len(known.param_groups) == len(optimizer.param_groups) and same:
+            known.load_state_dict(optimizer.state_dict())
+            # The groups are one object, for a scheduler writes to them; a state that is loaded brings others.
+            known.param_groups = optimizer.param_groups
+            known.register_load_state_dict_post_hook(lambda it: setattr(optimizer, "param_groups", it.param_groups))
+            return known
+    accepted = "must be of the kind of the first training, with the same parameters in the same groups"
+    raise ConfigError("optimizer of a further training", type(optimizer).__name__, accepted)
+
+
 def account(share: ShardedLoader, repeatable: bool = True, ahead: bool = True) -> ExternalAccounting:
     """Begin the job, and note the batches of this loader when they are used.
 
@@ -194,7 +224,9 @@ def account(share: ShardedLoader, repeatable: bool = True, ahead: bool = True) -
         here.resume_at(None)
     elif ahead:
         position.read_ahead()
-    accounting = ExternalAccounting(share.accounting, position if ahead else None)
+    # An earlier loop has an accounting of its own.
+    ledger = share.accounting if here.worker is None else here.worker
+    accounting = ExternalAccounting(ledger, position if ahead else None)
     share.account_to(accounting)
     return accounting
 

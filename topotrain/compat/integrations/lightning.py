@@ -7,6 +7,7 @@ the plain strategy for one device. Only scripts import this file; it needs the e
 `pytorch_lightning` and with `lightning`: the one that the script has imported, else the one that is installed.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from topotrain.compat.integrations import external_loop
 from topotrain.compat.integrations.fit_resume import FitState, RestOfEpoch
 from topotrain.config.job import ConfigError, Grads
+from topotrain.extensions.worker_values import worker_values
 from topotrain.training import api
 from topotrain.training import context as process
 
@@ -40,6 +42,12 @@ def _package() -> str:
         raise external_loop.missing("Lightning", "lightning")
     return there[0]
 
+
+_SEARCHES = {"BatchSizeFinder", "LearningRateFinder"}
+_SEARCHING = (
+    "must be left out: the search goes by the loss of one worker's share of each batch. Search in an ordinary process "
+    "(python instead of topotrain run), and set what it has found"
+)
 
 # The base class is known only when the script runs.
 if TYPE_CHECKING:
@@ -72,12 +80,62 @@ class TopotrainStrategy(SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         self._sigterm = signal.getsignal(signal.SIGTERM)
+        # Of an earlier `fit`.
+        self._handing = self._finished = None
         super().setup_environment()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        for each in trainer.callbacks:
+            found = _SEARCHES.intersection(base.__name__ for base in type(each).__mro__)
+            external_loop.refuse(type(each).__name__, bool(found), _SEARCHING)
+        super().setup_optimizers(trainer)
+        strategy: Any = self
+        renewed = {each: external_loop.renewed(each) for each in strategy.optimizers}
+        for config in strategy.lr_scheduler_configs:
+            if getattr(config.scheduler, "optimizer", None) in renewed:
+                config.scheduler.optimizer = renewed[config.scheduler.optimizer]
+        strategy.optimizers = list(renewed.values())
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker logs and writes."""
         return api.is_main()
+
+    # --- what Lightning asks of processes that train together, answered over the workers of the group
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        worker_values.broadcast(None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        external_loop.refuse("broadcast src", src, "must be 0, the first worker of the group")
+        return worker_values.broadcast(obj)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        name = str(reduce_op).rpartition(".")[2].lower().replace("avg", "mean")
+        value = tensor if tensor.is_floating_point() or name != "mean" else tensor.float()
+        return getattr(worker_values, name)(value) if self._trains else tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return worker_values.gather(tensor, sync_grads and tensor.requires_grad) if self._trains else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool((worker_values.min if all else worker_values.max)(int(decision)))
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning reduces what is logged with `sync_dist`. It must divide no loader."""
+        return self._handing is not None and self._trains
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a value is of this worker's share. Each worker validates with the whole data."""
+        return bool(self.lightning_module.trainer.training)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # The main worker has written its own best one, and a metric may differ in its last bits.
+        path = worker_values.broadcast(os.fspath(checkpoint_path), over="job")
+        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return found
 
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the first loader of a fit, after the sanity check's. Others stay whole."""

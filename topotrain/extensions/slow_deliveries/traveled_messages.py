@@ -48,13 +48,6 @@ WHATS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The word for a message by the name of its class. By name, because the extensions of some messages may be deleted."""
-_SPECIAL = ("BackwardReduced", "StepDecision", "CollectivePart")
-"""Messages with a word that depends on their fields."""
-
-
-def message_names() -> frozenset[str]:
-    """Return the names of all messages that are reported."""
-    return frozenset((*WHATS, *_SPECIAL))
 
 
 def traveled(sender: Address, to: Address, message: m.Message) -> Traveled | None:

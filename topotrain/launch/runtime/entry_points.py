@@ -323,7 +323,7 @@ def run_worker(
     work = WorkerPart(here, control, log, profile, servers)
     hook = ProcessExitHook(work)
     hook.watch()
-    here.owned_by(hook)
+    here.owner = hook
     with ProgramGuard(here, log) as guard:
         if function is None:
             run_program(spec["program"], spec["args"])

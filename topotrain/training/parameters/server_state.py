@@ -2,7 +2,7 @@
 
 import weakref
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -208,6 +208,10 @@ class _Entry(dict[str, Any]):
     """The state of one parameter, to which there may be weak references."""
 
     __slots__ = ("__weakref__",)
+
+    def __reduce__(self) -> Any:
+        # torch.load refuses a file with a class of ours.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _mark(thing: Any) -> object:
