@@ -124,7 +124,7 @@ def test_a_worker_that_kills_itself_in_every_run_is_named_with_all_its_deaths(ru
         ("schema", 2, ["worker 0/1", "worker 0/0", "weight", "(4, 6)", "(3, 6)"]),
         ("few_samples", 2, ["batch", "16", "7"]),
         ("no_samples", 2, ["0"]),
-        ("no_prepare", 2, ["without calling topotrain.prepare"]),
+        ("no_prepare", 2, ["without calling topotrain.prepare", "SGD.step() is called, and nothing was"]),
         ("twice", 2, ["tt.prepare = 'SGD", "comes too late: the job began when the script first used"]),
         ("backwards", 1, ["how often gradients were dropped before another backward"]),
         ("steps", 1, ["worker 1 of the group left the loop", "worker 0 goes on"]),

@@ -21,6 +21,7 @@ loader = DataLoader(Subset(data, range(tt.rank(), 64, 2)) if how == "divided" el
 weights, probe = nn.Linear(3, 3), nn.Linear(6, 3)
 own, of_probe = torch.optim.SGD(weights.parameters(), lr=0.1), torch.optim.SGD(probe.parameters(), lr=0.1)
 if how == "no_prepare":
+    optimizer.step()
     sys.exit(0)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
 said = False

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
@@ -64,6 +64,25 @@ def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
                 f"one, optimizer.{name}, and call the methods of {type(optimizer).__name__} as before"
             )
             raise ConfigError("tt.prepare", type(optimizer).__name__, accepted)
+
+
+def notice_unprepared(here: Context) -> None:
+    """Say at the first step of an optimizer, and not only at the end, if it is in no job."""
+    thread = threading.get_ident()
+
+    def first(optimizer: Optimizer, *_: Any) -> None:
+        # Servers of this process have some in other threads.
+        if threading.get_ident() == thread:
+            hook.remove()
+            if here.is_main and not here.given and here.tables is None:
+                words = (
+                    "is called, and nothing was given to tt.prepare so far: every worker trains all of it by itself. "
+                    "If the loop is a library's, docs/integrations.md has what to import. A job that stays so fails"
+                )
+                here.emit(Notice(str(here.me), f"{type(optimizer).__name__}.step() {words}"))
+
+    hook = register_optimizer_step_pre_hook(first)
+    here.at_close.callback(hook.remove)
 
 
 class MisuseChecks(WorkerExtension, TrainingChecks):

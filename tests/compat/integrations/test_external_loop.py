@@ -54,6 +54,22 @@ def test_a_missing_library_is_named(name):
     assert done.stderr.splitlines()[-1].endswith(f"is not installed: pip install 'topotrain[{extra}]'")
 
 
+@pytest.mark.journey
+@pytest.mark.parametrize("later", ["pytorch_lightning", "lightning.pytorch"])
+def test_a_strategy_is_one_of_the_package_that_the_script_imports_also_after_topotrain_s_file(later):
+    code = f"""
+import sys, types
+from topotrain.compat.integrations.lightning import TopotrainStrategy
+for name in ("pytorch_lightning", "lightning.pytorch"):
+    base = type("SingleDeviceStrategy", (), {{"__init__": lambda self, device: None, "of": name}})
+    sys.modules[name + ".strategies"] = types.SimpleNamespace(SingleDeviceStrategy=base)
+sys.modules["{later}"] = types.SimpleNamespace(__spec__=object())
+assert TopotrainStrategy().of == type("Own", (TopotrainStrategy,), {{}})().of == "{later}"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+
+
 class Book:
     def __init__(self):
         self.told = []

@@ -205,7 +205,10 @@ def renewed(optimizer: Optimizer) -> Optimizer:
             known.param_groups = optimizer.param_groups
             known.register_load_state_dict_post_hook(lambda it: setattr(optimizer, "param_groups", it.param_groups))
             return known
-    accepted = "must be of the kind of the first training, with the same parameters in the same groups"
+    accepted = (
+        "must be of the kind of the first training, with the same parameters in the same groups: one job trains one "
+        "model with one set of optimizers, and another model or optimizer needs a job of its own"
+    )
     raise ConfigError("optimizer of a further training", type(optimizer).__name__, accepted)
 
 

@@ -35,8 +35,8 @@ _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
 def _package() -> str:
     """Return the name of the package that the script uses."""
-    # Objects of one package are refused by the other, so the imported one comes first.
-    there = [name for name in _NAMES if name in sys.modules]
+    # Objects of one package are refused by the other, so the imported one comes first; of two, the later one.
+    there = [name for name in sys.modules if name in _NAMES][::-1]
     there += [name for name in _NAMES if find_spec(name.split(".")[0]) is not None]
     if not there:
         raise external_loop.missing("Lightning", "lightning")
@@ -49,24 +49,29 @@ _SEARCHING = (
     "(python instead of topotrain run), and set what it has found"
 )
 
-# The base class is known only when the script runs.
+_package()
 if TYPE_CHECKING:
     from lightning_utilities.core.rank_zero import rank_zero_only
     from pytorch_lightning.strategies import SingleDeviceStrategy
 else:
-    SingleDeviceStrategy = import_module(_package() + ".strategies").SingleDeviceStrategy
     rank_zero_only = import_module("lightning_utilities.core.rank_zero").rank_zero_only
+    SingleDeviceStrategy = object
 
 
 class TopotrainStrategy(SingleDeviceStrategy):
     """One device in a job: `fit` ties model, optimizer and training loader to it.
 
     device, more: as for `SingleDeviceStrategy`. Raises ConfigError at `fit`, for settings that fail in a job: several
-    optimizers or training loaders, a training loader that is loaded again, clipping by Lightning where the script does
-    not see the mean.
+    training loaders, one that is loaded again, clipping by Lightning where the script does not see the mean.
     """
 
     strategy_name = "topotrain"
+
+    def __new__(cls, *args: Any, **more: Any) -> "TopotrainStrategy":
+        # Only now: the script may import Lightning after this file.
+        base = import_module(_package() + ".strategies").SingleDeviceStrategy
+        made: TopotrainStrategy = super().__new__(cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {}))
+        return made
 
     def __init__(self, device: torch.device | str = "cpu", **more: Any) -> None:
         super().__init__(device, **more)
@@ -152,7 +157,8 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._sigterm)
         state = FitState(trainer)
-        model, optimizer = self.model, self.optimizers[0]
+        # With manual optimization there may be several.
+        model, optimizer, *_ = api.prepare(self.model, *self.optimizers)
         # Lightning reads no batch ahead of a loader with a length.
         how: dict[str, Any] = {"counted": True, "state": state, "ahead": False}
         old = "" if hasattr(trainer.fit_loop, "on_iteration_done") else _OLD
@@ -187,8 +193,6 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if not self.optimizers:
             accepted = "is not known yet in configure_optimizers: give Trainer(max_steps=...)"
             raise ConfigError("trainer.estimated_stepping_batches", None, accepted)
-        if len(self.optimizers) > 1:
-            raise ConfigError("configure_optimizers", f"{len(self.optimizers)} optimizers", "must return one")
         again = trainer.reload_dataloaders_every_n_epochs
         external_loop.refuse("reload_dataloaders_every_n_epochs", again, "must be 0: the loader is divided once")
         if here.place.job.grads is Grads.kHidden:

@@ -60,7 +60,7 @@ from topotrain.training import api  # noqa: F401  # loaded before the fork: ever
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
 from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
-from topotrain.training.misuse_checks import name_nearest
+from topotrain.training.misuse_checks import name_nearest, notice_unprepared
 from topotrain.training.worker_profile import ProfileRecorders
 
 if TYPE_CHECKING:
@@ -317,6 +317,7 @@ def run_worker(
         spans=profile.worker(),
     )
     enter(here)
+    notice_unprepared(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
     servers = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
