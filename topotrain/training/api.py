@@ -197,7 +197,7 @@ def _prepare_plainly(call: PreparedObjects) -> Any:
     rows = [module for model in call.models for module in model.modules() if isinstance(module, RowModule)]
     for module in rows if call.optimizers else ():
         module.follow(call.optimizers[0])
-    process.observed(call)
+    process.observer().prepared(call)
     return call.returned(lambda loader: loader)
 
 
@@ -286,7 +286,7 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
         wait_by_layer(model, worker)
     for number, optimizer in enumerate(request.optimizers):
         here.adopted[optimizer].join(worker, number, "" if cut is None else STATE_IN_PARTS)
-    here.join(worker, cut)
+    here.worker, here.split = worker, cut
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
     # Hooks run in the order of attachment, so the reporter, attached later, sees the counts that features change.
@@ -506,7 +506,7 @@ def report(**metrics: Metric) -> None:
         return
     for name, value in metrics.items():
         number = float(value() if callable(value) else value)
-        process.observed_metric(name, number)
+        process.observer().reported(name, number)
         print(f"{name}: {number:.6g}")
 
 

@@ -304,10 +304,6 @@ class Context:
             self.connections = connections
         return self.connections
 
-    def join(self, worker: Worker, split: DividedModel | None) -> None:
-        """The worker of this process has started, perhaps with a part of the model only."""
-        self.worker, self.split = worker, split
-
     def knows(self, things: Sequence[object]) -> bool:
         """Whether `tt.prepare` was given all of these before the job began."""
         return all(any(thing is known for known in self.given) for thing in things)
@@ -338,15 +334,14 @@ class PlanRun(BaseException):
         self.request = request
 
 
-class PrepareObserver(ABC):
-    """Sees the calls of `tt.prepare` in an ordinary process."""
+class PrepareObserver:
+    """Sees the calls of a script in an ordinary process. Each method does nothing here."""
 
-    @abstractmethod
     def prepared(self, call: PreparedObjects) -> None:
         """The script has prepared these objects."""
 
-    def reported(self, name: str, value: float) -> None:  # noqa: B027  # few observers need it
-        """The script has reported a metric. Does nothing here."""
+    def reported(self, name: str, value: float) -> None:
+        """The script has reported a metric."""
 
 
 class _OutsideStep(threading.local):
@@ -368,7 +363,7 @@ _unused: FirstUse | None = None  # while the script has prepared, and used nothi
 _prepared = False  # an ordinary process has called `tt.prepare`
 _plain: Passes | None = None  # over the loader that it has given
 _plain_steps = 0  # of the optimizers that it has given
-_observer: PrepareObserver | None = None  # of an ordinary process
+_observer = PrepareObserver()  # of an ordinary process
 _loop: LoopProgress | None = None  # of the training loop that began last
 _outside_step = _OutsideStep()
 
@@ -414,16 +409,9 @@ def observe_prepare(observer: PrepareObserver) -> None:
     _observer = observer
 
 
-def observed(call: PreparedObjects) -> None:
-    """The call is complete in an ordinary process."""
-    if _observer is not None:
-        _observer.prepared(call)
-
-
-def observed_metric(name: str, value: float) -> None:
-    """An ordinary process reports a metric."""
-    if _observer is not None:
-        _observer.reported(name, value)
+def observer() -> PrepareObserver:
+    """What sees the calls of this ordinary process."""
+    return _observer
 
 
 def forget() -> None:

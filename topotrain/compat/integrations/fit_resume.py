@@ -55,17 +55,14 @@ class FitState(external_loop.LoopState):
             try:
                 pack(value, {})
             except UnserializableState as error:
-                self._leave_out(f"{what}{name}", error)
+                here, full = process.current(), f"{what}{name}"
+                if full not in self._left_out and here is not None:
+                    self._left_out.add(full)
+                    text = f"the checkpoint's {full} holds {error}: it is not there after a restart"
+                    here.emit(Notice(str(here.me), text))
             else:
                 plain[name] = value
         return plain
-
-    def _leave_out(self, name: str, error: UnserializableState) -> None:
-        here = process.current()
-        if name not in self._left_out and here is not None:
-            self._left_out.add(name)
-            text = f"the checkpoint's {name} holds {error}: it is not there after a restart"
-            here.emit(Notice(str(here.me), text))
 
     def restore(self, position: ScriptPosition, done: int, left: int) -> None:
         """Restore loops and callbacks. `done`, `left`: batches of the epoch under way."""
