@@ -2,8 +2,8 @@
 
     python scripts/page_pictures.py
 
-Trains examples/digits.py under two frameworks, kills a worker of the first job, and slows a third job down. It takes
-some minutes on two cores, and writes the pictures that README.md and docs/ show.
+Trains examples/digits.py under two frameworks, and kills a worker of the first job. It takes some minutes on two cores,
+and writes the pictures that README.md and docs/ show.
 
 The exit code is 0 if all pictures are made, 1 if a page complains or a picture is too large, 3 without a browser.
 """
@@ -24,7 +24,7 @@ from page_command import WatchedJob, watching
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-NAMES = ("page-map", "page-curves", "page-replay", "page-two-runs", "page-lecture")
+NAMES = ("page-map", "page-curves", "page-replay", "page-two-runs")
 LIMIT_BYTES = 150_000
 WIDTH, HEIGHT = 1280, 860
 _COLORS = 256
@@ -123,32 +123,13 @@ def of_recorded_jobs(pictures: Pictures, folder: Path) -> None:
         pictures.take("page-two-runs")
 
 
-def of_lecture(pictures: Pictures, folder: Path) -> None:
-    """Show a gradient on its way."""
-    options = ("--lecture", "0.2", "--set", "cluster.transport=kTcp")
-    with _job("sandblaster", folder, "--batch", "512", options=options, name="lecture") as job:
-        browser = pictures.browser
-        pictures.open(job.address, "light")
-        browser.wait("return !document.getElementById('lecture').hidden")
-        # The page follows the job: it goes back to the last gradient.
-        browser.wait("return Number(document.getElementById('lecture-count').textContent.split(' of ')[1]) > 9")
-        browser.click("#lecture-back")
-        while "gradient" not in browser.text("#lecture-sentence"):
-            browser.click("#lecture-back")
-        browser.script("window.scrollTo(0, 0)")
-        pictures.take("page-lecture")
-
-
 @contextmanager
-def _job(
-    framework: str, folder: Path, *args: str, options: tuple[str, ...] = (), name: str = ""
-) -> Iterator[WatchedJob]:
+def _job(framework: str, folder: Path, *args: str) -> Iterator[WatchedJob]:
     """Train on digits under a framework, in a workspace of its name, with a page."""
-    name = name or framework
-    setting = ("--set", f"cluster.workspace={name}", "--set", f"name={name}")
+    setting = ("--set", f"cluster.workspace={framework}", "--set", f"name={framework}")
     files = (str(ROOT / "examples" / "conf" / f"{framework}.conf"), str(ROOT / "examples" / "digits.py"))
-    words = _topotrain("run", "--quiet", "--watch", "0", *setting, *options, *files, *args)
-    with watching(words, folder, f"said-{name}") as job:
+    words = _topotrain("run", "--quiet", "--watch", "0", *setting, *files, *args)
+    with watching(words, folder, f"said-{framework}") as job:
         yield job
 
 
@@ -178,7 +159,7 @@ def main() -> int:
             browser.resize(WIDTH, HEIGHT)
             browser.prefer(color_scheme="light", reduced_motion="no-preference")
             pictures = Pictures(browser, out)
-            for make in (of_running_job, of_recorded_jobs, of_lecture):
+            for make in (of_running_job, of_recorded_jobs):
                 make(pictures, Path(folder))
     except NoBrowser as reason:
         print(f"no pictures: {reason}", file=sys.stderr)

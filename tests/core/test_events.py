@@ -59,7 +59,6 @@ EXAMPLES: list[Event] = [
     events.Traffic("worker 0/1", {"server 0/0": 1000, "server 0/1": 2000}),
     events.ServerLoad("server 0/1", 40, 40, 0.75),
     events.Slices("server 0/1", ("net.weight", "net.bias"), (128, 0), (128, 16), 3),
-    events.Traveled("worker 0/1", "server 0/0", "push", 3, 7),
     events.ReplayReport("server 0/1", "whole life", "worker 1/0", 0, ""),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]

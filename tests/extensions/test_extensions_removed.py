@@ -70,7 +70,6 @@ print(f"{len(gone)} modules masked; not needed any more: {unused}")
         ("extensions.host_sums", ""),  # a simulation has its links between workers
         ("extensions.checkpointing", "server"),  # the process of a simulated server imports the writer of snapshots
         ("extensions.elastic", "server"),  # the process of a simulated server imports it for its launcher's questions
-        ("extensions.slow_deliveries", "all"),
         ("extensions.decision_record", "all"),
         ("extensions.resume", ""),  # the client, which a simulation needs, imports its messages' layout
         ("extensions.worker_values", "server"),  # the client, which a simulation needs, has its part of it

@@ -185,23 +185,6 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\d[\d.,]*", "N", text)
 
 
-def test_a_lecture_says_what_each_message_means(runner: JobRunner, browser: Browser) -> None:
-    options = ["--watch", "0", "--lecture", "0.1", "--set", "cluster.transport=kTcp"]
-    words = runner.command(SANDBLASTER, "steady.py", "--epochs", "50", options=options)
-    with watching(words, runner.folder) as job:
-        browser.open(job.address)
-        browser.wait("return !document.getElementById('lecture').hidden")
-        assert browser.text("#lecture-intro").startswith("Sandblaster")
-        # The sentence goes with the job until the reader chooses one.
-        browser.wait("return parseInt(document.getElementById('lecture-count').textContent) >= 4")
-        browser.click("#lecture-back")
-        sentence = browser.text("#lecture-sentence")
-        assert "step " in sentence and sentence.startswith(("worker", "server")), sentence
-        browser.click("#lecture-play")
-        browser.wait("return document.getElementById('lecture-sentence').textContent !== arguments[0]", sentence)
-        browser.picture("live-lecture")
-
-
 def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Browser) -> None:
     with subprocess.Popen(
         runner.command(DOWNPOUR, *LONG), cwd=runner.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -37,7 +37,6 @@ class PreparedJob:
     points: int = 120
     slow: int = 2
     running: bool = False
-    traveling: bool = False
 
     def view(self) -> dict[str, Any]:
         """Return the job's view, version 1."""
@@ -55,7 +54,6 @@ class PreparedJob:
                 {"at": self.seconds * (number + 1) / (len(_KINDS) + 1), "kind": kind, "of": of, "text": text}
                 for number, (kind, of, text) in enumerate(_KINDS)
             ],
-            **({"travels": self._travels(workers, servers)} if self.traveling else {}),
         }
 
     def _job(self) -> dict[str, Any]:
@@ -125,14 +123,3 @@ class PreparedJob:
                 add("bytes_per_s", f"{worker}>{server}", "B/s", lambda n, k=number: 2e6 * (1 + k) + 1e5 * math.sin(n))
         add("staleness_bound", "job", "", lambda n: 6.0)
         return found
-
-    def _travels(self, workers: list[str], servers: list[str]) -> list[list[Any]]:
-        found: list[list[Any]] = []
-        at = self.seconds * 0.1
-        for step in range(1, 4):
-            for worker in workers:
-                for bucket, server in enumerate(servers):
-                    found.append([at, worker, server, "push", step, bucket])
-                    found.append([at + 0.6, server, worker, "values", step, bucket])
-                    at += 1.5
-        return sorted(found, key=lambda entry: float(entry[0]))

@@ -29,7 +29,6 @@ from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.job import Job, TransportChoice
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message
-from topotrain.core.transport_contract import DeliveryObserver
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _LOOK_S, _SHORT_LOOK_S = 2.0, 0.5
@@ -98,7 +97,6 @@ class Router:
         place: the process.
         shared: memory that the shared-memory transport can share.
         pump: reads the connections of a process without threads for it; its peers all run on this host.
-        observer: observes each message before it is handled.
     """
 
     def __init__(
@@ -106,12 +104,11 @@ class Router:
         place: RouterConfig,
         shared: ProcessMemory,
         pump: InlineReader | None = None,
-        observer: DeliveryObserver | None = None,
     ) -> None:
         choice = place.job.cluster.transport
         copied = place.job.cluster.replicas > 1
         self._local = InProcessTransport(manual=pump is not None)
-        self._pump, self._observer = pump, observer
+        self._pump = pump
         self._tcp: TcpTransport | None = None
         self._sockets: dict[str, SocketTransport] = {}
         if choice is not TransportChoice.kTcp or copied:
@@ -158,7 +155,7 @@ class Router:
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
         names = self._order[:1] if dial_only and near else self._order
         urls = [
-            self._sockets[name].attach_together({me: self._port(name, me, each) for me, each in endpoints.items()})
+            self._sockets[name].attach_together({me: _Port(self, name, me, each) for me, each in endpoints.items()})
             for name in names
             if name in self._sockets
         ]
@@ -169,17 +166,8 @@ class Router:
         if inside:
             for me, endpoint in endpoints.items():
                 # A port of its own: replies must take the transport on which the message came.
-                self._local.attach(me, self._port("local", me, endpoint))
+                self._local.attach(me, _Port(self, "local", me, endpoint))
         return tuple(urls)
-
-    def _port(self, name: str, me: Address, endpoint: Endpoint) -> "_Port":
-        """Return an endpoint as the transport of this name sees it."""
-        # A class of its own: without an observer no message pays for one.
-        return (
-            _Port(self, name, me, endpoint)
-            if self._observer is None
-            else _ObservedPort(self, name, me, endpoint, self._observer)
-        )
 
     def _attach_copies(self, endpoints: Mapping[Address, Endpoint]) -> list[str]:
         """Attach endpoints to the transport to standbys of this host; return its URL."""
@@ -415,18 +403,6 @@ class _Port:
         self._known.discard(peer)  # a peer that reconnects may come over another transport
         self._router.remove_route(self._me, peer, self._name)
         self._endpoint.lost(peer, reason)
-
-
-class _ObservedPort(_Port):
-    """A port with an observer of its messages."""
-
-    def __init__(self, router: Router, name: str, me: Address, endpoint: Endpoint, observer: DeliveryObserver) -> None:
-        super().__init__(router, name, me, endpoint)
-        self._to, self._observer = me, observer
-
-    def handle(self, sender: Address, message: Message) -> None:
-        self._observer.on_delivery(sender, self._to, message)
-        super().handle(sender, message)
 
 
 class RoutedSender:

@@ -603,22 +603,6 @@ class Slices(Event):
 
 
 @event
-class Traveled(Event):
-    """A message of a step that is under way, in a job with slowed-down messages.
-
-    The first field names its sender. to: its receiver, which reports it. what: its kind, such as "push" or "mean".
-    step: counted from 1. Between server groups it is the number of the exchange of this bucket.
-    bucket: -1: the message is about no bucket, or about all buckets of a server.
-    """
-
-    who: str
-    to: str
-    what: str
-    step: int
-    bucket: int
-
-
-@event
 class ReplayReport(Event):
     """A server of a job that is replayed tells how far it is.
 

@@ -9,7 +9,6 @@ An `Endpoint` has an `Address`. A `Transport` attaches endpoints and carries mes
   deadlock two processes.
 """
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from topotrain.config.topology import Address
@@ -60,17 +59,6 @@ class Endpoint(Protocol):
     def lost(self, peer: Address, reason: str) -> None:
         """Note the end of a connection; once for each, also when the peer closed it."""
         ...
-
-
-class DeliveryObserver(ABC):
-    """Observes the messages that reach the endpoints of a process."""
-
-    @abstractmethod
-    def on_delivery(self, sender: Address, to: Address, message: "Message") -> None:
-        """Note a message that is about to be handled; on the thread that has read it.
-
-        Each message is handled when this returns. So it delays the later messages of the same connection, too.
-        """
 
 
 class MessageSender(Protocol):

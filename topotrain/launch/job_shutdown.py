@@ -106,7 +106,6 @@ class LauncherContext(Notifier):
     requests: of the user, which are not answered yet.
     forwards: forwards them, where another unit decides.
     samples: sends the displays of the leader what happens here.
-    held: the processes hold each message of a step on purpose.
     """
 
     on_event: EventListener
@@ -122,7 +121,6 @@ class LauncherContext(Notifier):
     requests: JobRequests = field(default_factory=JobRequests)
     forwards: ForwardedRequests | None = None
     samples: Samples = field(default_factory=Samples)
-    held: bool = False
 
     def notify(self, text: str) -> None:
         self.on_event(Notice("launcher", text))

@@ -35,7 +35,6 @@ class LocalLauncher(Launcher):
     forkserver: the socket of a running forkserver of another process. "": the job starts its own.
     shared: a forkserver that was started for this job.
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans into the run directory.
-    pause_s: seconds for which the processes hold each message of a step, and report it.
     resume: the snapshot that the job resumes from. "": the job starts at step 0.
     outlet: where the program's output goes.
     watch: knows the state of the job.
@@ -46,7 +45,6 @@ class LocalLauncher(Launcher):
     forkserver: str = ""
     shared: SharedForkserver | None = None
     profile: int = 0
-    pause_s: float = 0.0
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
     watch: JobWatch = field(default_factory=JobWatch)
@@ -71,7 +69,6 @@ class LocalLauncher(Launcher):
                     *(on_event, files, stop, forkserver, mark, place),
                     outlet=self.outlet,
                     requests=requests,
-                    held=self.pause_s > 0,
                 )
                 attempt = AttemptInfo(0, self.resume, absent_groups(job, topology))
                 # Before the first attempt: it notes which snapshots an earlier job has left.
@@ -115,7 +112,7 @@ class LocalLauncher(Launcher):
     ) -> JobOutcome:
         """Run one attempt from its first process to its last."""
         try:
-            url = prepare(job, workspace, self.profile, self.pause_s, self.folder)
+            url = prepare(job, workspace, self.profile, self.folder)
             url, units = url if place is None else place.url, run.topology.units
             folder, mbit = str(workspace / "run"), run.topology.link_mbit
             places = [UnitPlace(u.rank, len(units), url, folder, link_mbit=mbit) for u in units]

@@ -71,7 +71,7 @@ class RunLoop:
         self._units = UnitProcesses(self._selector)
         self._table = ProcessTable(topology)
         self._processes = ProcessList(topology, host.files.processes, own_forkserver=host.forkserver.own)
-        self._stalls = StallDetector(self._table.workers, host.held)
+        self._stalls = StallDetector(self._table.workers)
         self.shutdown = JobShutdown(self._table, self._units, recovery, host)
         self.executor = ActionExecutor(topology, recovery, self._units, self.shutdown, host)
         self._remote = RemoteUnits(topology, recovery, self.executor, self.shutdown, host)

@@ -37,12 +37,6 @@ def test_where_all_wait_no_process_is_to_blame() -> None:
     assert text(still) == "worker 0/0 has waited 20 s so far: for the servers, or for workers elsewhere"
 
 
-def test_where_messages_are_held_a_wait_is_no_news() -> None:
-    still = StallDetector(WORKERS, held=True)
-    still.on_event(Waits(A, 10.0), NOW)
-    assert text(still) == ""
-
-
 def test_who_makes_steps_is_not_waited_for() -> None:
     still = StallDetector((A, B))
     still.on_event(step(B), NOW - QUIET_S / 2)

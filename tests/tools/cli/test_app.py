@@ -65,7 +65,6 @@ class Launcher:
         self.ending = ending or JobOutcome(0, 1.5)
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
-        self.pauses: list[float] = []
         self.forkservers = 0
 
     def __call__(
@@ -76,11 +75,9 @@ class Launcher:
         outlet: object = None,
         shared: object = None,
         watch: object = None,
-        pause_s: float = 0.0,
         folder: object = None,
     ) -> "Launcher":
         self.profiles.append(profile)
-        self.pauses.append(pause_s)
         return self
 
     @contextmanager
@@ -684,12 +681,11 @@ def test_the_launcher_is_told_which_step_to_profile(
     assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
 
 
-def test_the_launcher_is_told_how_long_messages_are_held(ask: Ask, here: Path, launcher: Launcher) -> None:
-    assert [ask("run", *words, "down.conf", "train.py")[0] for words in ([], ["--lecture", "0.5"])] == [0, 0]
-    assert launcher.pauses == [0.0, 0.5]
-    code, _, err = ask("run", "--lecture", "-1", "down.conf", "train.py")
-    assert (code, launcher.pauses) == (2, [0.0, 0.5])
-    assert "--lecture = -1.0: must be from 0.01 to 5 seconds for each message" in err
+def test_a_removed_option_says_what_to_use_instead(ask: Ask, here: Path, launcher: Launcher) -> None:
+    code, _, err = ask("run", "--lecture", "0.5", "down.conf", "train.py")
+    assert (code, launcher.jobs, err.count("\n")) == (2, [], 1)
+    assert err.startswith("topotrain: error: --lecture was removed: --watch shows")
+    assert "--lecture" not in ask("run", "--help")[1]
 
 
 def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:

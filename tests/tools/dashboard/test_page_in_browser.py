@@ -1,7 +1,7 @@
 """The page in a real browser: map, curves, events, replay, keyboard, narrow windows, dark, and no console error."""
 
 import io
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,8 @@ from browser import Browser, page_file, why_none
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
-from tests.support.recorded_jobs import history, step
-from topotrain.config import job_file
-from topotrain.config.topology import layout
-from topotrain.core.events import Traveled
-from topotrain.tools.recording.job_start import JobStart
-from topotrain.tools.recording.recorded_lines import TimedEvent
-
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
-CONF = Path(__file__).parents[3] / "examples" / "conf"
 TAB, ENTER, ESCAPE, RIGHT, DOWN, HOME = "\ue004", "\ue007", "\ue00c", "\ue014", "\ue015", "\ue011"
 
 # Contrast as WCAG 2 defines it, of each text with the ground that is really behind it.
@@ -256,12 +248,11 @@ def test_everything_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_in_both_themes(browser: Browser, tmp_path: Path, scheme: str) -> None:
     browser.prefer(color_scheme=scheme, reduced_motion="reduce")
-    opened(browser, tmp_path, PreparedJob(workers=2, traveling=True))
+    opened(browser, tmp_path, PreparedJob(workers=2))
     assert browser.script("return document.documentElement.dataset.theme") == scheme
     for seconds in (1.0, 50.0, 62.0, 120.0, 240.0):
         at(browser, seconds)
         assert browser.script(CONTRAST) == []
-    browser.click("#lecture-switch")
     browser.click("[data-name='worker 0/0']")
     assert browser.script(CONTRAST) == []
     at(browser, 50.0)
@@ -327,15 +318,14 @@ def test_the_theme_can_be_chosen(browser: Browser, tmp_path: Path) -> None:
     assert browser.script("return document.documentElement.dataset.theme") == "light"
 
 
-@pytest.mark.parametrize("traveling", [False, True])
-def test_a_narrow_window_scrolls_in_one_direction_only(browser: Browser, tmp_path: Path, traveling: bool) -> None:
+def test_a_narrow_window_scrolls_in_one_direction_only(browser: Browser, tmp_path: Path) -> None:
     browser.resize(360, 740)
-    opened(browser, tmp_path, PreparedJob(groups=2, workers=2, servers=2, hosts=2, traveling=traveling))
+    opened(browser, tmp_path, PreparedJob(groups=2, workers=2, servers=2, hosts=2))
     assert browser.script(TOO_WIDE) == 0
     at(browser, 120.0)
     browser.script("document.querySelector('.process').click()")
     assert browser.script(TOO_WIDE) == 0
-    browser.picture(f"narrow-{'lecture' if traveling else 'map'}")
+    browser.picture("narrow-map")
 
 
 def test_two_runs_are_laid_over_each_other(browser: Browser, tmp_path: Path) -> None:
@@ -346,67 +336,6 @@ def test_two_runs_are_laid_over_each_other(browser: Browser, tmp_path: Path) -> 
     browser.wait("return document.querySelector('[data-chart=loss] .key').textContent.includes('B group 0')")
     browser.script("document.querySelector('#curves').scrollIntoView()")
     browser.picture("two-runs")
-
-
-@pytest.mark.parametrize("framework", ["Sandblaster", "AllReduce", "Downpour", "Distributed Hogwild"])
-def test_a_lecture_explains_each_gradient(browser: Browser, tmp_path: Path, framework: str) -> None:
-    opened(browser, tmp_path, PreparedJob(framework=framework, traveling=True))
-    assert browser.text("#lecture-intro").startswith(framework.split()[-1])
-    browser.click("#lecture-next")
-    assert browser.text("#lecture-sentence") == "worker 0/0 pushes its gradient of slice 0 to server 0/0, step 1."
-    browser.wait("return arguments[0] < (() => {" + DRAWN.replace("arguments[0]", "'canvas.dots'") + "})()", 50)
-    browser.picture(f"lecture-{framework.split()[-1].lower()}")
-    browser.click("#lecture-next")
-    assert browser.text("#lecture-sentence") == "server 0/0 sends its values of slice 0 to worker 0/0, step 1."
-    browser.click("#lecture-back")
-    assert browser.text("#lecture-sentence").startswith("worker 0/0 pushes")
-    assert browser.text("#lecture-count").startswith("1 of ")
-
-
-@pytest.mark.parametrize("framework", ["sandblaster", "allreduce", "downpour", "hogwild"])
-def test_the_whole_map_of_an_example_is_in_sight_with_the_sentence(
-    browser: Browser, tmp_path: Path, framework: str
-) -> None:
-    browser.resize(1280, 720)
-    job = job_file.load(CONF / f"{framework}.conf")
-    made = history(TimedEvent(0.0, JobStart(job, layout(job.cluster), 1000.0, False).header))
-    workers = [each["name"] for each in made.view()["processes"] if each["role"] == "worker"]
-    for at, worker in enumerate(workers):
-        made.add(TimedEvent(1.0 + at, step(worker, loss=2.3)))
-        made.add(TimedEvent(1.0 + at, Traveled(worker, "server 0/0", "push", 1, 0)))
-    browser.open(page_file(tmp_path, made.view()))
-    browser.click("#lecture-next")
-    lowest, bar, wide = browser.script(
-        "const bottom = (b) => b.getBoundingClientRect().bottom;"
-        "const lowest = Math.max(...[...document.querySelectorAll('.process')].map(bottom));"
-        f"return [lowest, document.getElementById('replay').getBoundingClientRect().top, ({TOO_WIDE[7:]})];"
-    )
-    assert lowest < bar and wide == 0
-    browser.picture(f"lecture-of-{framework}")
-
-
-def test_the_sentence_of_a_running_lecture_goes_with_the_job(browser: Browser, tmp_path: Path) -> None:
-    view = PreparedJob(traveling=True, running=True).view()
-    browser.open(page_file(tmp_path, view))
-    total = len(view["travels"])
-    assert browser.text("#lecture-count") == f"{total} of {total}"
-    assert browser.text("#lecture-sentence").startswith("server 0/1 sends its values")
-    at(browser, (view["travels"][2][0] + view["travels"][3][0]) / 2)
-    assert browser.text("#lecture-count") == f"3 of {total}"
-    at(browser, 1.0)
-    assert browser.text("#lecture-sentence") == "Next shows the first message."
-    browser.click("#lecture-next")
-    assert browser.text("#lecture-count") == f"1 of {total}"
-
-
-def test_the_lecture_names_its_signs_and_its_button(browser: Browser, tmp_path: Path) -> None:
-    opened(browser, tmp_path, PreparedJob(traveling=True))
-    assert browser.text("#lecture-sentence") == "Next shows the first message."
-    signs = browser.script("return [...document.querySelectorAll('#lecture-legend li')].map((li) => li.textContent)")
-    assert signs == ["disc: gradients", "square: values", "ring: neither"]
-    name = "const button = document.getElementById(arguments[0]); return button.ariaLabel ?? button.textContent;"
-    names = [browser.script(name, button) for button in ("lecture-play", "replay-play")]
-    assert names == ["Play messages", "Play the job"]
 
 
 def test_the_parts_of_the_page_are_in_line(browser: Browser, tmp_path: Path) -> None:
@@ -428,19 +357,6 @@ def test_the_parts_of_the_page_are_in_line(browser: Browser, tmp_path: Path) -> 
         "return box('act-buttons').top - box('acts-title').bottom;"
     )
     assert browser.script(gap) >= 6
-
-
-def test_less_motion_shows_a_gradient_at_rest(browser: Browser, tmp_path: Path) -> None:
-    browser.prefer(color_scheme="light", reduced_motion="reduce")
-    opened(browser, tmp_path, PreparedJob(traveling=True))
-    browser.click("#lecture-next")
-    picture = "return document.querySelector('canvas.dots').toDataURL()"
-    seen = []
-    for _ in range(3):
-        browser.frames(0.1)
-        seen.append(browser.script(picture))
-    assert browser.script(DRAWN, "canvas.dots") > 50
-    assert all(a == b for a, b in pairwise(seen))
 
 
 def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_path: Path) -> None:

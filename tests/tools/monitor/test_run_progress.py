@@ -221,6 +221,5 @@ def test_words_are_said_above_the_table_and_without_markup(clock: Clock) -> None
     for make in (PlainProgress, LiveTable):
         text = io.StringIO()
         with make(TOPOLOGY, live(text, width=20)) as shown:
-            shown.say("[bold]a sentence that is longer than the terminal is wide[/bold]")
-            shown(Notice("worker 0/0", "a notice"))
+            shown(Notice("worker 0/0", "[bold]a sentence that is longer than the terminal is wide[/bold]"))
         assert "[bold]a sentence that is longer than the terminal is wide[/bold]" in text.getvalue()

@@ -54,8 +54,7 @@ def added(view: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     names = [each["name"] for each in delta.get("processes", view["processes"])]
     states = {who: [*view["states"].get(who, []), *delta["states"].get(who, [])] for who in names}
     story = [*view["story"], *delta["story"]]
-    travels = [*view["travels"], *delta["travels"]]
-    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story, "travels": travels}
+    return {**view, **delta, "series": list(series_.values()), "states": states, "story": story}
 
 
 @settings(max_examples=25)

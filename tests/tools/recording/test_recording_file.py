@@ -95,6 +95,7 @@ def test_a_text_with_such_a_name_stays_a_text() -> None:
         '{"at":1}',
         '{"event":"StepDone"}',
         '{"at":1,"event":"OfTheFuture","who":"worker 0/0"}',
+        '{"at":1,"event":"Traveled","who":"worker 0/0","to":"server 0/0","what":"push","step":3,"bucket":7}',  # removed
         '{"at":1,"event":["StepDone"]}',
         '{"at":"x","event":"Waits","who":"worker 0/0","seconds":1}',
         '{"at":1,"event":"Waits","who":7,"seconds":1}',

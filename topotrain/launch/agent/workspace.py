@@ -40,7 +40,6 @@ RESERVED = "final.tmp"
 RECORDED, REPLAYED = "recorded", "replayed"
 """Folders in the run directory: where processes record the order of decisions, and from where they replay it."""
 _WANTED = "wanted"
-_PAUSE = "message-pause"
 
 
 class RunFolder:
@@ -115,14 +114,12 @@ def prepare(
     job: Job,
     workspace: Path,
     profile: int = 0,
-    pause_s: float = 0.0,
     more: RunFolder = RunFolder(),  # noqa: B008
 ) -> str:
     """Make a new run directory, and return the URL of the job's rendezvous.
 
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
-    pause_s: seconds for which each process holds each message of a step. more: is put there, too.
-    Raises ConfigError.
+    more: is put there, too. Raises ConfigError.
     """
     run_dir = workspace / "run"
     try:
@@ -133,8 +130,6 @@ def prepare(
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
         # A new secret for each start: processes that an earlier job has left cannot join this one.
         write_run_files(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
-        if pause_s:
-            write_text(run_dir / _PAUSE, repr(pause_s))
         more.fill(run_dir)
     except OSError as error:
         raise unusable(job, error) from None
@@ -163,12 +158,6 @@ def profiled_step(run_dir: Path) -> int:
     """Return the step that the job profiles, counted from 1; 0 for none."""
     wanted = run_dir / SPANS / _WANTED
     return int(wanted.read_text()) if wanted.exists() else 0
-
-
-def message_pause(run_dir: Path) -> float:
-    """Return for how many seconds a process holds each message of a step; 0: none."""
-    wanted = run_dir / _PAUSE
-    return float(wanted.read_text()) if wanted.exists() else 0.0
 
 
 @dataclass(slots=True)

@@ -19,11 +19,10 @@ class StallDetector:
 
     Args:
         workers: their names.
-        held: messages are held on purpose, so that waits are no news.
     """
 
-    def __init__(self, workers: Collection[str], held: bool = False) -> None:
-        self._workers, self._held = frozenset(workers), held
+    def __init__(self, workers: Collection[str]) -> None:
+        self._workers = frozenset(workers)
         self._waiting: dict[str, float] = {}
         self._stepped: dict[str, float] = {}
         self._gone: set[str] = set()
@@ -54,7 +53,7 @@ class StallDetector:
 
         missing: workers that are absent from the job at present.
         """
-        if self._held or self._due is None or now < self._due:
+        if self._due is None or now < self._due:
             return None
         self._due = None
         rest = self._workers - self._waiting.keys() - self._gone - set(missing)

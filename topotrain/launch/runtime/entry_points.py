@@ -37,7 +37,6 @@ from topotrain.core.events import (
 )
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
-from topotrain.core.transport_contract import DeliveryObserver
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter, writer_for
 from topotrain.extensions.elastic.eligibility import refusal
@@ -46,7 +45,7 @@ from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerP
 from topotrain.extensions.replication.replica_host import HostedServer, ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, parse_placement
 from topotrain.launch import import_from_working_folder
-from topotrain.launch.agent.workspace import RECORDED, REPLAYED, SPANS, message_pause, profiled_step
+from topotrain.launch.agent.workspace import RECORDED, REPLAYED, SPANS, profiled_step
 from topotrain.launch.log_lines import LineStamps
 from topotrain.launch.runtime import event_records
 from topotrain.launch.runtime.child_channel import ChildChannel, end_process, exit_code
@@ -86,7 +85,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     observer = ServerObserver(control, addresses[0], requests, place, apart=bool(spec["hosts"]))
     writer = _writer(place, addresses, control)
     snapshot.open(writer)
-    options = HostOptions(observer, profile, writer, _slow_deliveries(spec, control), _order(spec, control))
+    options = HostOptions(observer, profile, writer, _order(spec, control))
     sent, received, link = serve(place, addresses, options, slot)
     profile.leave()
     if observer.servers is not None:  # this process may have been made for replicas that the job no longer needed
@@ -254,16 +253,6 @@ def _recorders(spec: dict[str, Any], who: Address) -> ProfileRecorders:
     return ProfileRecorders(profiled_step(run_dir), run_dir / SPANS, who)
 
 
-def _slow_deliveries(spec: dict[str, Any], control: ChildChannel) -> DeliveryObserver | None:
-    """Return what slows down the messages to this process; None in most jobs."""
-    seconds = message_pause(Path(spec["run_dir"]))
-    if not seconds:
-        return None
-    from topotrain.extensions.slow_deliveries.slow_deliveries import SlowDeliveries
-
-    return SlowDeliveries(seconds, control)
-
-
 def _order(spec: dict[str, Any], control: ChildChannel) -> "ProcessOrder | None":
     """Return what records, or replays, the order of decisions; None in most jobs."""
     run_dir = Path(spec["run_dir"])
@@ -308,9 +297,7 @@ def run_worker(
         me,
         Path(place.job.workspace).absolute(),
         control,
-        WorkerConnector(
-            HostOptions(UnitObserver(control, server, me), profile, writer, _slow_deliveries(spec, control), order)
-        ),
+        WorkerConnector(HostOptions(UnitObserver(control, server, me), profile, writer, order)),
         prepare_extensions(choices),
         fds[0] if spec["shared_memfd"] else None,
         resumed=place.resumed,

@@ -25,7 +25,7 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Drained, Fail, FinalValue, Message, ProtocolError
 from topotrain.core.server.server import Server, ServerFactory
-from topotrain.core.transport_contract import DeliveryObserver, MessageSender
+from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
@@ -92,14 +92,13 @@ class HostOptions:
     """The receivers of a process's reports, spans and snapshots.
 
     observer: receives reports. profile: makes the recorders of spans; None: no profile is wanted.
-    writer: writes the servers' snapshots, if the job takes any. deliveries: observes the messages to this process.
+    writer: writes the servers' snapshots, if the job takes any.
     order: records the order of the servers' decisions, or has it. None: neither.
     """
 
     observer: HostObserver = field(default_factory=HostObserver)
     profile: ProfileRecorders | None = None
     writer: SnapshotWriter | None = None
-    deliveries: DeliveryObserver | None = None
     order: "ServerOrder | None" = None
 
     def recorder(self, server: Address, groups: Iterable[int]) -> Recorder:
@@ -351,7 +350,7 @@ def serve(
     slot: the replica settings, where every server has two replicas.
     """
     shared = ProcessMemory()
-    router = Router(place, shared, observer=options.deliveries)
+    router = Router(place, shared)
     copied = place.job.cluster.replicas > 1
     # A second copy on this host reads the workers' gradients in the memory of the first one.
     memory: BufferMemory = shared if place.shared or copied else PrivateMemory()

@@ -95,7 +95,7 @@ class WorkerConnections(Connections):
         self.memory = ProcessMemory()
         self._place = place
         reader = InlineReader() if place.topology.inline else None
-        self._router = Router(place, self.memory, reader, options.deliveries)
+        self._router = Router(place, self.memory, reader)
         self._reports = HostReports()
         poll_s, observer = place.job.cluster.poll_time / 1000, options.observer
         self._waiter = (

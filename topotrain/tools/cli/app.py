@@ -57,7 +57,6 @@ from topotrain.tools.cli.job_arguments import (
 from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
-from topotrain.tools.monitor.lecture import check_lecture
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -72,6 +71,9 @@ if TYPE_CHECKING:
 REPLAY = "topotrain.tools.replay"
 TRAINS = frozenset({"run", "unit", "launch", "check", "compare", "pserver", "replay"})
 """Commands that train: what they print is not their outcome."""
+LECTURE = (
+    "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
+)
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -318,15 +320,12 @@ def run(
     watch_host: WatchHost = HOST,
     logs: Logs = None,
     metrics: Metrics = "",
-    lecture: Annotated[
-        float | None,
-        typer.Option("--lecture", metavar="SECONDS", help="For teaching: hold and explain each message so long."),
-    ] = None,
     record: Annotated[
         Path | None,
         typer.Option("--record", metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`."),
     ] = None,
     forkserver: Forkserver = "",
+    lecture: Annotated[str | None, typer.Option("--lecture", hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Train a job on this machine.
 
@@ -336,6 +335,8 @@ def run(
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
 
+        if lecture is not None:  # for the users of an earlier version
+            raise BadInput(LECTURE)
         job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
         job = with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
@@ -343,8 +344,6 @@ def run(
             check_writable("--report", report)
         job = chosen(job, snapshot, quiet, forkserver)
         topology = layout(job.cluster)
-        if lecture is not None:
-            check_lecture(lecture, topology)
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         job = job if recording is None else recording.job
         stack.enter_context(watched(watch_port, watch_host, job.workspace))
@@ -356,7 +355,7 @@ def run(
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
         announce(exports)
-        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, lecture or 0.0, recording)
+        options = RunOptions(quiet, as_json, forkserver, step, snapshot, shared, exports, recording)
         result = train(job, topology, terminal, options)
         show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:

@@ -41,7 +41,6 @@ class RunOptions:
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
     exports: "JobExports | None" = None  # for other tools
-    lecture: float = 0.0  # seconds for which each message of a step is held, and explained; 0: none is
     folder: "RunFolder | None" = None  # fills the run directory of each start
 
 
@@ -62,7 +61,6 @@ def train(
     from topotrain.launch.runtime.event_records import is_silenced, record
     from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
-    from topotrain.tools.monitor.lecture import explaining
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
@@ -74,7 +72,6 @@ def train(
         recording(job, topology, bool(options.resume)) as recorded,
         display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
     ):
-        explain = explaining(topology, window, bool(options.lecture) and not options.quiet)
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -85,7 +82,6 @@ def train(
                 record(each)
                 if not is_silenced(each):
                     window(each)
-                explain(each)
                 recorded(each)
                 if exports is not None:
                     exports(each)
@@ -96,7 +92,6 @@ def train(
             forkserver=options.forkserver,
             shared=options.shared,
             profile=options.profile,
-            pause_s=options.lecture,
             resume=options.resume,
             outlet=made,
             watch=recorded,

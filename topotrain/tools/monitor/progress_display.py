@@ -69,19 +69,19 @@ class QuietProgress:
             case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
                 self._own[event.who] = own
             case Notice():
-                self.say(f"topotrain: {event.who}: {event.text}")
+                self._say(f"topotrain: {event.who}: {event.text}")
             case Skipped() if _is_said(event):
-                self.say(f"topotrain: {skip(event)}")
+                self._say(f"topotrain: {skip(event)}")
             case Incident():
-                self.say(f"topotrain: {event.what}; {event.action}")
+                self._say(f"topotrain: {event.what}; {event.action}")
             case Resized():
                 self._resized(event)
             case Recovered():
-                self.say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
+                self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
             case Left():
-                self.say(f"topotrain: group {event.group} {event.how}; the others continue")
+                self._say(f"topotrain: group {event.group} {event.how}; the others continue")
             case Joined():
-                self.say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
+                self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
                 pass
 
@@ -105,13 +105,13 @@ class QuietProgress:
         # Those of workers that have left would make the others look fast or slow.
         self._own = {who: own for who, own in self._own.items() if who in now}
         many = f"nworkers_per_group: {event.workers}"
-        self.say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
+        self._say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
-            self.say(f"topotrain: {slow.words()}")
+            self._say(f"topotrain: {slow.words()}")
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         """Print a line of the display."""
         with self._writing:
             # Else the line would go on behind the program's progress bar.
@@ -153,7 +153,7 @@ class PlainProgress(QuietProgress):
         now = monotonic()
         line = self._wait_lines.due(self.waits.longest(now), now)
         if line:
-            self.say(f"topotrain: {line}")
+            self._say(f"topotrain: {line}")
 
     def _interval(self) -> float:
         # A log of a night would have thousands of lines otherwise.
@@ -169,7 +169,7 @@ class PlainProgress(QuietProgress):
     def _line(self) -> None:
         now = monotonic()
         self._last_line = self.run.elapsed(now)
-        self.say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.rows.all())}")
+        self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.rows.all())}")
 
 
 def recovery(event: Recovered, what: str = "loss") -> str:

@@ -17,7 +17,6 @@ from topotrain.core.events import (
     Saved,
     StepDone,
     Tested,
-    Traveled,
 )
 from topotrain.tools.recording.event_stories import story_of
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
@@ -26,7 +25,6 @@ from topotrain.tools.recording.process_events import ProcessEvents
 from topotrain.tools.recording.process_table import ProcessTable
 from topotrain.tools.recording.recorded_layout import RecordedLayout
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
-from topotrain.tools.recording.travel_track import TravelTrack
 
 VIEW_VERSION = 1
 
@@ -45,7 +43,6 @@ class JobHistory:
         self._processes, self._series = ProcessTable(self._number), SeriesTable()
         self._process_events = ProcessEvents(self._processes, self._series)
         self._story = StoryTrack()
-        self._travels = TravelTrack()
         self._job = JobFigures()
 
     @property
@@ -118,7 +115,6 @@ class JobHistory:
         data["series"] = self._series.as_data(cursor, whole)
         data["states"] = self._processes.states_since(cursor, whole)
         data["story"] = self._story.since(cursor)
-        data["travels"] = self._travels.since(cursor)
         return data
 
     # ---- the start and the end of a job ------------------------------------------------------------------------------
@@ -134,7 +130,6 @@ class JobHistory:
             else:
                 self._forget()
         self._job.begin(header, self._offset, self._offset + at)
-        self._travels.explained_by(header.job)
         self._processes.use(RecordedLayout(header.layout), self._number)
         bound = header.job.get("staleness_bound")
         if isinstance(bound, int):
@@ -180,8 +175,6 @@ class JobHistory:
                 for process in self._processes.all():
                     if f"unit {process.unit}" == name and process.states.now not in ("finished", "away"):
                         process.enter(now, "dead")
-            case Traveled():
-                self._travels.add(now.number, now.at, event)
             case Tested():
                 for metric, value in event.values.items():
                     self._series.add(now, "job", f"{event.kind}:{metric}", value, event.step)

@@ -18,7 +18,6 @@ from topotrain.core.events import (
     StepDone,
     Thawed,
     Traffic,
-    Traveled,
     Waits,
 )
 from topotrain.tools.recording.history_series import GroupLoss, Moment, SeriesTable
@@ -58,9 +57,6 @@ class ProcessEvents:
                 process.enter(now, "finished")
             case Waits():
                 process.enter(now, "waits")
-            # Its first step has not ended: in a slowed job that takes long.
-            case Traveled() if process.is_worker and process.states.now in ("starting", "restarts"):
-                process.enter(now, "computes")
             case Logged():
                 for name, value in process.worker.on_logged(event.values).items():
                     self._series.add(now, str(process.address), f"log:{name}", value, event.step)

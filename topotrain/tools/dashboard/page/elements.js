@@ -51,13 +51,6 @@ export function fillFigures(list, pairs) {
   });
 }
 
-const reduced = window.matchMedia("(prefers-reduced-motion: reduce)");
-
-/** Tell whether the reader has asked for less motion. */
-export function lessMotion() {
-  return reduced.matches;
-}
-
 /** Seconds as m:ss or h:mm:ss. */
 export function clockText(seconds) {
   // A sum of tenths may be a little less than the second that it means.
@@ -130,15 +123,15 @@ export function clearedContext(canvas, width, height) {
 }
 
 /** Draw a short text on a small ground of its own, centred at a point. */
-export function drawTag(context, palette, text, x, y, size = 12) {
-  context.font = `600 ${size}px system-ui, sans-serif`;
+export function drawTag(context, palette, text, x, y) {
+  context.font = "600 12px system-ui, sans-serif";
   const width = context.measureText(text).width + 10;
   context.fillStyle = palette.surface;
   context.strokeStyle = palette.line;
   context.lineWidth = 1;
   context.setLineDash([]);
   context.beginPath();
-  context.roundRect(x - width / 2, y - size / 2 - 4, width, size + 8, 4);
+  context.roundRect(x - width / 2, y - 10, width, 20, 4);
   context.fill();
   context.stroke();
   context.fillStyle = palette.ink;

@@ -20,7 +20,6 @@ export const SILENT = new Set(["dead", "away", "finished", "stopped"]);
 const MOST_POINTS = 2400;
 /** The events of a job that stay in the page. */
 const MOST_EVENTS = 5000;
-const MOST_TRAVELS = 20000;
 
 /** States in which a process makes no figures: its curves break. */
 const ABSENT = new Set(["dead", "away", "finished"]);
@@ -62,7 +61,6 @@ export class JobView {
     this.series = new Map();
     this.states = new Map();
     this.events = [];
-    this.travels = [];
     this.processes = [];
     this.connections = [];
     this.job = {};
@@ -89,8 +87,6 @@ export class JobView {
     }
     for (const event of delta.story ?? []) this.events.push(event);
     if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
-    for (const travel of delta.travels ?? []) this.travels.push(travel);
-    if (this.travels.length > MOST_TRAVELS) this.travels.splice(0, this.travels.length - MOST_TRAVELS);
   }
 
   _append(part) {

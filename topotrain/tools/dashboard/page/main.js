@@ -8,7 +8,6 @@ import { byId, clockText, fillFigures, metricText, numberText, setText } from ".
 import { EventList } from "./event_list.js";
 import { MapView } from "./map_view.js";
 import { ReplayBar } from "./replay.js";
-import { Lecture } from "./travels.js";
 
 const THEME = "topotrain-theme";
 const REDRAW_CURVES_MS = 1000;
@@ -29,7 +28,6 @@ class Page {
     this._events = new EventList((event) => this._choose(event));
     this._curves = new Curves((t) => this._goTo(t));
     this._acts = new Acts(this._source);
-    this._lecture = new Lecture(this._map, (t) => this._bar.goTo(t));
     this._bar = new ReplayBar(() => this._showMoment());
     new Theme(() => this._recolour());
     new ResizeObserver(() => this._revealed && this._events.reveal(this._revealed)).observe(byId("details"));
@@ -84,7 +82,6 @@ class Page {
     this._chip();
     this._events.update(view);
     this._acts.update(view, this._connection === "live");
-    this._lecture.update(view);
     this._bar.setEnd(view.end, view.running && this._source.live);
     this._bar.setEvents(view.events);
     this._showMoment();
@@ -96,7 +93,6 @@ class Page {
     this._map.update(this._view, t);
     this._details.update(this._view, t);
     this._events.setMoment(t, this._chosen);
-    this._lecture.setMoment(t);
     this._curves.setMoment(follows ? null : t);
   }
 
@@ -166,7 +162,6 @@ class Page {
   _recolour() {
     this._map.recolour();
     this._curves.recolour();
-    this._lecture.recolour();
   }
 
   _problem(text) {

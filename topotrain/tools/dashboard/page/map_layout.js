@@ -107,13 +107,10 @@ export class ConnectionGeometry {
       this.places.set(name, { x: box.left - frame.left + box.width / 2, y: box.top - frame.top + box.height / 2,
         width: box.width, height: box.height });
     }
-    this.straight = connections.length > CURVED;
-    this.curves = connections.map((one) => this.curve(one.from, one.to));
-  }
-
-  /** The curve from one process to another, or null if one of them is not on the map. */
-  curve(from, to) {
-    const [a, b] = [this.places.get(from), this.places.get(to)];
-    return a && b ? curveBetween(a, b, !this.straight) : null;
+    // Of a connection of a process that is not on the map there is none.
+    this.curves = connections.map((one) => {
+      const [a, b] = [this.places.get(one.from), this.places.get(one.to)];
+      return a && b ? curveBetween(a, b, connections.length <= CURVED) : null;
+    });
   }
 }

@@ -19,8 +19,7 @@ export class MapView {
   constructor(onSelect) {
     this._area = byId("map-area");
     this._canvas = make("canvas", { class: "connections", "aria-hidden": "true" });
-    this._dots = make("canvas", { class: "dots", "aria-hidden": "true" });
-    this._area.append(make("div", { class: "hosts" }), this._canvas, this._dots);
+    this._area.append(make("div", { class: "hosts" }), this._canvas);
     this._onSelect = onSelect;
     this._buttons = new Map();
     this._shown = new Map();
@@ -32,18 +31,8 @@ export class MapView {
     this._area.addEventListener("click", (event) => this._clicked(event));
     this._area.addEventListener("keydown", (event) => this._moved(event));
     this._area.addEventListener("focusin", (event) => this._focused(event));
-    new ResizeObserver(() => this.measure()).observe(this._area);
+    new ResizeObserver(() => this._measure()).observe(this._area);
     this._legend();
-  }
-
-  /** The geometry of what is drawn, for dots that travel along it. */
-  get geometry() {
-    return this._geometry;
-  }
-
-  /** The canvas in front of the map. */
-  get dots() {
-    return this._dots;
   }
 
   /** Show a job at a moment. */
@@ -54,7 +43,7 @@ export class MapView {
     const slow = view.stragglersAt(t);
     for (const process of view.processes) this._updateProcess(process, t, slow.get(process.name));
     // Behind the words in the boxes, which make them as high as they are.
-    if (rebuilt) this.measure();
+    if (rebuilt) this._measure();
     const now = performance.now();
     if (now - this._drawnAt >= REDRAW_MS) this._draw();
     else this._later ??= setTimeout(() => this._draw(), REDRAW_MS);
@@ -79,8 +68,8 @@ export class MapView {
     this._draw();
   }
 
-  /** Find the places of all boxes again. */
-  measure() {
+  // Find the places of all boxes again.
+  _measure() {
     if (!this._view) return;
     this._geometry = new ConnectionGeometry(this._area, this._buttons, this._view.connections);
     this._draw();
@@ -218,8 +207,7 @@ export class MapView {
     const all = connections.map((one, index) => [one, index]);
     const mine = all.filter(([one]) => one.from === this._selected || one.to === this._selected);
     const named = mine.length ? mine : all;
-    // In a lecture it is the messages that have names.
-    if (named.length > LABELLED || document.body.classList.contains("lecturing")) return;
+    if (named.length > LABELLED) return;
     named.forEach(([, index], order) => {
       const traffic = this._traffic[index];
       const curve = this._geometry.curves[index];

@@ -27,10 +27,6 @@ class Progress(Protocol):
         """Show what is due by time, on any thread."""
         ...
 
-    def say(self, text: str) -> None:
-        """Print a line; above what is redrawn in place."""
-        ...
-
     def __enter__(self) -> Self: ...
 
     def __exit__(
