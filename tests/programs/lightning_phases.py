@@ -1,8 +1,4 @@
-"""A Lightning script that trains in three phases: two `fit` of one Trainer, and one of another, from a checkpoint.
-
-Between them it tests the best weights, which a checkpoint has that only the main worker has written. Values are logged
-over all workers, an average is put in at the end of a phase, and schedulers follow each other.
-"""
+"""Three phases of Lightning, with averages: `fit` twice, a test of the best weights, and a `fit` from a checkpoint."""
 
 import argparse
 import json
@@ -57,9 +53,9 @@ class Module(pl.LightningModule):
 
 
 def trainer(epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    more: Any = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": bool(callbacks)}
     place = {"strategy": TopotrainStrategy(), "accelerator": "cpu", "devices": 1, "default_root_dir": folder}
-    return pl.Trainer(max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=bool(callbacks), **place, **quiet)
+    return pl.Trainer(max_epochs=epochs, callbacks=[*callbacks], **place, **more)
 
 
 def said(trainer: pl.Trainer) -> dict[str, float]:
@@ -75,9 +71,8 @@ one.fit(module, train, test)
 facts.append(said(one))
 one.fit_loop.max_epochs = 6
 one.fit(module, train, test)
-facts.append(said(one))
 one.save_checkpoint(folder / "phase.ckpt")
-facts.append({"best": one.test(module, test, ckpt_path="best", verbose=False)[0]["val_loss"]})
+facts += [said(one), {"best": one.test(module, test, ckpt_path="best", verbose=False)[0]["val_loss"]}]
 other = trainer(8)
 other.fit(module, train, test, ckpt_path=folder / "phase.ckpt")
 facts.append(said(other) | {"gathered": gathered[0]})
