@@ -227,6 +227,19 @@ REFUSED = {
         "def main() -> None:\n    Trainer = Own",
         "compute_loss = 'Own': must divide a sum over the labels by num_items_in_batch",
     ),
+    "another model": (
+        "huggingface.py",
+        "trainer.train()",
+        "trainer.train()\n    trainer.model = trainer.model_wrapped = build_model()\n    trainer.train()",
+        "must train the model of the job's first train(): that of another one, as in a search, is a job of its own",
+    ),
+    "two loaders at once": (
+        "accelerate_loop.py",
+        "        for images, labels in loader:",
+        "        extra = accelerator.prepare(DataLoader(train, batch_size=32, shuffle=True))\n"
+        "        for (images, labels), _ in zip(loader, extra):",
+        "is read in a pass over another loader: train on one (StackDataset(a, b)), and validate in torch.no_grad()",
+    ),
     "no model": (
         "accelerate_loop.py",
         "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",

@@ -1,16 +1,30 @@
-"""A loop of accelerate with two models, a frozen third one and a validation; each is prepared by a call of its own."""
+"""A loop of accelerate with two models, a frozen third one and a validation; each is prepared by a call of its own.
+
+Later epochs read a new loader, and the validation a stream. A state is loaded again, and the main process alone says
+when to stop.
+"""
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from topotrain.compat.integrations.accelerate import Accelerator
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
 options = parser.parse_args()
+folder = Path(options.out).with_suffix(".states")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(x, y, strict=True)
+
+
 torch.manual_seed(4)
 x = torch.randn(46, 5)
 y = x.prod(1, keepdim=True)
@@ -21,10 +35,19 @@ learner = accelerator.prepare(learner)
 optimizer = accelerator.prepare(torch.optim.SGD(learner.parameters(), lr=0.1, momentum=0.9))
 loader = accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True))
 critic, other = accelerator.prepare(critic, torch.optim.Adam(critic.parameters(), lr=0.01))
-rows = accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=20))
+rows = accelerator.prepare(DataLoader(Stream(), batch_size=20))
+with accelerator.main_process_first():
+    if accelerator.is_main_process:
+        folder.mkdir()
+        (folder / "rate").write_text("0.12")
+    optimizer.param_groups[0]["lr"] = json.loads((folder / "rate").read_text())
 found = []
-for _ in range(3):
-    for a, b in loader:
+for epoch in range(4):
+    if epoch == 1:
+        loader = accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=12, shuffle=True))
+    if epoch == 3:
+        accelerator.load_state(folder)
+    for number, (a, b) in enumerate(loader):
         other.zero_grad()
         accelerator.backward((critic(a) - (learner(a) - b).square().detach()).square().mean())
         other.step()
@@ -32,6 +55,12 @@ for _ in range(3):
         predicted = learner(a)
         accelerator.backward((predicted - b).square().mean() + 0.1 * (predicted - teacher(a)).square().mean())
         optimizer.step()
+        if epoch == 3 and number == 1 and accelerator.is_main_process:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
     with torch.no_grad():
-        found.append(torch.stack([(learner(a) - b).square().sum() for a, b in rows]).sum())
+        found.append(torch.stack([(learner(a) - b).square().sum() for a, b in (*rows, *loader)]).sum())
+    if epoch == 1:
+        accelerator.save_state(folder)
 accelerator.save({**nn.ModuleList([learner, critic]).state_dict(), "validation": torch.stack(found)}, options.out)

@@ -193,7 +193,9 @@ class Router:
             except TransportError as error:
                 # With `again` the address may have been known before the process listened. Without it the address is
                 # fresh, and only a refusal that passes is not final.
-                if not passes(error) and not (self._timeouts.again and _may_change(error)):
+                if not passes(error) and not (
+                    self._timeouts.again and isinstance(error, PeerUnreachable | NotOurProtocol)
+                ):
                     raise
                 if time.monotonic() + pause > until:
                     raise self._absent(peer, error) from error
@@ -367,11 +369,6 @@ class Router:
         for transport in self._transports.values():
             transport.close()
         self._published.close()
-
-
-def _may_change(error: Exception) -> bool:
-    """Whether a peer that failed like this may not have listened yet."""
-    return isinstance(error, PeerUnreachable | NotOurProtocol)
 
 
 def _network(place: RouterConfig) -> EmulatedNetwork | None:

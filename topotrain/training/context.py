@@ -291,10 +291,6 @@ class Context:
         """Report an event of this worker."""
         self.sink.emit(event)
 
-    def refuse_repeats(self, reason: str) -> None:
-        """The script cannot repeat a step, so that a death restarts its whole group."""
-        self.unrepeatable = reason
-
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
         if self.connections is None:

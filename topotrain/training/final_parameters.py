@@ -231,11 +231,8 @@ def to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """These tensors, contiguous and on the CPU, as bytes of a safetensors file."""
     # Not `safetensors.torch.save`: it keeps two classes in this process forever for each size of a tensor.
     layout = lay_out((_told(name, tensor) for name, tensor in tensors.items()), {})
-    return b"".join([layout.header, *(_flat_bytes(tensors[name]) for name in layout.entries)])
-
-
-def _flat_bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = (tensors[name].detach().reshape(-1) for name in layout.entries)
+    return b"".join([layout.header, *(each.view(torch.uint8).numpy().data for each in flat)])
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd, StepOutcome
 from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effective, slice_map_for
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
+from topotrain.core.optim.slice_trial import check_parts
 from topotrain.core.server.nonfinite import NonfiniteLimit, local_nonfinite_message
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
@@ -102,6 +103,7 @@ class Worker(BatchAccounting):
             refuse_several(job)
         self._served = served = self.optimizers if local is None else local.optimizers
         spec = describe_all(served, parts.tensors, job.cluster.slicing, job.import_, parts.aside)
+        check_parts(spec, job.cluster.slicing, job.import_)
         self._spec = spec = replace(spec, outer=local is not None)
         self._groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if job.correction is Correction.kMomentum and not self.momentum:

@@ -43,7 +43,7 @@ def trainer_loop(made: Any, *, saved_at: int = 20, batches: int = 10, together: 
     """A loop of 10 batches in an epoch, whose earlier process had `batches` and has saved its state at a step."""
     args = SimpleNamespace(gradient_accumulation_steps=together, max_steps=most)
     loop = TrainerLoop(SimpleNamespace(args=args, lr_scheduler=made, state=SimpleNamespace(global_step=0)))
-    loop.count(10)
+    loop.batches = 10
     text = json.dumps({"global_step": saved_at, "epoch": 4.0})
     loop.load_state_dict({"trainer": text, "schedule": 0, "steps": saved_at, "batches": batches})
     return loop

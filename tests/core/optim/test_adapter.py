@@ -19,6 +19,7 @@ from topotrain.core.optim.adapter import (
     describe,
     hyper,
 )
+from topotrain.core.optim.slice_trial import check_parts
 from topotrain.core.optim.updater_block import build, clip, follow_schedule, set_lr
 
 SHAPES = [(37, 11), (130,), (5, 3, 3, 3), (700,)]
@@ -289,6 +290,38 @@ def test_a_users_class_comes_only_from_the_jobs_own_module(monkeypatch: pytest.M
     ]:
         with pytest.raises(UnsupportedOptimizer):
             SliceUpdate(OptimizerSpec(name, ({},), (0,)), [(0, 0, value)], import_module=module_name)
+
+
+class Largest(torch.optim.Optimizer):
+    """Steps relative to the largest gradient of each tensor, or of all of them."""
+
+    def __init__(self, own: Any, lr: float, of_all: bool) -> None:
+        super().__init__(own, {"lr": lr, "of_all": of_all})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            sizes = [p.grad.abs().max() for p in group["params"]]
+            for p, size in zip(group["params"], sizes, strict=True):
+                p.add_(p.grad / (max(sizes) if group["of_all"] else size), alpha=-group["lr"])
+
+
+def test_a_users_class_that_differs_on_parts_of_the_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_rules")
+    monkeypatch.setitem(sys.modules, "my_rules", module)
+    module.OwnRule, module.Largest = OwnRule, Largest  # type: ignore[attr-defined]
+    own = [torch.nn.Parameter(torch.zeros(8, 8))]
+    drawn = torch.random.get_rng_state()
+
+    def check(optimizer: torch.optim.Optimizer, slicing: Slicing = Slicing.kElement) -> None:
+        check_parts(describe(optimizer, own, slicing, "my_rules"), slicing, "my_rules")
+
+    check(OwnRule(own, lr=0.0, momentum=0.9))
+    check(Largest(own, 0.0, False), Slicing.kTensor)
+    with pytest.raises(UnsupportedOptimizer, match=r"my_rules:Largest.* on a slice of a tensor.*kTensor"):
+        check(Largest(own, 0.0, False))
+    with pytest.raises(UnsupportedOptimizer, match=r"my_rules:Largest.* each tensor alone"):
+        check(Largest(own, 0.0, True), Slicing.kTensor)
+    assert torch.equal(drawn, torch.random.get_rng_state())
 
 
 def test_a_tensor_that_is_no_parameter_is_refused() -> None:

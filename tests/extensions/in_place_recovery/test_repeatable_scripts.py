@@ -95,7 +95,7 @@ def test_several_models_or_optimizers_cannot(here, more, reason):
 
 
 def test_a_loop_that_says_so_cannot(here):
-    here.refuse_repeats("the loop is another library's")
+    here.unrepeatable = "the loop is another library's"
     assert replay(here, request()) is None and here.sink.reasons == ["the loop is another library's"]
 
 

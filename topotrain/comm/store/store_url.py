@@ -50,7 +50,8 @@ def parse(url: str) -> StoreUrl:
         # Strict parsing refuses an empty query.
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as error:
-        why = str(error) if _showable(url) else "a part of it cannot be read"
+        # The parser's error may quote any part, such as a password.
+        why = str(error) if "@" not in url else "a part of it cannot be read"
         raise StoreError(f"rendezvous {text!r}: {why}") from None
     if parts.scheme not in ACCEPTED:
         kinds = ", ".join(ACCEPTED.values())
@@ -98,11 +99,6 @@ def _check(url: StoreUrl, parts: SplitResult, query: Mapping[str, str]) -> None:
 
 def _is_database(path: str) -> bool:
     return path in ("", "/") or (path[1:].isascii() and path[1:].isdecimal() and len(path) < 8)
-
-
-def _showable(url: str) -> bool:
-    """Whether an error of the parser, which may quote any part, can be shown."""
-    return "@" not in url
 
 
 def _without_password(url: str) -> str:

@@ -7,12 +7,15 @@ is the plain `accelerate.Accelerator`. Only scripts import this file; it needs t
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from topotrain.compat.integrations import external_loop
+from topotrain.extensions.worker_values import worker_values
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
@@ -23,21 +26,27 @@ external_loop.hide_launcher()
 try:
     import accelerate
     from accelerate.data_loader import DataLoaderShard
-    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accelerate.state import PartialState
 except ImportError as error:
     raise external_loop.missing("accelerate", "transformers") from error
 
 
 class PlacedAccelerator(accelerate.Accelerator):
-    """An Accelerator that knows its worker's rank, and that servers may clip."""
+    """An Accelerator that knows its worker's rank, its group, and that servers may clip."""
 
     def take_place(self) -> None:
-        """Make only the job's main worker a main process, which logs, prints and saves."""
+        """Make only the job's main worker a main process, for which the others wait where the script says so."""
         if self.num_processes > 1:
-            external_loop.refuse(
-                "accelerate's number of processes", self.num_processes, "must be 1: topotrain starts them"
-            )
+            external_loop.refuse("accelerator.num_processes", self.num_processes, "must be 1: topotrain starts them")
+        if (here := process.current()) is None:
+            return
+        external_loop.refuse("use_stateful_dataloader", self.use_stateful_dataloader, _STATEFUL)
+        # One process would read for all of them, and could not send them what it has read.
+        self.dataloader_config.dispatch_batches = False
+        # All ways to wait end in this method. In the object it would be part of the files of TrainingArguments.
+        here.at_close.callback(setattr, PartialState, _WAIT, getattr(PartialState, _WAIT))
+        setattr(PartialState, _WAIT, lambda _: worker_values.exchange(_WAIT, None, "job"))
         # `self.state` copies the numbers of PartialState when it is made, so both are set.
         for state in (PartialState(), self.state):
             state.process_index = state.local_process_index = api.rank()
@@ -50,8 +59,23 @@ class PlacedAccelerator(accelerate.Accelerator):
         self.unscale_gradients()
         return api.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def check_trigger(self) -> bool:
+        """Return whether a worker of the group has set the trigger."""
+        mine = bool(super().check_trigger())
+        return any(worker_values.exchange("check_trigger", mine, "group") or [mine])
 
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load as accelerate, when the main process has written what others read."""
+        self.wait_for_everyone()
+        with external_loop.writing():
+            super().load_state(*args, **kwargs)
+
+
+_WAIT = "wait_for_everyone"
+_SHUFFLED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _REGISTERED = "register_for_checkpointing"
+_STATEFUL = "must be False: a job knows which batches count, and the loader goes on there by itself"
+_TWO = "is read in a pass over another loader: train on one (StackDataset(a, b)), and validate in torch.no_grad()"
 _SKIPS = "must be left out: the loader of a job that goes on leaves out the batches that count already"
 
 
@@ -61,44 +85,41 @@ class Accelerator(PlacedAccelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.take_place()
-        self._trains = self._divides = False  # an optimizer was prepared; so was the loader to train on
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as accelerate, in any order and in one call or several, until a batch is read.
 
-        The first DataLoader that comes with an optimizer, or after one, is divided: that is the one to train on. Others
-        stay whole.
+        The first DataLoader that comes with an optimizer, or after one, is divided: that is the one to train on. So are
+        later ones that are shuffled. In `torch.no_grad()`, and of other loaders, each worker reads everything.
 
         Raises:
             ConfigError: `topotrain.prepare` refuses an argument.
         """
         made = super().prepare(*args, **kwargs)
-        if process.current() is None:
+        if (here := process.current()) is None:
             return made
         found = list(made) if isinstance(made, tuple) else [made]
         optimizers = [each.optimizer for each in found if isinstance(each, AcceleratedOptimizer)]
         modules = (each for each in found if isinstance(each, nn.Module))
         # A frozen one, such as a teacher, is no part of the job.
         trained = [each for each in modules if any(p.requires_grad for p in each.parameters())]
-        objects = [*trained, *optimizers]
-        self._trains = self._trains or bool(optimizers)
-        at = next((i for i, each in enumerate(found) if type(each) is DataLoaderShard), None)
-        if at is not None and self._trains and not self._divides:
-            self._divides = True
-            # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
-            share = found[at].base_dataloader = external_loop.divided(found[at].base_dataloader, *objects)
-            found[at] = ForwardingLoader(found[at], share)
-        elif objects:
+        if objects := [*trained, *optimizers]:
             api.prepare(*objects)
+        at = [i for i, each in enumerate(found) if type(each) is DataLoaderShard] if here.adopted else []
+        shuffled = [i for i in at if isinstance(found[i].get_sampler(), _SHUFFLED)]
+        if at and here.loader is None:
+            shuffled = shuffled or at[:1]
+            external_loop.divided(found[shuffled[0]].base_dataloader)
+        for i in shuffled:
+            found[i] = ForwardingLoader(found[i])
         return tuple(found) if isinstance(made, tuple) else found[0]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register as accelerate; in a job, also as objects of `tt.keep`."""
         super().register_for_checkpointing(*objects)
         here = process.current()
-        if here is None:
-            return
-        for thing in objects:
+        for thing in objects if here is not None else ():
+            assert here is not None
             # By their order, also where the script has several Accelerators. No name of `tt.keep` has a space.
             api.keep(**{f"{_REGISTERED} {sum(name.startswith(_REGISTERED) for name in here.kept)}": thing})
 
@@ -113,23 +134,37 @@ class Accelerator(PlacedAccelerator):
 class ForwardingLoader:
     """A loader of accelerate that notes each batch; all else is the loader's own."""
 
-    def __init__(self, loader: Any, share: ShardedLoader) -> None:
-        self._loader, self._share = loader, share
-        self._handing: external_loop.ExternalAccounting | None = None
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._whole = loader, loader.base_dataloader
+
+    @cached_property
+    def _share(self) -> ShardedLoader:
+        return external_loop.divided(self._whole)
+
+    @cached_property
+    def _handing(self) -> external_loop.ExternalAccounting:
+        # Only when it is read: until the first batch the script may prepare more.
+        return external_loop.account(self._share)
 
     def __iter__(self) -> Iterator[Any]:
-        # Only now: until the first batch the script may prepare more.
-        if self._handing is None:
-            self._handing = external_loop.account(self._share)
+        if not torch.is_grad_enabled():
+            self._loader.base_dataloader = self._whole  # no step is made of its batches
+            yield from self._loader
+            return
+        share = self._share
+        external_loop.refuse("accelerator.prepare", share.under_way and type(self._whole.dataset).__name__, _TWO)
+        handing = self._handing
+        # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
+        self._loader.base_dataloader = share
         if external_loop.going_on() is not None:
             # accelerate counts the passes of this process, of which there are fewer.
-            self._loader.set_epoch(self._loader.base_dataloader.passes)
+            self._loader.set_epoch(share.passes)
         for batch in self._loader:
-            self._handing.hand_on()
+            handing.hand_on()
             yield batch
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._share)
 
     def __getattr__(self, name: str) -> Any:
         # Not set yet: this object is being copied or unpickled.

@@ -11,7 +11,7 @@ servers: a step that was applied counts, also if the process died right after it
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
 from typing import Any
 
@@ -147,7 +147,7 @@ def tie(
         # The position in a second one is not known to the servers.
         unrepeatable = unrepeatable or "the script trains more than once with the library's loop"
         # An average, say, or weights that the library has loaded since the last step.
-        with nullcontext() if here.worker.runs_optimizers else assign():
+        with writing():
             pass
     # A group with fewer batches than `len(loader)` would neither validate nor end, so each group gets a fixed part.
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
@@ -181,7 +181,7 @@ def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
     here = process.current()
     assert here is not None
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
-    here.refuse_repeats("the loop is another library's, which counts its batches and steps")
+    here.unrepeatable = "the loop is another library's, which counts its batches and steps"
     *_, share = api.prepare(*objects, loader) if objects else (api.prepare(loader),)
     assert isinstance(share, ShardedLoader)
     return share
@@ -206,8 +206,7 @@ def renewed(optimizer: Optimizer) -> Optimizer:
             known.register_load_state_dict_post_hook(lambda it: setattr(optimizer, "param_groups", it.param_groups))
             return known
     accepted = (
-        "must be of the kind of the first training, with the same parameters in the same groups: one job trains one "
-        "model with one set of optimizers, and another model or optimizer needs a job of its own"
+        "must be of the kind and with the parameters of the first training: a stage with others is a job of its own"
     )
     raise ConfigError("optimizer of a further training", type(optimizer).__name__, accepted)
 
@@ -264,6 +263,14 @@ def steps_so_far() -> int:
     """The steps of this worker, in this process and in earlier ones."""
     here = process.current()
     return 0 if here is None or here.worker is None else here.worker.tally.steps
+
+
+def writing() -> AbstractContextManager[None]:
+    """A block in which the library writes parameters, alike on all workers."""
+    here = process.current()
+    # On an island a worker's values are its own until the next round.
+    island = here is not None and here.worker is not None and here.worker.runs_optimizers
+    return nullcontext() if island else assign()
 
 
 def refuse(field: str, value: object, accepted: str) -> None:

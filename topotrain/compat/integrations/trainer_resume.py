@@ -24,8 +24,8 @@ class TrainerLoop(external_loop.LoopState):
     def __init__(self, trainer: Any) -> None:
         super().__init__()
         self._trainer = trainer
-        # Of this worker in an epoch.
-        self._batches = 0
+        self.batches = 0
+        """Of this worker in an epoch."""
         # The last step of the schedule less that of the training. None: the same pass was checked before.
         self._lead: int | None = None
 
@@ -35,12 +35,8 @@ class TrainerLoop(external_loop.LoopState):
             "trainer": json.dumps(asdict(trainer.full_state()), default=_plain),
             "schedule": getattr(trainer.lr_scheduler, "last_epoch", 0) - trainer.state.global_step,
             "steps": external_loop.steps_so_far(),
-            "batches": self._batches,
+            "batches": self.batches,
         }
-
-    def count(self, batches: int) -> None:
-        """This worker has so many batches in an epoch."""
-        self._batches = batches
 
     def trainer_state(self, position: ScriptPosition, steps_in_epoch: int) -> str:
         """Return the Trainer's state as the text of its file; "" if none was saved."""
@@ -48,7 +44,7 @@ class TrainerLoop(external_loop.LoopState):
         if saved is None:
             return ""
         state = json.loads(saved["trainer"])
-        same = saved["batches"] == self._batches and external_loop.keeps_its_batches()
+        same = saved["batches"] == self.batches and external_loop.keeps_its_batches()
         if same or self._trainer.args.max_steps > 0:
             # Steps after the state was saved are known from the servers only.
             state["global_step"] += position.steps - saved["steps"]
@@ -63,7 +59,7 @@ class TrainerLoop(external_loop.LoopState):
 
     def done(self, position: ScriptPosition, epoch: int) -> int:
         """The batches of an epoch that count already."""
-        return self._batches - position.batches_left(epoch)
+        return self.batches - position.batches_left(epoch)
 
     def epoch_begins(self) -> None:
         """The schedule must be checked once more: a pass that goes on restores it."""
@@ -85,7 +81,7 @@ class TrainerLoop(external_loop.LoopState):
             # On another layout the steps are others, forwards or backwards.
             schedule.load_state_dict({**schedule.state_dict(), "last_epoch": due - 1, "_step_count": due + 1})
             schedule.step()
-        elif self.restored["batches"] == self._batches:
+        elif self.restored["batches"] == self.batches:
             for _ in range(behind):
                 schedule.step()
 
@@ -108,16 +104,10 @@ class PartialEpoch:
     """
 
     # What `skip_first_batches` asks for: the batches stay as they are, in this process.
-    batch_size: None = None
+    batch_size = prefetch_factor = sampler = batch_sampler = worker_init_fn = multiprocessing_context = generator = None
     drop_last = persistent_workers = pin_memory = False
     num_workers = timeout = 0
-    prefetch_factor: None = None
     pin_memory_device = ""
-    sampler: None = None
-    batch_sampler: None = None
-    worker_init_fn: None = None
-    multiprocessing_context: None = None
-    generator: None = None
 
     def __init__(self, loader: Any, epoch: int, skipped: int, left: int) -> None:
         self.dataset = _Batches(loader if left else None, epoch, skipped)

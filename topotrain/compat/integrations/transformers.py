@@ -42,6 +42,7 @@ _DIVISOR = (
     "with the number of labels of its mean: otherwise the part of each worker would count by its samples"
 )
 _OLD = "this version of transformers resumes in another way"
+_SECOND = "must train the model of the job's first train(): that of another one, as in a search, is a job of its own"
 _BEST = "must be false: the job's result is the servers' values at its end"
 
 
@@ -77,19 +78,23 @@ class Trainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Return the loader; when training begins, tie it to the job."""
-        loader = super().get_train_dataloader()
-        if self.is_in_train and process.current() is not None:
+        loader, here = super().get_train_dataloader(), process.current()
+        if self.is_in_train and here is not None:
             # Wrapped before it is tied: wrapping sends the state through load_state_dict.
-            self.optimizer = self.accelerator.prepare(self.create_optimizer())
+            if here.worker is not None and not here.knows((self.model,)):
+                raise ConfigError("Trainer", type(self.model).__name__, _SECOND)
+            made = self.create_optimizer()
+            plain = made.optimizer if isinstance(made, accelerate.AcceleratedOptimizer) else made
+            known = external_loop.renewed(plain)
+            self.optimizer = self.accelerator.prepare(made if known is plain else known)
             # Before the schedule is made, since a group's epoch may have fewer steps.
             self._loop = TrainerLoop(self)
             old = "" if all(hasattr(transformers.Trainer, name) for name in _RESUMES) else _OLD
-            model, optimizer, base = self.model, self.optimizer.optimizer, loader.base_dataloader
             # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
             loader.base_dataloader, self._handing = external_loop.tie(
-                model, optimizer, base, counted=True, state=self._loop, unrepeatable=old
+                self.model, known, loader.base_dataloader, counted=True, state=self._loop, unrepeatable=old
             )
-            self._loop.count(length_hint(loader.base_dataloader))
+            self._loop.batches = length_hint(loader.base_dataloader)
             position = external_loop.going_on()
             if position is not None:
                 loader.base_dataloader.skip_to(position.first)
@@ -249,9 +254,6 @@ class Trainer(transformers.Trainer):
         if not _internal_call and external_loop.has_final_values_only_at_the_end():
             external_loop.with_final_values(_FinalSave(self, output_dir))
 
-    def save_final(self, output_dir: str | None) -> None:
-        self._save(output_dir)
-
 
 class _FinalSave(WorkerExtension):
     """Saves the job's result where the script has saved the model."""
@@ -260,4 +262,4 @@ class _FinalSave(WorkerExtension):
         self._trainer, self._output_dir = trainer, output_dir
 
     def job_over(self) -> None:
-        self._trainer.save_final(self._output_dir)
+        self._trainer.save_model(self._output_dir, _internal_call=True)

@@ -40,8 +40,9 @@ class OptimizerStateClient(ClientExtension):
             self._rounds += 1
         for server in self._channel.servers:
             self._channel.send(server, m.StateRequest(self._rounds))
-        self._channel.wait_until(self._all_here)
-        return [part for server in self._channel.servers for part in self._parts[server].values()]
+        servers = self._channel.servers
+        self._channel.wait_until(lambda: all(self._ended.get(each) == len(self._parts[each]) for each in servers))
+        return [part for server in servers for part in self._parts[server].values()]
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
         """Memory for a piece's part of a tensor."""
@@ -64,9 +65,6 @@ class OptimizerStateClient(ClientExtension):
         # A float64 holds integers exactly up to here; NaN and the rest are no counts.
         elif 0 <= message.number <= 2**53:
             self._ended[sender] = int(message.number)
-
-    def _all_here(self) -> bool:
-        return all(self._ended.get(server) == len(self._parts[server]) for server in self._channel.servers)
 
     def put(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor, initial: bool = True) -> None:
         """Load one entry: a number or a 1-D tensor.

@@ -73,10 +73,6 @@ class _HeldPushes:
     commit: m.Commit | None = None
     given: set[int] = field(default_factory=set)
 
-    def add_commit(self, commit: m.Commit) -> None:
-        """Keep the commit; a repeated one changes nothing."""
-        self.commit = self.commit or commit
-
 
 @dataclass(slots=True)
 class _SentValues:
@@ -189,7 +185,7 @@ class CollectiveServer(GradientExtension):
 
     def committed(self, sender: Address, message: m.Commit) -> Outbox:
         if self._waits_for_commit and sender == self._worker:
-            self._held.add_commit(message)
+            self._held.commit = self._held.commit or message
             self._give_committed()
         return ()
 

@@ -69,10 +69,6 @@ class _Backward:
     summed: set[int] = field(default_factory=set)
     apart: bool = False
 
-    def send_apart(self) -> None:
-        """Send the gradients of this backward one by one from here on."""
-        self.apart = True
-
 
 class BackwardGradients(UnitGradients):
     """The gradients of backwards that are sums of their own.
@@ -132,7 +128,7 @@ class BackwardGradients(UnitGradients):
         backward = self._backwards.get((step, ordinal))
         if backward is None or bucket not in backward.summed:
             return []
-        backward.send_apart()
+        backward.apart = True
         return [self._sum(backward, step, ordinal, bucket)]
 
 

@@ -81,9 +81,6 @@ class _WorkerTables:
             self.early_bytes -= _all_bytes(message)
         return message
 
-    def commit_rows(self, step: int) -> None:
-        self.steps = step + 1
-
 
 class TableServer(RegroupExtension, SnapshotParticipant):
     """The tables of one server.
@@ -170,7 +167,7 @@ class TableServer(RegroupExtension, SnapshotParticipant):
             case TablePull():
                 self._pull(sender, worker.table(message.table), message)
             case TableStep():
-                worker.commit_rows(message.step)
+                worker.steps = message.step + 1
             case TableAssign():
                 self._assign(worker, message)
             case TableRule():

@@ -243,13 +243,13 @@ def broadcast(value: Thing, over: Over = "group") -> Thing:
     """
     here = process.current()
     first = here is None or (here.me.index == 0 and (over == "group" or here.is_main))
-    rows = _exchange("tt.broadcast", value if first else None, over)
+    rows = exchange("tt.broadcast", value if first else None, over)
     return value if first or rows is None else rows[0]
 
 
 def _gathered(what: str, tensor: torch.Tensor, grad: bool, over: Over = "group") -> torch.Tensor:
     """The tensors of all workers. grad: with a gradient, without those of weight 0."""
-    rows = _exchange(what, [tensor, _weight() if grad else 1.0], over)
+    rows = exchange(what, [tensor, _weight() if grad else 1.0], over)
     if rows is None:
         return tensor
     parts = [
@@ -309,7 +309,7 @@ class _Gathered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         own = _weight()
-        rows = _exchange("the backward of tt.gather", [gradient, own], "group")
+        rows = exchange("the backward of tt.gather", [gradient, own], "group")
         assert rows is not None
         if not own or not ctx.size:
             return gradient.new_zeros(ctx.like), None
@@ -334,7 +334,7 @@ def _reduced(what: str, value: V, over: Over, reduction: Callable[[Rows], torch.
         raise ConfigError(what, type(value).__name__, "must be a number or a tensor")
     exact = isinstance(value, Integral)
     mine = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=None if exact else torch.float64)
-    rows = _exchange(what, [mine, weight], over)
+    rows = exchange(what, [mine, weight], over)
     if rows is None:
         return value
     found = reduction(list(zip(_alike(what, [row[0] for row in rows]), [row[1] for row in rows], strict=True)))
@@ -353,7 +353,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 # --- the exchange ----------------------------------------------------------------------------------------------------
 
 
-def _exchange(what: str, value: Any, over: Over) -> list[Any] | None:
+def exchange(what: str, value: Any, over: Over) -> list[Any] | None:
     """The values of all workers, in their order. None: this worker is the only one."""
     if over not in ("group", "job"):
         raise ConfigError(f"{what} over", over, 'must be "group" or "job"')
@@ -382,7 +382,7 @@ def _note_call(here: Context, what: str, job: bool) -> None:
     mine.called.add(job)
     # The others have the value of a worker that dies, and do not make the call again with its new process.
     reason = f"the script calls {what}, which takes all workers"
-    here.refuse_repeats(reason)
+    here.unrepeatable = reason
     here.emit(Repeatable(str(here.me), reason))
     if job:
         here.emit(Unrepeatable(str(here.me), reason, job=False))

@@ -92,10 +92,6 @@ class SplitForward(WorkerExtension):
     def weight(self) -> float:
         return self.sync.weight() if self._last is None else self._last.counts
 
-    def backward_begun(self) -> None:
-        """Note that the backward of the last forward has begun."""
-        self.open = False
-
     def before_commit(self, step: int, end: StepEnd) -> None:
         self.open = False
         self.sync.stepped()
@@ -124,7 +120,7 @@ class _JobSync(WorkerSync):
     def begun(self) -> None:
         """Notify the worker that a backward begins here."""
         super().begun()
-        self._forward.backward_begun()
+        self._forward.open = False
         # The worker would not notice a backward that reaches none of its parameters.
         self._path.begin()
 

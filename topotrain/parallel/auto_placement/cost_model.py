@@ -172,11 +172,7 @@ def _size(step: ProgramStep, whole: CostReport, costs: Mapping[int, StepCost]) -
     size = 1
     for entry in step.shape.at(sum(whole.samples)):
         size *= entry
-    return size * _itemsize(step.shape.dtype)
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+    return size * int(getattr(torch, step.shape.dtype).itemsize)
 
 
 # --- how long a placement takes --------------------------------------------------------------------------------------

@@ -205,7 +205,11 @@ class _Cut:
 
     def _argument(self, node: fx.Node, reads: ValueLocation, user: fx.Node) -> Any:
         if node not in self._found.numbers:
-            size = number(node.meta["values"], self._counts) if _whole_number(node) else None
+            size = (
+                number(node.meta["values"], self._counts)
+                if all(type(each) is int for each in node.meta["values"])
+                else None
+            )
             if size is None:
                 accepted = f"needs {node.name}, a number that is not linear in the number of samples; {ADVICE}"
                 raise refused(user, accepted)
@@ -273,7 +277,3 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 def _sized(node: fx.Node) -> bool:
     """Return whether a node is a number or choice made of sizes, which needs no step."""
     return all(isinstance(value, bool | int | float) for value in node.meta["values"])
-
-
-def _whole_number(node: fx.Node) -> bool:
-    return all(type(value) is int for value in node.meta["values"])

@@ -187,7 +187,9 @@ class _Recorder(TorchFunctionMode):
             raise ConfigError(_FIELD, None, accepted, line)
         used: list[NodeOutput | CallInput | StateRef] = []
         plain = [self._plain(arg, used, name, line) for arg in args]
-        named = tuple((key, self._plain(value, used, name, line)) for key, value in _without_device(kwargs).items())
+        # A new tensor is made on the worker that needs it.
+        kept = ((key, value) for key, value in kwargs.items() if key not in ("device", "pin_memory"))
+        named = tuple((key, self._plain(value, used, name, line)) for key, value in kept)
         worker = self._worker(used, line)
         # A state without a scope belongs to the worker of its first use.
         for ref in used:
@@ -262,8 +264,3 @@ class _Recorder(TorchFunctionMode):
     def described(self, output: Any) -> Any:
         """Return the output of the model with references, or raise ConfigError."""
         return self._plain(output, [], "its caller", definition(self._kept.model))
-
-
-def _without_device(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    # A new tensor is made on the worker that needs it.
-    return {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}

@@ -128,7 +128,7 @@ class CandidateSource:
             yield Family.OWN, self.job, self.hosts
         for proposal in proposals(self.hosts, self.workers_per_host(), self._on_one_host(), self._fewer_hosts()):
             try:
-                yield proposal.family, _with_block(bare, proposal), proposal.hosts
+                yield proposal.family, replace(bare, cluster=replace(bare.cluster, **proposal.fields)), proposal.hosts
             except ConfigError as error:
                 left_out.append(LeftOut(_fields(proposal), str(error)))
 
@@ -181,10 +181,6 @@ class CandidateSource:
         if not job.cluster.backup and self.machines.stragglers and not self.wishes.sync:
             yield LeftOut("backup", "needs grads: kHidden and per_worker_batch: true")
         yield LeftOut("a model that is split over workers", "`topotrain plan` estimates partition blocks")
-
-
-def _with_block(bare: Job, proposal: Proposal) -> Job:
-    return replace(bare, cluster=replace(bare.cluster, **proposal.fields))
 
 
 def _fields(proposal: Proposal) -> str:

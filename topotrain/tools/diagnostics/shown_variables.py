@@ -30,12 +30,9 @@ _KNOWN_QUERY = frozenset().union(*QUERY.values(), {"job"})
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to show, by name; the job's secret is always listed."""
-    found = {name: _shown(name, value) for name, value in environ.items() if _relevant(name)}
+    relevant = (name for name in environ if name in _NAMES or name.startswith(_PREFIXES))
+    found = {name: _shown(name, environ[name]) for name in relevant}
     return dict(sorted({VARIABLE: NOT_SET, **found}.items()))
-
-
-def _relevant(name: str) -> bool:
-    return name in _NAMES or name.startswith(_PREFIXES)
 
 
 def _shown(name: str, value: str) -> str:

@@ -46,7 +46,8 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     rounds = any(row.get("rounds") for row in rows)
     groups = [*(["server groups apart"] if apart else []), *(["rounds", "lost steps"] if rounds else [])]
     sent = ["MB sent", *(["MB over TCP"] if links else [])]
-    numbers = ["units", "samples/s", "time", *reached, *map(_title, names), "staleness mean", "max", *groups, *sent]
+    titles = ["held-out accuracy" if name == "accuracy" else name for name in names]
+    numbers = ["units", "samples/s", "time", *reached, *titles, "staleness mean", "max", *groups, *sent]
     for title in numbers:
         table.add_column(title, justify="right")
     for row in rows:
@@ -143,10 +144,6 @@ def _cells(
 def _curve(row: Mapping[str, Any]) -> Sequence[Point]:
     found: Sequence[Point] = row.get("curve", ())
     return found
-
-
-def _title(metric: str) -> str:
-    return "held-out accuracy" if metric == "accuracy" else metric
 
 
 def _value(metric: str, value: float | None) -> str:

@@ -50,16 +50,11 @@ class SampleSlots:
         key = (type(event).__name__, getattr(event, "who", ""), parts)
         self._known.add(key)
         if self._until is None:
-            self._until = timed.at + self.slot_s
+            self._until = timed.at + max(SLOT_S, len(self._known) / SAMPLES_PER_S)
         # Removed first: the dictionary is then in the order of time.
         self._held.pop(key, None)
         self._held[key] = timed
         return []
-
-    @property
-    def slot_s(self) -> float:
-        """The length of a slot in seconds."""
-        return max(SLOT_S, len(self._known) / SAMPLES_PER_S)
 
     def due(self, now: float) -> list[TimedEvent]:
         """Return the held samples if their slot is over."""

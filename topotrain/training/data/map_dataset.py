@@ -596,7 +596,7 @@ class MapEpoch(EpochReader):
             batches = list(left(drawn, opening.done))
             # All of it: leases name batches by their number in this list.
             units = list(self._units(batches))
-            places = partial(self._dealt, units)
+            places = partial(self._placed, units[plan.group :: plan.groups], 0)
             if plan.mode == "lease":
                 self._leases = LeaseIterator(client, epoch, len(units), digest(batches), opening.alone, accounting)
                 places = partial(self._leased, self._leases, units)
@@ -781,9 +781,6 @@ class MapEpoch(EpochReader):
         """Tell the other workers the first batch of the epoch, as `PassBegun` has it."""
         if self._number is not None:
             self._client.begin_pass(self._epoch, self._number, indices=indices, dice=drawn_from)
-
-    def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
-        return self._placed(units[self._plan.group :: self._plan.groups], 0)
 
     def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[BatchPosition, Any]]:
         """This group's units, numbered from `first` on, without those that are applied."""

@@ -136,10 +136,10 @@ class UnpreparedLoaders(WorkerExtension):
                 self.look(reading)
             if reading.trains or (made and not known and reading.steps == self.steps):
                 accepted = (
-                    "gives batches to train with, and was not given to tt.prepare: every worker would train on all of "
-                    "it. Read what tt.prepare returns, and give it each loader to train with, also one that is new in "
-                    "each epoch (loader = tt.prepare(loader)); or say that each worker is to read all of it: "
-                    "tt.as_is(loader)"
+                    "gives batches to train with, and was not given to tt.prepare or accelerator.prepare: every worker "
+                    "would train on all of it. Read what prepare returns, and give it each loader to train with, also "
+                    "one that is new in each epoch (loader = prepare(loader)); or say that each worker is to read all "
+                    "of it: tt.as_is(loader)"
                 )
                 raise ConfigError("loader", reading.loader, accepted)
         self.steps, self._backwards = self.steps + 1, tally.backwards

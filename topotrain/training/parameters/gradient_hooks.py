@@ -541,7 +541,7 @@ class MeanPath(GradientPath):
         mine = self._buffers.view("grad", index)
         earlier = self._earlier.get(index)
         # Only other workers had a gradient, so no hook of this backward has set `.grad` aside.
-        if earlier is None and not self._arrived_for(index):
+        if earlier is None and not all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index]):
             earlier = self._tensors[index].grad
         # Where an earlier backward of this step has made `.grad` the flat buffer.
         in_place = earlier is not None and earlier.data_ptr() == mine.data_ptr()
@@ -555,9 +555,6 @@ class MeanPath(GradientPath):
             else:
                 target.copy_(part)
         return None if in_place else earlier
-
-    def _arrived_for(self, index: int) -> bool:
-        return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
     def at_step(self, step: int, optimizer: int = 0) -> tuple[tuple[int, ...], int, int]:
         # The script may call step() after a backward that raised.

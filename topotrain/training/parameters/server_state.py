@@ -140,13 +140,13 @@ class StateView(MutableMapping[Any, Any]):
 
     def __init__(self, read: Callable[[], Mapping[Any, Mapping[str, Any]]]) -> None:
         self._read = read
-        self._held: dict[Any, _Entry] | None = None
+        self._held: dict[Any, OrderedDict[str, Any]] | None = None
         self._seen: dict[Any, dict[str, object]] = {}
         self._lent: list[tuple[weakref.ref[Any], object]] = []  # read before the last step
 
-    def _now(self) -> "dict[Any, _Entry]":
+    def _now(self) -> dict[Any, OrderedDict[str, Any]]:
         if self._held is None:
-            self._held = {tensor: _Entry(entry) for tensor, entry in self._read().items()}
+            self._held = {tensor: OrderedDict(entry) for tensor, entry in self._read().items()}
             # No copies: the state is larger than the model.
             self._seen = {tensor: _digests(entry) for tensor, entry in self._held.items()}
         return self._held
@@ -168,17 +168,19 @@ class StateView(MutableMapping[Any, Any]):
             return {}
         seen = self._seen
         lent = [thing for entry in held.values() for thing in (entry, *entry.values())]
-        self._lent += [(weakref.ref(each), _mark(each)) for each in lent if isinstance(each, _Entry | torch.Tensor)]
+        self._lent += [
+            (weakref.ref(each), _mark(each)) for each in lent if isinstance(each, OrderedDict | torch.Tensor)
+        ]
         empty: Mapping[str, Any] = {}
         keys = dict.fromkeys((*seen, *held))
         return {key: held.get(key, empty) for key in keys if _digests(held.get(key, empty)) != seen.get(key, {})}
 
     # As in a defaultdict(dict), which torch has here.
     def __getitem__(self, key: Any) -> Any:
-        return self._now().setdefault(key, _Entry())
+        return self._now().setdefault(key, OrderedDict())
 
     def __setitem__(self, key: Any, value: Mapping[str, Any]) -> None:
-        self._now()[key] = _Entry(value)
+        self._now()[key] = OrderedDict(value)
 
     def __delitem__(self, key: Any) -> None:
         del self._now()[key]
@@ -202,16 +204,6 @@ class StateView(MutableMapping[Any, Any]):
     def __reduce__(self) -> Any:
         # A copy of the optimizer, or a file of it, has the state itself.
         return defaultdict, (dict,), None, None, iter([(key, dict(entry)) for key, entry in self.items()])
-
-
-class _Entry(dict[str, Any]):
-    """The state of one parameter, to which there may be weak references."""
-
-    __slots__ = ("__weakref__",)
-
-    def __reduce__(self) -> Any:
-        # torch.load refuses a file with a class of ours.
-        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _mark(thing: Any) -> object:

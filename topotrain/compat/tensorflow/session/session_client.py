@@ -33,8 +33,8 @@ from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds,
 from topotrain.parallel.remote.graph_recorder import record
 from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
 
-# Functions with this word draw masks, and need the client's generator.
-_DRAWS = "dropout"
+# Functions with these words draw masks, and need the client's generator: attention has dropout inside.
+_DRAWS = ("dropout", "attention", "multi_head")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -210,7 +210,7 @@ class Session:
             self._count += 1
             data = description.to_data()
             self._ask({"do": "learn", "number": self._count, "description": data, "loss": train is not None})
-            draws = any(_DRAWS in node.function or _attends(node.function) for node in description.nodes)
+            draws = any(word in node.function for word in _DRAWS for node in description.nodes)
             self._graphs[kind] = self._count, draws
         return self._graphs[kind]
 
@@ -319,8 +319,3 @@ def _kind(arguments: Any) -> object:
     return str(form), tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
     )
-
-
-def _attends(function: str) -> bool:
-    # Attention has dropout inside one function.
-    return "attention" in function or "multi_head" in function

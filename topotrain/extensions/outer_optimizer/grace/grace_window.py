@@ -78,12 +78,9 @@ class GraceWindow:
         """Return how long a round of these groups stays open. 0 until all were measured."""
         if not all(group in self._interval for group in groups):
             return 0.0
-        free = min(self._free_until(group) for group in groups) - now
+        free = min(self._pushed[g][1] + self._interval[g] - self.exchange_s.get(g, 0.0) for g in groups) - now
         step = min(self._interval[group] for group in groups) / self._steps
         return max(0.0, min(self._slack * free, step))
-
-    def _free_until(self, group: int) -> float:
-        return self._pushed[group][1] + self._interval[group] - self.exchange_s.get(group, 0.0)
 
 
 def _average(known: float, last: float) -> float:

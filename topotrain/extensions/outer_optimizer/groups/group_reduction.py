@@ -221,7 +221,9 @@ class GroupReduction(GradientExchange):
             PeerLost: a worker is gone.
         """
         with self.channel.spans.span("wait for means"):
-            self.channel.wait_until(lambda: self._is_over() or bool(self._refusal()) or self._is_hopeless())
+            self.channel.wait_until(
+                lambda: self._is_over() or bool(self._refusal()) or self._peers.lost_of(self._missing())
+            )
         with self.channel.waiter.update():
             refusal = self._refusal()
             if refusal:
@@ -247,9 +249,6 @@ class GroupReduction(GradientExchange):
         awaited = _pushed(ends.values()) & ~self._here
         found = {index for index in self._others if index not in ends}
         return found | {self._adder[bucket.id] for bucket in self._buckets if awaited >> bucket.id & 1}
-
-    def _is_hopeless(self) -> bool:
-        return self._peers.lost_of(self._missing())
 
     def _refusal(self) -> str:
         """Why this backward has no end; "" if it may have one."""

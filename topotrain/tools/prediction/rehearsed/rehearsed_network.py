@@ -43,10 +43,6 @@ class Route:
         """Return the sender's seconds for a message."""
         return self.costs.send_message_s + nbytes * self.costs.send_byte_s
 
-    def receive_s(self, nbytes: int) -> float:
-        """Return the receiver's seconds for a message."""
-        return self.costs.receive_message_s + nbytes * self.costs.receive_byte_s
-
 
 class HostLinks:
     """The links of all hosts.
@@ -237,7 +233,9 @@ class RehearsedTransport(SimulatedTransport):
         to = delivery.to
         self._records.arrived(delivery.me, to, delivery.message, self._sim.now)
         serves = self._probe.server_message_s if to.role is Role.SERVER else 0.0
-        self._work[to].receive(delivery.route.receive_s(delivery.nbytes) + serves, delivery)
+        costs = delivery.route.costs
+        receives = costs.receive_message_s + delivery.nbytes * costs.receive_byte_s
+        self._work[to].receive(receives + serves, delivery)
 
     def hand_over(self, delivery: Delivery) -> None:
         """Let the receiver's endpoint handle a message."""
