@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--scripts", type=int, default=20, help="number of scripts (20)")
     parser.add_argument("--seed", type=int, help="seed of the first script; a fresh one otherwise")
+    parser.add_argument(
+        "--set", choices=scripts.SETS, default="plain", help="loops of the scripts' own, or of libraries"
+    )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--turns", action="store_true", help="each script under one of the layouts, in turn")
     parser.add_argument("--blocks", nargs="*", metavar="AXIS=NAME", help="run the script of these blocks")
@@ -31,16 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="do not shrink what fails")
     parser.add_argument("--jobs", type=int, default=2, help="scripts in flight (2)")
     options = parser.parse_args(arguments)
+    made = scripts.SETS[options.set]
     seed = random.randrange(10**6) if options.seed is None else options.seed
     if options.blocks is not None:
-        chosen = {0: scripts.named(options.blocks)}
+        chosen = {0: made.named(options.blocks)}
     elif options.single is not None:
-        chosen = dict(enumerate(scripts.single(options.single)))
+        chosen = dict(enumerate(made.single(options.single)))
     else:
-        chosen = {number: scripts.of_seed(number) for number in range(seed, seed + options.scripts)}
+        chosen = {number: made.of_seed(number) for number in range(seed, seed + options.scripts)}
         print(f"seeds {seed} to {seed + options.scripts - 1}")
     counts: Counter[str] = Counter()
-    with opened() as bench, ThreadPoolExecutor(options.jobs) as pool:
+    with opened(options.set) as bench, ThreadPoolExecutor(options.jobs) as pool:
         for count, name in pool.map(lambda item: _tried(bench, item, options), chosen.items()):
             counts.update(count)
             print(name, flush=True)

@@ -1,7 +1,7 @@
-"""The building blocks of the generated training scripts, which blocks.txt has as text.
+"""The building blocks of the generated training scripts.
 
-A block fills slots of a script (`scripts.TEMPLATE`). The code of a slot of `ONE` replaces the default; in other slots
-the code of several blocks adds up in the order of the axes. Losses are means over samples, and no model draws random
+A block fills slots of a template. Its code replaces the default of a slot; in slots without one the code of several
+blocks adds up in the order of the axes. Losses are means over samples, and no model draws random
 numbers or uses statistics of a batch: differences that the documentation promises (`DOCUMENTED`) are not generated.
 """
 
@@ -11,21 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent, indent
 
-ONE = {
-    "data": "loader = DataLoader(TensorDataset(x, y), batch_size=12, shuffle=True)",
-    "model": "model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))",
-    "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
-    "prepare": "model, optimizer, loader = tt.prepare(model, optimizer, loader)",
-    "epochs": "range(2)",
-    "batches": "loader",
-    "fresh": "True",
-    "due": "True",
-    "gradients": "def gradients(a, b):\n    loss = loss_of(a, b)\n    scaled(loss).backward()\n    return loss",
-    "read": "look([p.grad for p in model.parameters()])",
-    "step": "optimizer.step()",
-    "zero": "optimizer.zero_grad()",
-}
-SUMS = ("before", "after", "epoch", "top", "made", "edit", "stepped", "ended", "end")
 WHEN = {"epoch1": ("epoch", "if epoch == 1:"), "step4": ("stepped", "if seen[0] == 4:")}
 DOCUMENTED = {
     "dropout, or noise in forward": "each worker draws for its share: docs/exactness.md",
@@ -81,11 +66,12 @@ def _read(axis: str, words: str, body: str, snippets: dict[str, str]) -> Iterato
         for each in slots.split(" | "):
             suffix, _, slot = each.rpartition("=")
             slot, condition = WHEN.get(slot, (slot, ""))
-            assert slot in ONE or slot in SUMS, slot
             code.setdefault(suffix, {})[slot] = f"{condition}\n{indent(text, '    ')}" if condition else text
     for suffix, filled in code.items():
         if filled or len(code) == 1:
             yield Block(axis, name + suffix, filled, tuple(without.split()))
 
 
-BLOCKS = list(_blocks((Path(__file__).with_name("blocks.txt")).read_text()))
+def read_blocks(name: str) -> list[Block]:
+    """The blocks of a file beside this one."""
+    return list(_blocks(Path(__file__).with_name(name).read_text()))

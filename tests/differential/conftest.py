@@ -1,4 +1,4 @@
-"""One warm process for all generated scripts."""
+"""One warm process for all generated scripts of a kind."""
 
 from collections.abc import Iterator
 
@@ -10,4 +10,10 @@ from tests.differential.runs import Bench, opened
 @pytest.fixture(scope="session")
 def bench() -> Iterator[Bench]:
     with opened() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def library_bench() -> Iterator[Bench]:
+    with opened("library") as made:
         yield made

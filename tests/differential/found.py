@@ -33,3 +33,9 @@ ALLREDUCE = tuple(
     )
 )
 FOUND = (*ALLREDUCE, ("writes=numpy_step silent=stale", "island"))
+FOUND_LIBRARY = (
+    ("data=uneven times=twice", "allreduce"),
+    ("library=lightning data=small_last times=twice", "sandblaster"),
+    ("library=manual average=swapped stop=number times=twice", "tcp"),
+)
+"""The same of scripts whose loop is a library's."""

@@ -30,6 +30,7 @@ LAYOUTS = {
     " outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }",
 }
 """Clusters of few processes, since a process costs more than the training."""
+LIBRARIES = ("transformers.trainer", "accelerate", "pytorch_lightning")
 TOLERANCE = 1e-5
 SECONDS = 60.0
 INTERNAL = re.compile(
@@ -170,9 +171,9 @@ def _refusal(cause: Mapping[str, Any], said: str) -> Outcome:
 
 
 @contextmanager
-def opened() -> Iterator[Bench]:
-    """Start the warm process, and end it with all that it forked."""
-    preload = ("tests.differential.preload",)
+def opened(kind: str = "plain") -> Iterator[Bench]:
+    """Start the warm process for scripts of a kind (`scripts.SETS`), and end it with all that it forked."""
+    preload = ("tests.differential.preload", *(LIBRARIES if kind == "library" else ()))
     with (
         tempfile.TemporaryDirectory(prefix="tt-") as folder,
         closing(process_pool.start(Path(folder) / "warm", preload)) as warm,

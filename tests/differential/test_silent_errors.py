@@ -16,7 +16,7 @@ ROWS = re.findall(r"\| (exact|refused)(?:: \"([^\"]*)\")?[^|]*\| `(\w+)` \|$", P
 
 @pytest.mark.parametrize(("outcome", "words", "name"), sorted(set(ROWS)), ids=lambda value: value or "-")
 def test_a_silent_error_is_exact_or_refused(bench: Bench, outcome: str, words: str, name: str) -> None:
-    script = scripts.named([BLOCKS.get(name, f"silent={name}")])
+    script = scripts.PLAIN_LOOP.named([BLOCKS.get(name, f"silent={name}")])
     found = bench.outcomes(script, ["allreduce"])["allreduce"]
     assert found.kind == {"exact": "equal", "refused": "refused"}[outcome], found
     assert words in found.words
@@ -24,5 +24,5 @@ def test_a_silent_error_is_exact_or_refused(bench: Bench, outcome: str, words: s
 
 def test_the_page_names_every_block_of_this_kind() -> None:
     named = {name for _, _, name in ROWS}
-    ours = {script.keys[-1].partition("=")[2] for script in scripts.single(["silent"])} - {"moved_first"}
+    ours = {script.keys[-1].partition("=")[2] for script in scripts.PLAIN_LOOP.single(["silent"])} - {"moved_first"}
     assert named == ours | BLOCKS.keys()
