@@ -136,9 +136,13 @@ def prepare(*objects: object) -> Any:
         call = call.with_built(_build(here, call.model))
     made = joined((*process.so_far(), call), complete=False)
     if here.loader is None and call.loader is not None:
-        several, loaders = len(made.optimizers) > 1, len(made.loaders) > 1
-        plan = _data_plan(here, made.models, several, loaders)
-        here.loader = ShardedLoader(call.loader, plan, begin=process.use)
+        here.read_from(
+            ShardedLoader(
+                call.loader,
+                _data_plan(here, made.models, len(made.optimizers) > 1, len(made.loaders) > 1),
+                begin=process.use,
+            )
+        )
     # The names cannot collide with those of `tt.keep`, which are Python names without a space.
     for thing in call.stateful:
         here.kept[f"prepare {sum(name.startswith('prepare ') for name in here.kept)}"] = thing
@@ -286,7 +290,7 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
         wait_by_layer(model, worker)
     for number, optimizer in enumerate(request.optimizers):
         here.adopted[optimizer].join(worker, number, "" if cut is None else STATE_IN_PARTS)
-    here.worker, here.split = worker, cut
+    here.join(worker, cut)
     if place.job.debug and here.is_main:
         worker.attach(NormLog(worker, here.workspace / "debug.jsonl"))
     # Hooks run in the order of attachment, so the reporter, attached later, sees the counts that features change.
@@ -298,7 +302,7 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
     worker.attach(ProgressReporter(here, worker, connections, rising))
     checks = MisuseChecks(here, worker)
     here.at_close.callback(checks.close)
-    here.training = checks
+    here.check_with(checks)
     if here.loader is not None and place.topology.worker_groups * place.topology.workers_per_group > 1:
         worker.attach(UnpreparedLoaders(worker, here.loader, here.at_close))
     # Spans from here on belong to the first step.

@@ -291,6 +291,18 @@ class Context:
         """Report an event of this worker."""
         self.sink.emit(event)
 
+    def owned_by(self, owner: ProcessOwner) -> None:
+        """Let `owner` know of the script's loops and of `tt.leave`."""
+        self.owner = owner
+
+    def supersede(self, name: str) -> None:
+        """An object of `kept` has a state that is newer than the saved one."""
+        self.superseded.add(name)
+
+    def refuse_repeats(self, reason: str) -> None:
+        """The script cannot repeat a step, so that a death restarts its whole group."""
+        self.unrepeatable = reason
+
     def connect(self) -> Connections:
         """The connections to the servers; the first call opens them."""
         if self.connections is None:
@@ -300,9 +312,29 @@ class Context:
             self.connections = connections
         return self.connections
 
+    def join(self, worker: Worker, split: DividedModel | None) -> None:
+        """The worker of this process has started, perhaps with a part of the model only."""
+        self.worker, self.split = worker, split
+
+    def count_by_length(self, counted: bool) -> None:
+        """Note whether the training loop goes by the length that an epoch is said to have."""
+        self.counted = counted
+
+    def check_with(self, checks: TrainingChecks) -> None:
+        """Let these check at the end what the script trained."""
+        self.training = checks
+
     def knows(self, things: Sequence[object]) -> bool:
         """Whether `tt.prepare` was given all of these before the job began."""
         return all(any(thing is known for known in self.given) for thing in things)
+
+    def read_from(self, loader: ShardedLoader) -> None:
+        """The script gets this loader of `tt.prepare`."""
+        self.loader = loader
+
+    def open_tables(self, tables: OpenTables) -> None:
+        """The script has its first table."""
+        self.tables = tables
 
     def resume_at(self, position: ScriptPosition | None) -> None:
         """The script has prepared, and goes on from this position."""

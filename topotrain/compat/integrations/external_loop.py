@@ -160,7 +160,7 @@ def tie(
     if unrepeatable:
         # After a death the launcher ends the job with this text instead of a restart.
         here.emit(Unrepeatable(str(here.me), unrepeatable, job=True))
-    here.counted = counted
+    here.count_by_length(counted)
     if state is not None:
         # The name cannot be one of `tt.keep`, which are Python names without a space.
         here.kept["loop of the library"] = state
@@ -181,7 +181,7 @@ def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
     here = process.current()
     assert here is not None
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
-    here.unrepeatable = "the loop is another library's, which counts its batches and steps"
+    here.refuse_repeats("the loop is another library's, which counts its batches and steps")
     *_, share = api.prepare(*objects, loader) if objects else (api.prepare(loader),)
     assert isinstance(share, ShardedLoader)
     return share

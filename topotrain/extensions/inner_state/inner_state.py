@@ -162,7 +162,7 @@ class StateOfOthers(WorkerExtension):
             notifier = EventNotifier(self._here, str(self._here.me))
             notifier.notify(f"the optimizer's state is that of the begin of the epoch, or fresh: {why}")
         else:
-            self._here.superseded.add(self._name)
+            self._here.supersede(self._name)
 
 
 def share_state(here: Context, name: str, state: InnerState) -> WorkerExtension | None:

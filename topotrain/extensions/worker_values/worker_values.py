@@ -382,7 +382,7 @@ def _note_call(here: Context, what: str, job: bool) -> None:
     mine.called.add(job)
     # The others have the value of a worker that dies, and do not make the call again with its new process.
     reason = f"the script calls {what}, which takes all workers"
-    here.unrepeatable = reason
+    here.refuse_repeats(reason)
     here.emit(Repeatable(str(here.me), reason))
     if job:
         here.emit(Unrepeatable(str(here.me), reason, job=False))

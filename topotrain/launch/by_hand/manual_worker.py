@@ -111,7 +111,7 @@ def join(
     here = Context(place, me, workspace, _Console(), _Connector(terms), prepare_extensions(), gpus=gpus)
     # The servers start before the worker connects, which would wait for them.
     joined = _Joined(here, _start_servers(job, beside, store, secret, host, terms) if beside is not None else None)
-    here.owner = joined
+    here.owned_by(joined)
     process.enter(here)
     joined.watch()
     return here

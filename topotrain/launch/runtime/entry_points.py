@@ -311,7 +311,7 @@ def run_worker(
     work = WorkerPart(here, control, log, profile, servers)
     hook = ProcessExitHook(work)
     hook.watch()
-    here.owner = hook
+    here.owned_by(hook)
     with ProgramGuard(here, log) as guard:
         if function is None:
             run_program(spec["program"], spec["args"])

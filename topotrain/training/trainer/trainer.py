@@ -205,7 +205,7 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
         raise ConfigError("cluster.backup", job.cluster.backup, accepted)
     if here is not None:
         # A step that is repeated would have two numbers.
-        here.unrepeatable = "the steps of a tt.Trainer are numbered"
+        here.refuse_repeats("the steps of a tt.Trainer are numbered")
     for kind in KINDS:
         freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
         if freq and loaders[kind] is None:

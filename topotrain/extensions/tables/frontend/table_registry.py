@@ -232,7 +232,7 @@ def tables_of(here: Context | None) -> TableBackend:
     if here is None:
         return LocalTables()
     if here.tables is None:
-        here.tables = JobTables(here)
+        here.open_tables(JobTables(here))
         # A worker group cannot restart alone: rows that it has pushed stay in the table.
         here.emit(Unrepeatable(str(here.me), TABLES, job=False))
     return cast(JobTables, here.tables)
