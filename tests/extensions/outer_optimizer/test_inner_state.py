@@ -109,8 +109,8 @@ class Asked:
 @pytest.mark.parametrize("living", [True, False])
 def test_a_worker_that_comes_back_takes_the_state_before_its_first_step(living: bool) -> None:
     events: list[Any] = []
-    superseded: set[str] = set()
-    here = SimpleNamespace(me="worker 1/0", emit=events.append, superseded=superseded)
+    superseded: list[str] = []
+    here = SimpleNamespace(me="worker 1/0", emit=events.append, supersede=superseded.append)
     client = Asked(InnerState(trained()[1]).copy() if living else None)
     _, own = trained(steps=0)
     taking = StateOfOthers(here, "inner", InnerState(own), client)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_a_worker_that_comes_back_takes_the_state_before_its_first_step(living: 
         taking.before_step()
     assert client.answered == 1
     if living:
-        assert superseded == {"inner"} and len(own.state) == 2
+        assert superseded == ["inner"] and len(own.state) == 2
         assert events == [StateTaken("worker 1/0", True)]
     else:
         assert not superseded and not own.state
