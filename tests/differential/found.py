@@ -34,6 +34,8 @@ ALLREDUCE = tuple(
 )
 FOUND = (*ALLREDUCE, ("writes=numpy_step silent=stale", "island"))
 FOUND_LIBRARY = (
+    ("data=stream", "allreduce"),
+    ("library=accelerate data=stream validation=each_epoch", "sandblaster"),
     ("data=uneven times=twice", "allreduce"),
     ("library=lightning data=small_last times=twice", "sandblaster"),
     ("library=manual average=swapped stop=number times=twice", "tcp"),
