@@ -37,7 +37,8 @@ def open_to_others(root: Path) -> list[str]:
 
 def test_nothing_that_a_job_leaves_can_be_read_by_others(runner: JobRunner):
     extra = "checkpoint_freq: 2 debug: true on_failure: kContinue"
-    command = runner.command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=["--profile"])
+    options = ["--profile", "--record", str(runner.folder / "job.record")]
+    command = runner.command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=options)
     at = command.index("--forkserver")
     del command[at : at + 2]  # the job's own has the job's umask
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder, umask=0)
@@ -46,6 +47,9 @@ def test_nothing_that_a_job_leaves_can_be_read_by_others(runner: JobRunner):
     names = {path.name for path in workspace.rglob("*")}
     assert {"final.safetensors", "trace.json", "debug.jsonl", "step-2", "worker-0-0.log", "lock"} <= names
     assert open_to_others(workspace) == []
+    # Files that the user has named have the mode of the umask.
+    named = [runner.folder / name for name in ("job.json", "job.record")]
+    assert [stat.S_IMODE(file.stat().st_mode) for file in named] == [0o666, 0o666]
 
 
 def test_the_final_parameters_find_room_on_a_disk_that_became_full(runner: JobRunner, small_disk: Path):

@@ -144,3 +144,6 @@ def test_the_four_frameworks_learn_to_read_digits(tmp_path: Path, served_at: str
     for job in jobs:
         assert job["metrics"]["accuracy"] >= 0.95, job["label"]
     assert (tmp_path / "frameworks.png").stat().st_size > 10_000
+    # Whatever the umask, as a workspace.
+    made = [path.lstat().st_mode for path in tmp_path.rglob("*") if not path.is_symlink()]
+    assert not [oct(mode) for mode in made if mode & 0o077]

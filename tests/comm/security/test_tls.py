@@ -237,6 +237,34 @@ def test_every_certificate_is_another_and_its_key_leaves_no_file(tmp_path, monke
     assert CERTIFICATE.context.num_tickets == 0
 
 
+def test_a_handshake_that_has_begun_takes_little_memory():
+    """64 of them may be under way in a process."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    hello, many = ssl.MemoryBIO(), 500
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    first = hello.read()
+
+    def begun():
+        heard = ssl.MemoryBIO()
+        heard.write(first)
+        shaking = CERTIFICATE.context.wrap_bio(heard, ssl.MemoryBIO(), server_side=True)
+        with suppress(ssl.SSLWantReadError):
+            shaking.do_handshake()
+        return shaking
+
+    warm = begun()
+    before = resident()
+    under_way = [begun() for _ in range(many)]
+    assert resident() - before < many * (64 << 10), "docs/security.md names 50 KB"
+    assert warm and len(under_way) == many
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def shake_and_close(channel):
     with channel:
         channel.shake_hands(WAIT)

@@ -469,7 +469,8 @@ def test_plan_shows_the_cut(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (code, err) == (0, "")
     assert "server 0/0" in out
     assert "transfers per step" in out
-    assert (folder / "cut.png").stat().st_size > 1000
+    made = (folder / "cut.png").stat()
+    assert made.st_size > 1000 and made.st_mode == (folder / "auto.conf").stat().st_mode, "as the umask gives"
     code, out, err = ask(capsys, "plan", "auto.conf", "--json", "--input", "6x1x8x8", "train.py", "--bare")
     assert (code, err) == (0, "")
     assert json.loads(out)["cut"]["samples"] == [3, 3]
