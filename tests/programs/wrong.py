@@ -7,6 +7,7 @@ import time
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import topotrain as tt
@@ -21,6 +22,7 @@ loader = DataLoader(Subset(data, range(tt.rank(), 64, 2)) if how == "divided" el
 weights, probe = nn.Linear(3, 3), nn.Linear(6, 3)
 own, of_probe = torch.optim.SGD(weights.parameters(), lr=0.1), torch.optim.SGD(probe.parameters(), lr=0.1)
 if how == "no_prepare":
+    register_optimizer_step_pre_hook(lambda *_: None)
     optimizer.step()
     sys.exit(0)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)

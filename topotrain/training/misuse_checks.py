@@ -68,18 +68,21 @@ def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
 
 def notice_unprepared(here: Context) -> None:
     """Say at the first step of an optimizer, and not only at the end, if it is in no job."""
-    thread = threading.get_ident()
+    thread, stepped = threading.get_ident(), False
 
     def first(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal stepped
         # Servers of this process have some in other threads.
-        if threading.get_ident() == thread:
-            hook.remove()
-            if here.is_main and not here.given and here.tables is None:
-                words = (
-                    "is called, and nothing was given to tt.prepare so far: every worker trains all of it by itself. "
-                    "If the loop is a library's, docs/integrations.md has what to import. A job that stays so fails"
-                )
-                here.emit(Notice(str(here.me), f"{type(optimizer).__name__}.step() {words}"))
+        if stepped or threading.get_ident() != thread:
+            return
+        # The hook stays: torch goes through all hooks just now.
+        stepped = True
+        if here.is_main and not here.given and here.tables is None:
+            words = (
+                "is called, and nothing was given to tt.prepare so far: every worker trains all of it by itself. "
+                "If the loop is a library's, docs/integrations.md has what to import. A job that stays so fails"
+            )
+            here.emit(Notice(str(here.me), f"{type(optimizer).__name__}.step() {words}"))
 
     hook = register_optimizer_step_pre_hook(first)
     here.at_close.callback(hook.remove)
