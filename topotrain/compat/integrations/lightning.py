@@ -128,8 +128,8 @@ class TopotrainStrategy(SingleDeviceStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning reduces what is logged with `sync_dist`. It must divide no loader."""
-        return self._handing is not None and self._trains
+        """Whether Lightning reduces what is logged with `sync_dist`. While it reads loaders it would divide them."""
+        return self._handing is not None and self._trains and self.lightning_module.trainer.train_dataloader is not None
 
     @property
     def _trains(self) -> bool:
