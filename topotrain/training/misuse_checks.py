@@ -67,7 +67,7 @@ def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
 
 
 def notice_unprepared(here: Context) -> None:
-    """Say at the first step of an optimizer, and not only at the end, if it is in no job."""
+    """Say on the main worker, at the first step of an optimizer and not only at the end, if it is in no job."""
     thread, stepped = threading.get_ident(), False
 
     def first(optimizer: Optimizer, *_: Any) -> None:
@@ -77,7 +77,7 @@ def notice_unprepared(here: Context) -> None:
             return
         # The hook stays: torch goes through all hooks just now.
         stepped = True
-        if here.is_main and not here.given and here.tables is None:
+        if not here.given and here.tables is None:
             words = (
                 "is called, and nothing was given to tt.prepare so far: every worker trains all of it by itself. "
                 "If the loop is a library's, docs/integrations.md has what to import. A job that stays so fails"

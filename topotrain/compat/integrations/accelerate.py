@@ -117,9 +117,9 @@ class Accelerator(PlacedAccelerator):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register as accelerate; in a job, also as objects of `tt.keep`."""
         super().register_for_checkpointing(*objects)
-        here = process.current()
-        for thing in objects if here is not None else ():
-            assert here is not None
+        if (here := process.current()) is None:
+            return
+        for thing in objects:
             # By their order, also where the script has several Accelerators. No name of `tt.keep` has a space.
             api.keep(**{f"{_REGISTERED} {sum(name.startswith(_REGISTERED) for name in here.kept)}": thing})
 

@@ -304,7 +304,8 @@ def run_worker(
         spans=profile.worker(),
     )
     enter(here)
-    notice_unprepared(here)
+    if here.is_main:
+        notice_unprepared(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
     servers = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
