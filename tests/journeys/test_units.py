@@ -203,5 +203,6 @@ def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(be
         job.start(rank, command=HASTILY)
     job.end_well()
     assert right(job, 3)
+    assert "workers: 2 finished" in job.said[0], "unit 0 shows the workers of all units"
     report = json.loads((job.folder / "report-0.json").read_text())
     assert report["samples"] == 3 * 240, "what was trained before counts, and is not trained again"

@@ -19,7 +19,7 @@ from wait_limit import ended_after
 import topotrain as tt
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
-from topotrain.core.events import Event, Notice, Output, Resized
+from topotrain.core.events import Event, Notice, Output, Resized, Resources, ServerLoad
 from topotrain.tools.exporters import export_thread, tensorboard_export
 from topotrain.tools.exporters.job_exports import JobExports
 from topotrain.tools.exporters.tracker_export import TrackerExport, load
@@ -172,6 +172,18 @@ def test_a_step_that_is_behind_counts_as_the_last_one(tmp_path: Path) -> None:
     run(exports(tmp_path, "python:remembering:Remembers"), given)
     steps = [call[1] for call in CALLS if call[0] == "log"]
     assert steps == sorted(steps) and steps[-1] == 9
+
+
+def test_the_steps_of_a_tracker_are_those_of_workers_and_not_the_versions_of_servers(tmp_path: Path) -> None:
+    given: list[Event] = []
+    for number in range(1, 6):
+        given += [step(f"worker {group}/0", number) for group in range(2)]
+        given += [ServerLoad("server 0/0", 10 * number, 10 * number, 0.1), Resources("server 0/0", 9, 1, 0.5)]
+    run(exports(tmp_path, "python:remembering:Remembers"), given)
+    logged = [call for call in CALLS if call[0] == "log"]
+    assert {call[1] for call in logged} >= {1, 5} and max(call[1] for call in logged) == 5
+    assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5]
+    assert any("updates_per_s/server 0/0" in call[2] for call in logged)
 
 
 def test_a_tracker_that_fails_is_said_once_and_its_job_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from topotrain.config.job import Cluster
+from topotrain.config.job import ChangeMethod, Cluster, LRGen, Updater, UpdaterType
 from topotrain.config.topology import layout
 from topotrain.core.events import (
     Connects,
@@ -100,6 +100,53 @@ def test_a_worker_that_is_behind_is_named_with_its_step(clock: Clock) -> None:
     clock.tell(step("worker 0/0", 19))
     # It is slow, and goes on.
     assert clock.words == ""
+
+
+ALONE = Cluster(nworker_groups=2, server_worker_separate=True)
+GROUP = Cluster(nworkers_per_group=2, server_worker_separate=True)
+OUTER = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(ChangeMethod.kFixed, base_lr=1.0))
+NEXT = "the next step of worker 0/0, worker 0/1"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "slow", "lead", "what"),
+    [
+        (ALONE, "worker 1/0", 15, "the next step of worker 0/0, worker 1/0"),
+        (replace(ALONE, max_staleness=20), "worker 1/0", 15, "the next step of worker 0/0, worker 1/0"),
+        (replace(ALONE, max_staleness=3), "worker 1/0", 3, "worker 1/0, which is behind"),
+        (GROUP, "worker 0/1", 1, "worker 0/1, which is behind"),
+        (replace(GROUP, backup=1), "worker 0/1", 2, NEXT),
+        (replace(GROUP, outer=OUTER, sync_freq=64), "worker 0/1", 15, NEXT),
+        (replace(GROUP, outer=OUTER, sync_freq=64, quorum=1), "worker 0/1", 70, NEXT),
+    ],
+)
+def test_only_a_worker_that_others_wait_for_is_behind(cluster: Cluster, slow: str, lead: int, what: str) -> None:
+    topology = layout(cluster)
+    waits = JobWaits(topology, 0.0)
+    workers = [str(worker) for unit in topology.units for worker in unit.workers]
+    for who in ("unit 0", *(str(server) for unit in topology.units for server in unit.servers), *workers):
+        waits.on_event(Started(who, 1), 0.0)
+        waits.on_event(Serving(who, ("x",), 1), 0.0) if who.startswith("server") else None
+    for who in workers:
+        waits.on_event(step(who, 18 if who == slow else 18 + lead), 1.0)
+    found = waits.longest(9.0)
+    assert found is not None and found.what == what
+    # The others go on.
+    waits.on_event(step(workers[0], 19 + lead), 8.0)
+    found = waits.longest(9.0)
+    assert (None if found is None else found.what) == (what if "behind" in what else None)
+    # The slow worker is done with its work before the others.
+    waits.on_event(Finished(slow, 18, 1, 0.0, 0, 0, 0), 9.0)
+    found = waits.longest(20.0)
+    assert found is not None and found.what == f"the next step of {workers[0]}"
+    if cluster == ALONE:
+        return
+    # What the others report that they wait for.
+    waits.on_event(step(slow, 18), 20.0)
+    waits.on_event(Waits(workers[0], 12.0), 30.0)
+    found = waits.longest(30.0)
+    awaited = not (cluster.backup or cluster.quorum)
+    assert found is not None and (slow in found.what and workers[0] not in found.what) is awaited
 
 
 def test_a_synchronous_job_that_stands_still(clock: Clock) -> None:

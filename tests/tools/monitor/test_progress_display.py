@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from topotrain.tools.monitor.progress.live_table import LiveTable
 from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
 from topotrain.tools.monitor.progress_display import LINE_EVERY, PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary
+from topotrain.tools.monitor.stragglers import stragglers
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
 JOB = Job(name="digits", program="train.py", args=("--lr", "0.1"), cluster=DOWNPOUR)
@@ -407,7 +409,8 @@ def test_what_the_job_survives_is_a_line_each() -> None:
 
 
 def test_workers_that_leave_have_a_line_and_no_row() -> None:
-    text, topology = io.StringIO(), layout(Cluster(nworkers_per_group=3, server_worker_separate=True))
+    # Five units were started, and the last one has the server.
+    text, topology = io.StringIO(), layout(Cluster(nworkers_per_group=3, server_worker_separate=True), range(5))
     with QuietProgress(topology, Console(file=text, width=20)) as window:
         window(StepDone("worker 0/1", 1.0, 5, 20, 0.5, 0.0, 0, 0, 0))
         window(Resized(0, 3, 2, 5, 3.5))
@@ -416,6 +419,10 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
             ("worker 0/0", 0, 0),
             ("worker 0/1", 1, 5),
         ]
+        for who in ("worker 0/0", "worker 0/1"):
+            window(Started(who, 1))
+        wait = window.waits.longest(time.monotonic())
+        assert wait is not None and wait.what == "unit 4 to load torch and start its processes"
         window(Resized(1, 2, 4, 9, 3.5))
         assert len(window.rows.all()) == 4
     assert text.getvalue().splitlines() == [
@@ -423,6 +430,26 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
         "topotrain: training again 0.8 s after that change",
         "topotrain: 2 workers join; the job goes on after step 9 with nworkers_per_group: 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "workers", "own", "slow"),
+    [
+        (1, 2, (1.0, 2.9), {"worker 0/1": 2.9}),
+        (1, 3, (1.0, 1.0, 3.0), {"worker 0/2": 3.0}),
+        (2, 2, (1.0, 1.0, 4.0, 4.1), {}),  # a group is compared with itself
+        (4, 1, (1.0, 4.0, 1.0, 1.0), {"worker 1/0": 4.0}),
+        (1, 2, (0.001, 0.02), {}),
+        (1, 2, (1.0,), {}),
+    ],
+)
+def test_a_slow_worker_is_compared_with_the_others(
+    groups: int, workers: int, own: tuple[float, ...], slow: dict[str, float]
+) -> None:
+    topology = layout(Cluster(nworker_groups=groups, nworkers_per_group=workers, server_worker_separate=True))
+    names = [str(worker) for unit in topology.units for worker in unit.workers]
+    found = stragglers(topology, dict(zip(names, own, strict=False)))
+    assert {each.who: each.factor for each in found} == slow
 
 
 def test_our_lines_do_not_run_into_the_programs() -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from topotrain.core.events import (
+    Connects,
     Event,
     Exited,
     Finished,
@@ -34,7 +35,7 @@ from topotrain.launch import EventListener
 INTERVAL_S = 1.0
 """Seconds between two messages of a unit, at least."""
 SAMPLES = (
-    *(Exited, Finished, Frozen, Logged, Resources, Saved, ServerLoad, Serving),
+    *(Connects, Exited, Finished, Frozen, Logged, Resources, Saved, ServerLoad, Serving),
     *(Slices, Started, StepDone, Tested, Thawed, Traffic, Waits),
 )
 """The events that are sent. Others reach the leader as events of recovery, or with a unit's report at the end."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Cluster, ConfigError, Job, all_reduces
-from topotrain.config.topology import layout
+from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Bounded, Saved, Unsaved
 from topotrain.launch.recovery.recovery_actions import (
     LEAVE,
@@ -38,6 +38,11 @@ def resized(cluster: Cluster, workers: int) -> Cluster:
         nservers_per_group=workers if beside else cluster.nservers_per_group,
         nservers_per_procs=per_unit if beside else cluster.nservers_per_procs,
     )
+
+
+def resized_layout(topology: Topology, workers: int) -> Topology:
+    """Return the layout with `workers` workers in its group, on the same hosts."""
+    return layout(resized(topology.cluster, workers), topology.hosts)
 
 
 @dataclass(slots=True)

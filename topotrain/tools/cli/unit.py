@@ -234,7 +234,9 @@ class _Window(JobWatch):
         if self.rank:
             where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
-        with display(job, here, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
+        # Unit 0 gets the events of all units, and shows the whole job.
+        seen = here if self.rank else topology
+        with display(job, seen, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
 
             def on_event(event: "Event") -> None:
                 report(event)

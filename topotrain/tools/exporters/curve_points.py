@@ -15,8 +15,8 @@ _LEFT_OUT = ("bytes_per_s",)
 class CurvePoint:
     """A value of a curve.
 
-    time: seconds since 1970. process: a worker, a server or a group, or "job". name: such as "loss" or "log:accuracy".
-    value: NaN for any number that is not finite.
+    time: seconds since 1970. step: of a worker; for a server, the version of its values. process: a worker, a server
+    or a group, or "job". name: such as "loss" or "log:accuracy". value: NaN for any number that is not finite.
     """
 
     time: float
@@ -24,6 +24,11 @@ class CurvePoint:
     process: str
     name: str
     value: float
+
+    @property
+    def has_worker_step(self) -> bool:
+        """Whether `step` counts steps of workers: a server makes one version for each step of each group."""
+        return not self.process.startswith("server ")
 
     @property
     def tag(self) -> str:

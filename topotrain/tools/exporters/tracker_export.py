@@ -50,10 +50,11 @@ class TrackerExport:
         values: dict[str, float] = {}
         for point in self._reader.read(history):
             # Groups do not step together, and trackers refuse a step that is smaller than the last one.
-            if point.step > self._step and values:
-                self.tracker.log(self._step, values)
-                values = {}
-            self._step = max(self._step, point.step)
+            if point.has_worker_step and point.step > self._step:
+                if values:
+                    self.tracker.log(self._step, values)
+                    values = {}
+                self._step = point.step
             values[point.tag] = point.value
         if values:
             self.tracker.log(self._step, values)

@@ -15,7 +15,7 @@ from typing import Any
 
 from topotrain.config.job import Job
 from topotrain.config.slice_size import slice_bytes
-from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import (
     Apart,
     Counted,
@@ -41,7 +41,7 @@ from topotrain.core.events import (
     Tested,
 )
 from topotrain.launch import JobOutcome
-from topotrain.launch.recovery.resize import resized
+from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.round_report import RoundReport
 from topotrain.tools.monitor.stragglers import stragglers
 
@@ -269,7 +269,7 @@ class Report:
     def _resized(self, event: Resized) -> None:
         """Use the layout after a resize."""
         self._resizes.append(event)
-        self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
+        self._topology = resized_layout(self._topology, event.workers)
         begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # the start of its loss curve
         for resident in _residents(self._topology):
             # The tallies of workers that have left stay in the totals.

@@ -11,7 +11,7 @@ from typing import IO, Self
 from rich.console import Console
 from rich.text import Text
 
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import (
     Event,
     Finished,
@@ -25,7 +25,7 @@ from topotrain.core.events import (
     Skipped,
     StepDone,
 )
-from topotrain.launch.recovery.resize import resized
+from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.job_report import moved
 from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
 from topotrain.tools.monitor.progress.run_progress import RunProgress
@@ -98,7 +98,7 @@ class QuietProgress:
 
     def _resized(self, event: Resized) -> None:
         self._changes.add(event.number)
-        self._topology = layout(resized(self._topology.cluster, event.workers))
+        self._topology = resized_layout(self._topology, event.workers)
         self.rows.lay_out(self._topology)
         self.waits.lay_out(self._topology, monotonic())
         now = {str(worker) for worker in self._topology.workers(0)}

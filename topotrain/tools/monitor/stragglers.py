@@ -1,50 +1,60 @@
-"""Stragglers: workers that are slow compared to their group."""
+"""Stragglers: workers that are slow compared to the others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from topotrain.config.topology import Topology
 
 FACTOR = 1.5
 LEAST_S = 0.02
-"""A straggler takes at least this many seconds more than its group's median. Less may be the system's scheduling."""
+"""A straggler takes at least this many seconds more than the others. Less may be the system's scheduling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A straggler, with its own median seconds for a step, and its group's median."""
+    """A straggler, with its own median seconds for a step, and the median of the others."""
 
     who: str
     own_s: float
-    group_s: float
+    others_s: float
 
     @property
     def factor(self) -> float:
-        """The ratio of its time to its group's."""
-        return self.own_s / self.group_s
+        """The ratio of its time to the others'."""
+        return self.own_s / self.others_s
 
     def words(self) -> str:
         """Describe the straggler in one line."""
-        times = f"{self.own_s:.3g} s of its own for a step, {self.factor:.1f} times the median of its group"
-        return f"{self.who} is slow: it takes {times} ({self.group_s:.3g} s)"
+        times = f"{self.own_s:.3g} s of its own for a step, {self.factor:.1f} times the median of the others"
+        return f"{self.who} is slow: it takes {times} ({self.others_s:.3g} s)"
 
     def as_data(self) -> dict[str, Any]:
         """Return the data for the report."""
-        return {"who": self.who, "own_s": self.own_s, "group_s": self.group_s, "factor": self.factor}
+        return {"who": self.who, "own_s": self.own_s, "group_s": self.others_s, "factor": self.factor}
 
 
 def stragglers(topology: Topology, own: Mapping[str, float]) -> list[Straggler]:
     """Return the slow workers; own: seconds for a step, by worker.
 
-    They take more than FACTOR times the median, and LEAST_S more.
+    They take more than FACTOR times the median of the others, and LEAST_S more. The others are those of the worker's
+    group; of a group of one worker, those of the other groups.
     """
     found = []
-    for group in range(topology.worker_groups):
-        members = {who: own[who] for who in map(str, topology.workers(group)) if who in own}
+    for members in _compared(topology):
         # Of their own time without waits: in a group that steps together, all whole steps are as long as the slowest.
-        middle = median(members.values()) if members else 0.0
-        bound = max(FACTOR * middle, middle + LEAST_S)
-        found += [Straggler(who, s, middle) for who, s in members.items() if middle > 0 and s > bound]
+        known = {who: own[who] for who in members if who in own}
+        for who, own_s in known.items():
+            # With its own time among them, the median of two workers would follow the slow one.
+            others = [seconds for other, seconds in known.items() if other != who]
+            middle = median_low(others) if others else 0.0
+            if middle > 0 and own_s > max(FACTOR * middle, middle + LEAST_S):
+                found.append(Straggler(who, own_s, middle))
     return found
+
+
+def _compared(topology: Topology) -> Iterator[list[str]]:
+    """Yield the workers that are compared with each other."""
+    groups = [list(map(str, topology.workers(group))) for group in range(topology.worker_groups)]
+    yield from groups if topology.workers_per_group > 1 else [[who for group in groups for who in group]]

@@ -10,9 +10,9 @@ from typing import Any
 
 from topotrain.config import job_file
 from topotrain.config.job import Job
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import Resized
-from topotrain.launch.recovery.resize import resized
+from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.recording.recorded_layout import layout_data
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 
@@ -33,8 +33,7 @@ class JobStart:
 
     def after(self, event: Resized) -> "JobStart":
         """Return the same start with the layout that it has from this event on."""
-        topology = layout(resized(self.topology.cluster, event.workers), self.topology.hosts)
-        return replace(self, topology=topology)
+        return replace(self, topology=resized_layout(self.topology, event.workers))
 
     @cached_property
     def header(self) -> RecordingHeader:

@@ -28,7 +28,7 @@ const BEGINS = new Set(["starting", "restarts"]);
 /** A death is shown for so many seconds, also where the process is back before the next picture is drawn. */
 export const DEATH_SHOWN_S = 2;
 
-// As in the terminal's report: this many times the median of all workers.
+// As in the terminal's report: this many times the median of the others of the group, or of the other groups.
 const STRAGGLER_FACTOR = 1.5;
 const SMOOTHED_POINTS = 5;
 
@@ -209,20 +209,21 @@ export class JobView {
     return this._foundLanes;
   }
 
-  /** How many times the median each slow worker takes for a sample, waits not counted. */
+  /** How many times the median of the others each slow worker takes for a sample, waits not counted. */
   stragglersAt(t) {
     const own = new Map();
     for (const process of this.processes) {
       if (process.role !== "worker" || SILENT.has(this.stateAt(process.name, t))) continue;
       const rate = this._smoothedAt(process.name, "samples_per_s", t);
       const waits = this._smoothedAt(process.name, "waiting_share", t) ?? 0;
-      if (rate > 0) own.set(process.name, Math.max(0.01, 1 - waits) / rate);
+      if (rate > 0) own.set(process, Math.max(0.01, 1 - waits) / rate);
     }
     const found = new Map();
-    if (own.size < 2) return found;
-    const middle = median([...own.values()]);
-    for (const [name, seconds] of own) {
-      if (seconds > STRAGGLER_FACTOR * middle) found.set(name, seconds / middle);
+    const grouped = this.processes.some((process) => process.role === "worker" && process.index > 0);
+    for (const [process, seconds] of own) {
+      const others = [...own].filter(([other]) => other !== process && (!grouped || other.group === process.group));
+      const middle = median(others.map(([, theirs]) => theirs));
+      if (seconds > STRAGGLER_FACTOR * middle) found.set(process.name, seconds / middle);
     }
     return found;
   }

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from topotrain.config.topology import Topology
+from topotrain.config.job import Cluster
+from topotrain.config.topology import Role, Topology
 from topotrain.core.events import (
     Connects,
     Event,
@@ -47,6 +48,7 @@ class ProcessState:
     who: str
     unit: int
     is_server: bool
+    group: int
     phase: ProcessPhase = ProcessPhase.ABSENT
     since: float = 0.0
     step: int = 0
@@ -85,11 +87,13 @@ class JobWaits:
     def lay_out(self, topology: Topology, now: float) -> None:
         """Use this layout from now on. The states of processes that stay are kept."""
         states = {}
+        self._cluster = topology.cluster
         for unit in topology.units:
             # A server in a worker's process, or none at all, is no process of its own.
             servers = () if topology.inline or topology.collective else unit.servers
-            for who, is_server in [*((str(s), True) for s in servers), *((str(w), False) for w in unit.workers)]:
-                known = self._states.get(who, ProcessState(who, unit.rank, is_server, since=now))
+            for resident in (*servers, *unit.workers):
+                who, is_server = str(resident), resident.role is Role.SERVER
+                known = self._states.get(who, ProcessState(who, unit.rank, is_server, resident.group, since=now))
                 states[who] = replace(known, unit=unit.rank)
         # Replaced as a whole, and so is each state: the thread that draws reads them without a lock.
         self._states = states
@@ -138,7 +142,7 @@ class JobWaits:
             found = [state for state in states if (state.is_server, state.phase) == (is_server, phase)]
             if found:
                 return _wait(found, now, what)
-        return _step(workers, now) if workers else None
+        return _step(workers, self._cluster, now) if workers else None
 
     def _start(self, who: str, now: float) -> None:
         state = self._states.get(who)
@@ -173,22 +177,35 @@ class WaitLines:
         return wait.words()
 
 
-def _step(workers: Sequence[ProcessState], now: float) -> LongestWait | None:
+def _step(workers: Sequence[ProcessState], cluster: Cluster, now: float) -> LongestWait | None:
     """Return the worker that has not made a step for longest, if that is long."""
     active = [state for state in workers if state.phase is ProcessPhase.TRAINING]
     quiet = [state for state in active if now - state.since >= QUIET_S]
-    ahead = max(state.step for state in workers)
-    behind = [state for state in quiet if state.step < ahead]
-    # Others have reported that they wait themselves.
-    causes = [state for state in quiet if not state.waits] if any(state.waits for state in quiet) else []
+    # A step with backup workers, and a round with a quorum, go on without the slowest worker.
+    waiting = [] if cluster.backup or cluster.quorum else active
+    behind = [(state, ahead) for state in quiet if (ahead := _ahead(state, waiting, cluster)) > state.step]
     if behind:
-        slowest = min(behind, key=lambda state: (state.waits, state.since))
+        slowest, ahead = min(behind, key=lambda each: (each[0].waits, each[0].since))
         return _wait([slowest], now, "{}, which is behind", f": step {slowest.step}, others {ahead}")
-    if causes and len(quiet) == len(active):
+    if not active or len(quiet) < len(active):
+        return None
+    # Others have reported that they wait themselves.
+    groups = {state.group for state in waiting if state.waits}
+    bounded = bool(groups) and cluster.max_staleness is not None
+    causes = [state for state in quiet if not state.waits and (bounded or state.group in groups)]
+    if causes:
         return _wait(causes, now, "the next step of {}", ", for which the others wait")
-    if active and len(quiet) == len(active):
-        return _wait(quiet, now, "the next step of {}", f", after step {ahead}")
-    return None
+    return _wait(quiet, now, "the next step of {}", f", after step {max(state.step for state in active)}")
+
+
+def _ahead(state: ProcessState, waiting: Sequence[ProcessState], cluster: Cluster) -> int:
+    """Return the step of the worker that is furthest among those that wait for this one; 0 without any."""
+    # Workers that train alone wait for others only at the end of a round.
+    alone = cluster.outer is not None
+    steps = [other.step for other in waiting if other.group == state.group and (other.waits or not alone)]
+    if cluster.max_staleness is not None:
+        steps += [other.step for other in waiting if other.step - state.step >= max(1, cluster.max_staleness)]
+    return max(steps, default=0)
 
 
 def _wait(states: Collection[ProcessState], now: float, what: str, more: str = "") -> LongestWait | None:
