@@ -1,7 +1,6 @@
-"""The page of real jobs in a real browser: four frameworks, a death, an act, the replay of a job that has ended."""
+"""The page of real jobs in a real browser: frameworks, a death, what commands ask, and the replay of an ended job."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,9 +11,17 @@ import pytest
 from browser import Browser, chromium, why_none
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
 from page_command import waited_for, watching
-from process_pool import client
 from wait_limit import ended_after
 
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.recovery_actions import (
+    JOIN,
+    LEAVE,
+    GroupRequest,
+    ResizeRequest,
+    StopJob,
+    TakeSnapshot,
+)
 from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -95,8 +102,10 @@ def test_a_death_is_on_the_map_within_two_seconds(runner: JobRunner, browser: Br
     assert min(seen) <= SEEN_S
 
 
-def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: Browser) -> None:
-    with watching(command(runner, DOWNPOUR, *LONG, extra="snapshot_s: 3600"), runner.folder) as job:
+def test_what_commands_ask_of_a_job_is_seen(runner: JobRunner, browser: Browser) -> None:
+    workspace = runner.folder / "job"
+    words = command(runner, DOWNPOUR, *LONG, extra="snapshot_s: 3600 on_failure: kContinue")
+    with watching(words, runner.folder) as job:
         browser.open(job.address)
         browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
         browser.script("document.querySelector(\"[data-name='server 0/0']\").click()")
@@ -104,85 +113,37 @@ def test_acts_ask_first_and_do_what_the_commands_do(runner: JobRunner, browser: 
         browser.wait("return !document.getElementById('details-log').hidden")
         readings = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/log')).length"
         browser.wait(f"return {readings} >= 3")
-        browser.click("#act-snapshot")
-        browser.click("#act-cancel")
-        assert browser.text("#act-answer") == ""
-        browser.click("#act-snapshot")
-        browser.picture("act")
-        browser.click("#act-confirm")
-        browser.wait("return document.querySelectorAll(\".event[data-kind='snapshot']\").length === 1")
-        browser.wait("return !document.getElementById('act-answer').textContent.startsWith('Asked')")
-        browser.click("#act-stop")
-        browser.click("#act-confirm")
+        ask(workspace, TakeSnapshot())
+        browser.wait(EVENT, "snapshot")
+        ask(workspace, GroupRequest(LEAVE, 1))
+        browser.wait(EVENT, "left")
+        browser.wait(f"return {STATE} === 'away'", "worker 1/1")
+        ask(workspace, GroupRequest(JOIN, 1))
+        browser.wait(EVENT, "joined")
+        browser.wait(f"return ['computes', 'waits'].includes({STATE})", "worker 1/1")
+        browser.picture("left-and-joined")
+        ask(workspace, StopJob())
         job.end()
         browser.wait("return document.body.dataset.connection === 'recorded'")
-        assert browser.script("return document.getElementById('acts').hidden")
         # Longer than between two readings of a log: a server that is gone is asked for nothing.
         read = browser.script(f"return {readings}")
         browser.frames(2.5)
         assert browser.script(f"return {readings}") == read
 
 
-def test_a_group_leaves_and_joins_by_clicks_as_by_the_commands(runner: JobRunner, browser: Browser) -> None:
-    workspace = runner.folder / "job"
-    said: dict[str, list[str]] = {"clicks": [], "commands": []}
-    with watching(command(runner, DOWNPOUR, *LONG, extra="on_failure: kContinue"), runner.folder) as job:
-        browser.open(job.address)
-        for how, answers in said.items():
-            for act in ("leave", "join"):
-                for who in ("worker 0/0", "worker 1/0", "worker 1/1"):
-                    wanted = ["away"] if act == "join" and who != "worker 0/0" else ["computes", "waits"]
-                    browser.wait(f"return arguments[0].includes({STATE})", wanted, who)
-                if how == "clicks":
-                    answers.append(clicked(browser, act, "#act-group", "1"))
-                else:
-                    answers.append(commanded(runner, act, str(workspace), "--group", "1"))
-        browser.picture("left-and-joined")
-        browser.wait(f"return arguments[0].includes({STATE})", ["computes", "waits"], "worker 1/1")
-        changes = "return [...document.querySelectorAll('.event[data-kind=left], .event[data-kind=joined]')]"
-        told = browser.script(f"{changes}.map((e) => e.querySelector('.text').textContent)")
-    assert said["clicks"][0].startswith("group 1 has left") and said["clicks"][1].startswith("group 1 starts")
-    assert [without_numbers(text) for text in said["clicks"]] == [without_numbers(text) for text in said["commands"]]
-    # The newest comes first: those of the commands, then those of the clicks.
-    assert len(told) == 4 and told[:2] == told[2:], told
-
-
-def test_a_worker_leaves_and_joins_a_job_of_one_group_by_clicks(runner: JobRunner, browser: Browser) -> None:
+def test_a_worker_that_leaves_and_one_that_joins_are_seen(runner: JobRunner, browser: Browser) -> None:
     count = "return document.querySelectorAll('.process[data-role=worker]').length === arguments[0]"
     with watching(command(runner, SANDBLASTER, *LONG, extra="on_failure: kContinue"), runner.folder) as job:
         browser.open(job.address)
-        for act, workers in (("leave", 2), ("join", 3)):
+        for change, workers in ((LEAVE, 2), (JOIN, 3)):
             browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
-            assert "worker" in clicked(browser, act, "#act-workers", "1")
+            ask(runner.folder / "job", ResizeRequest(change, 1))
             browser.wait(count, workers)
         browser.wait("return document.querySelectorAll(\".event[data-kind='resized']\").length === 2")
 
 
-STATE = "document.querySelector(`[data-name='${arguments[1]}']`).dataset.state"
-
-
-def clicked(browser: Browser, act: str, field: str, value: str) -> str:
-    """Ask for an act on the page, and return its answer."""
-    browser.click(f"#act-{act}")
-    browser.script("document.querySelector(arguments[0]).value = arguments[1]", field, value)
-    # Else the answer to the act before could be read.
-    browser.script("document.getElementById('act-answer').textContent = ''")
-    browser.click("#act-confirm")
-    browser.wait("return !['', 'Asked'].includes(document.getElementById('act-answer').textContent.split(';')[0])")
-    assert not browser.script("return document.getElementById('act-answer').classList.contains('bad')")
-    return browser.text("#act-answer")
-
-
-def commanded(runner: JobRunner, *words: str) -> str:
-    """Ask for the same by a command, and return what it prints."""
-    asked = [*client(runner.warm_at), "-m", "topotrain", *words]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, cwd=runner.folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().removeprefix("topotrain: ")
-
-
-def without_numbers(text: str) -> str:
-    return re.sub(r"\d[\d.,]*", "N", text)
+EVENT = "return document.querySelector(`.event[data-kind=${arguments[0]}]`) !== null"
+STATE = "document.querySelector(`[data-name='${arguments[0]}']`).dataset.state"
 
 
 def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Browser) -> None:
@@ -195,10 +156,8 @@ def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Bro
             with watching([sys.executable, "-m", "topotrain", "watch", "job"], runner.folder) as job:
                 browser.open(job.address)
                 browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
-                assert not browser.script("return document.getElementById('acts').hidden")
                 launcher.kill()
                 browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
-                assert browser.script("return document.getElementById('acts').hidden")
                 assert set(browser.script(STATES)) == {"dead"}
                 browser.picture("lost")
         finally:
@@ -211,7 +170,6 @@ def test_two_jobs_that_have_ended_are_replayed_and_compared(runner: JobRunner, b
     words = [sys.executable, "-m", "topotrain", "watch", "one", "two"]
     with watching(words, runner.folder) as job:
         browser.open(job.address)
-        assert browser.script("return document.getElementById('acts').hidden")
         browser.wait("return document.getElementById('run-key').textContent.includes('two')")
         move = "const s = document.getElementById('replay-slider'); s.value = 0; s.dispatchEvent(new Event('input'));"
         browser.script(move)

@@ -1,6 +1,5 @@
-"""A real job with its page: each act on it, its end, and what is left of it afterwards."""
+"""A real job with its page: what is asked of the job, its end, and what is left of it afterwards."""
 
-import json
 import os
 import re
 import signal
@@ -14,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_runner import DOWNPOUR, SANDBLASTER, JobRunner
+from job_runner import SANDBLASTER, JobRunner
 from page_client import PageClient
 from process_pool import client
 from shells import alive
+
+from topotrain.config.job import ConfigError
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.recovery_actions import StopJob, TakeSnapshot
 
 pytestmark = pytest.mark.journey
 
@@ -81,54 +84,28 @@ def run(runner: JobRunner, cluster: str, extra: str = "") -> list[str]:
 def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: JobRunner) -> None:
     with watched(runner, run(runner, SANDBLASTER, "snapshot_s: 3600")) as job:
         job.trains()
-        answer = job.page.act({"act": "snapshot"}).data
-        assert re.fullmatch(r"snapshot 1 has step \d+: .*", answer["done"]), answer
-        words = ["-m", "topotrain", "snapshot", str(runner.folder / "job"), "--json"]
-        done = subprocess.run([*client(runner.warm_at), *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["snapshot"] == 2 and (Path(found["path"]) / "manifest.json").is_file()
-        job.wait_for(lambda: sum(entry["kind"] == "snapshot" for entry in job.view()["story"]) == 2)
+        found = ask(runner.folder / "job", TakeSnapshot())
+        assert re.fullmatch(r"snapshot 1 has step \d+: .*", found["text"]), found
+        assert found["snapshot"] == 1 and (Path(found["path"]) / "manifest.json").is_file()
+        job.wait_for(lambda: any(entry["kind"] == "snapshot" for entry in job.view()["story"]))
         assert _states(job.view(), "worker") <= {"computes", "waits"}
         pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
         with job.page.events() as events:
             next(events)
-            assert "is asked to end" in job.page.act({"act": "stop"}).data["done"]
+            assert "is asked to end" in ask(runner.folder / "job", StopJob())["text"]
             last = [data for _, data in events][-1]
         assert job.process.wait(timeout=60) == 143
     assert last["job"]["ended"] is not None and last["job"]["code"] == 143
-    assert "asked to end by `topotrain stop`, `topotrain jobs stop` or from its page" in job.said
-    assert "snapshot 3 has step" in job.said, "the last one"
+    assert "asked to end by `topotrain stop` or `topotrain jobs stop`" in job.said
+    assert "snapshot 2 has step" in job.said, "the last one"
     assert alive(pids) == []
-
-
-def test_a_group_leaves_and_comes_again(runner: JobRunner) -> None:
-    with watched(runner, run(runner, DOWNPOUR, "on_failure: kContinue")) as job:
-        job.trains()
-        assert "group 7" in job.page.act({"act": "leave", "group": 7}).data["error"]
-        assert job.page.act({"act": "leave", "group": 1}).data["done"].startswith("group 1 has left")
-        job.wait_for(lambda: "away" in _states(job.view(), "worker"))
-        assert job.page.act({"act": "join", "group": 1}).data["done"].startswith("group 1 starts")
-        job.trains()
-        assert {"left", "joined"} <= {entry["kind"] for entry in job.view()["story"]}
-        job.process.send_signal(signal.SIGINT)
-        assert job.process.wait(timeout=60) == 130
-
-
-def test_a_worker_leaves_a_job_of_one_group(runner: JobRunner) -> None:
-    with watched(runner, run(runner, SANDBLASTER, "on_failure: kContinue")) as job:
-        job.trains()
-        done = job.page.act({"act": "leave", "workers": 1}).data
-        assert done.get("done", "").startswith("a worker has left"), done
-        job.wait_for(lambda: sum(process["role"] == "worker" for process in job.view()["processes"]) == 2)
-        assert "one has to stay" in job.page.act({"act": "leave", "workers": 2}).data["error"]
 
 
 def test_ctrl_c_leaves_nothing(runner: JobRunner) -> None:
     with watched(runner, run(runner, SANDBLASTER, "snapshot_s: 0")) as job:
         job.trains()
-        refused = job.page.act({"act": "snapshot"}).data["error"]
-        assert "no snapshot can be taken" in refused and "takes no snapshots" in refused
+        with pytest.raises(ConfigError, match=r"no snapshot can be taken.*takes no snapshots"):
+            ask(runner.folder / "job", TakeSnapshot())
         pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
         assert len(pids) == 5
         with job.page.events() as events:

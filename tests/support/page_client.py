@@ -67,10 +67,6 @@ class PageClient:
     def _whole(self, path: str) -> str:
         return path if path.startswith(("/login", "/metrics")) else self.root + path
 
-    def act(self, wish: Any, **headers: str) -> PageAnswer:
-        usual = {"Origin": self.origin, "X-Topotrain": "1", "Content-Type": "application/json"}
-        return self.ask("POST", "/api/act", usual | headers, json.dumps(wish).encode())
-
     @contextmanager
     def events(self, path: str = "/api/events") -> "Iterator[Iterator[tuple[str, Any]]]":
         """Yields the server-sent events, each as its name and its data."""

@@ -64,15 +64,6 @@ def test_a_foreign_origin_is_refused(access: PageAccess, origin: str, path: str)
     assert "Origin" in access.refusal(request(path, origin=origin, cookie=cookie_of(access)))
 
 
-def test_an_act_names_its_origin_and_has_its_header(access: PageAccess) -> None:
-    cookie, ours = cookie_of(access), "http://localhost:8000"
-    words = {"cookie": cookie, "origin": ours, "x_topotrain": "1"}
-    assert access.refusal(request("/api/act", "POST", **words)) == ""
-    assert "Origin" in access.refusal(request("/api/act", "POST", **words | {"origin": ""}))
-    assert "X-Topotrain: 1" in access.refusal(request("/api/act", "POST", **words | {"x_topotrain": ""}))
-    assert "no token" in access.refusal(request("/api/act", "POST", **words | {"cookie": ""}))
-
-
 def test_what_another_site_lets_a_browser_ask_is_refused_but_for_the_printed_address(access: PageAccess) -> None:
     cookie = cookie_of(access)
     for site in ("cross-site", "same-site"):

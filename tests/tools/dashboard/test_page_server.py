@@ -137,10 +137,8 @@ def test_the_page_and_all_its_files_are_served_and_need_nothing_from_elsewhere(p
 
 
 def test_methods_and_sizes_are_limited(page: PageClient) -> None:
-    usual = {"Origin": page.origin, "X-Topotrain": "1"}
-    assert page.ask("POST", "/api/view", usual).status == 405
-    assert page.ask("GET", "/api/act").status == 405
-    assert page.ask("POST", "/api/act", usual, b"x" * 5000).status == 413
+    for method in ("POST", "PUT", "DELETE"):
+        assert page.ask(method, "/api/view", {"Origin": page.origin}, b"x" * 5000).status == 405
     with socket.create_connection((page.host, page.port)) as endless:
         endless.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"x" * 1_000_000)
         assert endless.recv(100).startswith(b"HTTP/1.1 400 ")
@@ -270,44 +268,6 @@ def test_only_processes_of_the_job_have_logs(page: PageClient, recording: Growin
     (recording.workspace / "x.log").write_text("secret")
     answer = page.get(f"/api/log?process={name.replace(' ', '+')}")
     assert (answer.status, answer.text) == (404, "no such process\n")
-
-
-# ---- acts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wish", "said"),
-    [
-        ("snapshot", "an act is an object"),
-        ({}, "act: must be one of snapshot, leave, join, stop"),
-        ({"act": "sing"}, "act: must be one of"),
-        ({"act": ["stop"]}, "act: must be one of"),
-        ({"act": "leave", "group": "1"}, "group: must be a number from 0"),
-        ({"act": "leave", "group": -1}, "group: must be a number from 0"),
-        ({"act": "join", "workers": True}, "workers: must be a number from 0"),
-    ],
-)
-def test_what_is_no_act(page: PageClient, wish: Any, said: str) -> None:
-    answer = page.act(wish)
-    assert answer.status == 400 and said in answer.data["error"]
-
-
-def test_an_act_needs_what_a_form_of_another_page_cannot_send(page: PageClient) -> None:
-    cookie, page.cookie = page.cookie, ""
-    assert page.act({"act": "stop"}).status == 403
-    page.cookie = cookie
-    for header, value in (("Origin", "http://evil.example"), ("X-Topotrain", "0")):
-        assert page.act({"act": "stop"}, **{header: value}).status == 403
-    assert page.ask("POST", "/api/act", {"X-Topotrain": "1"}, b'{"act": "stop"}').status == 403
-    deep = page.ask("POST", "/api/act", {"Origin": page.origin, "X-Topotrain": "1"}, b"[" * 4000)
-    assert deep.status == 400
-
-
-def test_an_act_on_a_job_that_has_ended_is_answered(page: PageClient) -> None:
-    for wish in ({"act": "snapshot"}, {"act": "stop"}, {"act": "leave", "group": 0}, {"act": "join", "workers": 1}):
-        answer = page.act(wish)
-        assert answer.status == 200
-        assert "must be the workspace of a job with a launcher or a unit on this machine" in answer.data["error"]
 
 
 # ---- readers ---------------------------------------------------------------------------------------------------------

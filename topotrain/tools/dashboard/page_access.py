@@ -1,10 +1,9 @@
-"""Access to the page and to its acts through it.
+"""Access to the page.
 
 * The printed address has a token that works once. It is exchanged for a cookie, which the browser sends from then on.
 * A request must name this server in its Host header. So a page of another site cannot reach it under a name of its own
   with an address that changes to this machine (DNS rebinding).
 * A request that another page makes is refused by its Origin header, and by Sec-Fetch-Site where the browser sends it.
-* An act also needs a header that no form can send.
 
 This module is pure but for the random numbers. The text of a refusal is one line.
 """
@@ -15,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LOGIN, METRICS = "/login", "/metrics"
-ACT_HEADER = "x-topotrain"
-_CHANGES_NOTHING = ("GET", "HEAD")
 _BYTES = 32
 
 
@@ -77,15 +74,12 @@ class PageAccess:
         hosts, origins = request.values("host"), request.values("origin")
         if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
             return "this server is not known by the name in the Host header"
-        changes = request.method not in _CHANGES_NOTHING
         ours = f"{request.scheme}://{hosts[0]}".lower()
-        if any(origin.lower() != ours for origin in origins) or (changes and not origins):
+        if any(origin.lower() != ours for origin in origins):
             return "only this page itself may ask (Origin header)"
         sites = request.values("sec-fetch-site")
         if request.path != LOGIN and any(site not in ("same-origin", "none") for site in sites):
             return "only this page itself may ask (Sec-Fetch-Site header)"
-        if changes and request.values(ACT_HEADER) != ["1"]:
-            return f"an act needs the header {ACT_HEADER.title()}: 1"
         if request.path == LOGIN or (request.path == METRICS and self._open_metrics):
             return ""
         if not self._has_session(request):

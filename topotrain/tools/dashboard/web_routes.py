@@ -7,40 +7,30 @@ GET  /                  the page, and its files below /static/
 GET  /api/view          the view of a run: ?run=B the second one
 GET  /api/events        the same, and then what is new, as server-sent events
 GET  /api/log           the last lines of a log: ?process=worker 0/0
-POST /api/act           a request to the job
 GET  /metrics           the figures for Prometheus
 """
 
 import asyncio
-import json
-import os
 import sys
-import threading
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from topotrain.comm.transport.listener import Newcomers
 from topotrain.tools.dashboard.event_streams import EventStream, RunTicker
 from topotrain.tools.dashboard.page_access import LOGIN, METRICS, PageAccess, PageRequest
-from topotrain.tools.dashboard.page_acts import PageAct, wish_of
 from topotrain.tools.dashboard.page_files import INDEX, page_files
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.watched_run import WatchedRun
 
 FIRST = "A"
-MOST_BODY = 4096
-"""Bytes of an act."""
-MOST_ACTS = 4
-"""Acts that wait for their answers at once."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -68,7 +58,6 @@ class PageRoutes:
     def __init__(self, ticker: RunTicker, access: PageAccess, secure: bool) -> None:
         self._ticker, self._access, self._secure = ticker, access, secure
         self._files = page_files()
-        self._acts = 0
 
     def application(self, newcomers: Newcomers) -> ASGIApp:
         """Return the application, behind the checks of `PageAccess`.
@@ -82,7 +71,6 @@ class PageRoutes:
             Route("/api/view", self.view),
             Route("/api/events", self.events),
             Route("/api/log", self.log),
-            Route("/api/act", self.act, methods=["POST"]),
             Route(METRICS, self.metrics),
         ]
         handlers: dict[Any, Any] = {HTTPException: _refused, Exception: _failed}
@@ -143,20 +131,6 @@ class PageRoutes:
             raise HTTPException(404, "no such process")
         text = await asyncio.to_thread(tail_of, run.workspace, process)
         return PlainTextResponse("This machine has no log of it." if text is None else text)
-
-    async def act(self, request: Request) -> Response:
-        """Send a request to the job of the first run, and return its answer."""
-        try:
-            wish = wish_of(json.loads(await _body(request)))
-        except (ValueError, RecursionError) as error:
-            return JSONResponse({"error": f"not an act: {error}"}, status_code=400)
-        if self._acts >= MOST_ACTS:
-            return JSONResponse({"error": "other acts wait for their answers: try again"}, status_code=429)
-        self._acts += 1
-        try:
-            return JSONResponse(await _answer(PageAct(self._ticker.runs[FIRST].workspace, wish, os.environ)))
-        finally:
-            self._acts -= 1
 
     async def metrics(self, request: Request) -> Response:
         """Return the figures of the first run for Prometheus."""
@@ -220,35 +194,6 @@ def _request_of(scope: Scope, inside: bool) -> PageRequest:
 def _add_headers(message: MutableMapping[str, Any]) -> None:
     own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
     message["headers"] = [*message.get("headers", ()), *own]
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_BODY:
-            raise HTTPException(413, f"an act has at most {MOST_BODY} bytes")
-    return body
-
-
-async def _answer(act: PageAct) -> dict[str, str]:
-    """Carry an act out on a thread of its own, because the answer may take minutes."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[dict[str, str]] = loop.create_future()
-
-    def deliver(said: dict[str, str]) -> None:
-        if not answer.done():
-            answer.set_result(said)
-
-    def ask() -> None:
-        said = act.carry_out()
-        # The server may have closed meanwhile.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(deliver, said)
-
-    # A daemon, unlike the threads of a pool: Ctrl-C does not wait for the answer.
-    threading.Thread(target=ask, name="act", daemon=True).start()
-    return await answer
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:

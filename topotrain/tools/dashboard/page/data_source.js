@@ -95,17 +95,6 @@ export class ServerSource {
     const answer = await fetch(`api/log?process=${encodeURIComponent(process)}`);
     return answer.ok ? answer.text() : null;
   }
-
-  /** Ask the job to do something; returns the answer as text. */
-  async act(wish) {
-    const answer = await fetch("api/act", {
-      method: "POST",
-      headers: { "Content-Type": "application/json", "X-Topotrain": "1" },
-      body: JSON.stringify(wish),
-    });
-    const said = await answer.json();
-    return said.error ? { ok: false, text: String(said.error) } : { ok: true, text: String(said.done ?? "done") };
-  }
 }
 
 /** The source that index.html names. */

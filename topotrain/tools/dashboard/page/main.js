@@ -1,6 +1,5 @@
 // The page: data come in, the moment is chosen, and every part shows the job at that moment.
 
-import { Acts } from "./acts.js";
 import { Curves } from "./curves.js";
 import { dataSource } from "./data_source.js";
 import { ProcessDetails } from "./details.js";
@@ -27,7 +26,6 @@ class Page {
     this._details = new ProcessDetails(this._source, () => this._closeDetails());
     this._events = new EventList((event) => this._choose(event));
     this._curves = new Curves((t) => this._goTo(t));
-    this._acts = new Acts(this._source);
     this._bar = new ReplayBar(() => this._showMoment());
     new Theme(() => this._recolour());
     new ResizeObserver(() => this._revealed && this._events.reveal(this._revealed)).observe(byId("details"));
@@ -73,7 +71,6 @@ class Page {
     this._connection = state;
     document.body.dataset.connection = state;
     this._chip();
-    if (this._view) this._acts.update(this._view, state === "live");
   }
 
   _arrived() {
@@ -81,7 +78,6 @@ class Page {
     this._header();
     this._chip();
     this._events.update(view);
-    this._acts.update(view, this._connection === "live");
     this._bar.setEnd(view.end, view.running && this._source.live);
     this._bar.setEvents(view.events);
     this._showMoment();

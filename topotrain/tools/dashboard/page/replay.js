@@ -103,7 +103,7 @@ export class ReplayBar {
 
   _pressed(event) {
     // The space bar plays, except where it has a meaning of its own.
-    if (event.key !== " " || event.target.closest("button, input, select, summary, a, dialog, [role=region]")) return;
+    if (event.key !== " " || event.target.closest("button, input, select, summary, a, [role=region]")) return;
     event.preventDefault();
     this._setPlaying(!this._playing);
   }
