@@ -159,10 +159,14 @@ def test_a_straggler_that_no_host_has_is_refused() -> None:
 # ---- bounds and search -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mbit", "stragglers"), [(20.0, {}), (10_000.0, {1: 4.0})])
-def test_no_rehearsed_layout_is_faster_than_its_bound(mbit: float, stragglers: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("mbit", "stragglers", "cores"), [(20.0, {}, None), (10_000.0, {1: 4.0}, None), (10_000.0, {}, 16)]
+)
+def test_no_rehearsed_layout_is_faster_than_its_bound(
+    mbit: float, stragglers: dict[int, float], cores: int | None
+) -> None:
     """With the product's own servers in virtual time, on a small model."""
-    machines = Machines(hosts=2, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
+    machines = Machines(hosts=2, cores=cores, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
     probe = replace(timed_probe(elements=20_000, batch=12), sharing={2: 2.0})
     found = CandidateSource(probe, machines, Job(), Wishes()).collect().candidates
     predictor, compared = RehearsalPredictor(), set()

@@ -87,15 +87,15 @@ def test_a_probe_of_another_model_than_that_of_the_recording_is_refused(
     made.add(TimedEvent(20.0, Slices("server 0/0", names, (0,) * len(names), counts)))
     found = measured(made)
     if right:
-        check_probe_of(found, timed_probe())
+        check_probe_of(found, timed_probe(cores=4))
     else:
         with pytest.raises(ConfigError, match=r"--probe: a probe of another model, made with made\.py"):
-            check_probe_of(found, timed_probe())
+            check_probe_of(found, timed_probe(cores=4))
 
 
 def test_the_probe_is_brought_to_what_the_job_says() -> None:
     found = measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.2), waits=0.0))
-    probe = RunningComparison(found, timed_probe(), Machines(), Job(), ArithmeticPredictor()).calibrated()
+    probe = RunningComparison(found, timed_probe(cores=4), Machines(), Job(), ArithmeticPredictor()).calibrated()
     # By the probe 64 ms of computing and 0.1 ms beside it; by the job 200 ms.
     assert probe.batch.per_sample_s == pytest.approx(1e-3 * 200 / 64.1, rel=0.02)
     assert probe.batch.compute_s(SAMPLES) + probe.batch.other_s == pytest.approx(0.2, rel=0.02)
@@ -116,7 +116,7 @@ def test_a_slow_group_is_a_straggler_and_may_leave() -> None:
 
 
 def test_predictions_are_scaled_to_what_is_measured() -> None:
-    found = compared(measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), waits=0.5)))
+    found = compared(measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), waits=0.5)), cores=4)
     assert found.measured == pytest.approx(3 * 640, rel=0.02)
     # The predictor knows nothing of waiting: it predicts twice as much.
     assert found.predicted == pytest.approx(2 * found.measured, rel=0.05)
@@ -129,7 +129,7 @@ def test_speeds_are_what_failures_leave() -> None:
     made = measured(history(DOWNPOUR, dict.fromkeys(names(DOWNPOUR), 0.1), waits=0.0))
     # A host for the server and for each group.
     spread = replace(made, hosts=4)
-    comparison = RunningComparison(spread, timed_probe(), Machines(mtbf_s=hour), Job(), ArithmeticPredictor())
+    comparison = RunningComparison(spread, timed_probe(cores=4), Machines(mtbf_s=hour), Job(), ArithmeticPredictor())
     found = comparison.compare(Wishes())
     # The hosts of the server and of worker 0/0 take the job 15 s back, and all pause for 2.4 s. The others pause alone.
     first = 1 / (1 + 2 * 17.4 / hour)
@@ -192,7 +192,9 @@ def test_other_blocks_are_compared_with_the_present_one() -> None:
         (0.1, 0.12, False),
         (0.1, 0.0, True),
         (-0.1, 0.0, False),
+        (0.4, None, False),
+        (0.5, None, True),
     ],
 )
-def test_a_gain_is_clear_above_the_error(gain: float, error: float, clear: bool) -> None:
+def test_a_gain_is_clear_above_the_error(gain: float, error: float | None, clear: bool) -> None:
     assert Change("a layout", "", 100.0, gain, error, (), "because").is_clear is clear

@@ -65,6 +65,15 @@ def test_a_rehearsal_that_takes_long_has_a_line(ask: Ask, monkeypatch: pytest.Mo
     assert last == f"topotrain: rehearsing: {most // MOST_TIMES} steps of all workers, of at most {most}"
 
 
+def test_an_error_is_printed_only_where_it_was_measured(ask: Ask) -> None:
+    measured = "expect the step within"
+    assert measured in ask("job.conf")[1]
+    for options in (("--set", "cluster.nworkers_per_group=3"), ("--cores", "16")):
+        out = ask("job.conf", *options)[1]
+        assert measured not in out and "error: no error was measured for" in out
+        assert json.loads(ask("job.conf", *options, "--json")[1])["error"] is None
+
+
 def test_full_cores_are_said_to_bound_the_job(ask: Ask) -> None:
     code, out, _ = ask("job.conf", "--cores", "1")
     assert code == 0

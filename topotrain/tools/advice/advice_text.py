@@ -12,6 +12,7 @@ from topotrain.tools.advice.advice import Advice, host_memory, host_traffic
 from topotrain.tools.advice.candidate import LeftOut
 from topotrain.tools.advice.layout_search import Rehearsed
 from topotrain.tools.plan.layout_plan import MB, columns
+from topotrain.tools.prediction.measured_errors import error_in_words
 
 WIDTH = 120
 SHOWN = 24
@@ -45,17 +46,12 @@ def _cells(one: Rehearsed) -> tuple[str, ...]:
     return (
         one.candidate.label,
         f"{one.samples_per_s:,.0f}",
-        error_in_words(one),
+        "–" if one.prediction.error is None else f"{one.prediction.error * 100:.0f} %",
         f"{host_memory(one) / MB:,.1f}",
         f"{host_traffic(one) / MB:,.2f}",
         stale,
         ", ".join(one.candidate.changes) or "–",
     )
-
-
-def error_in_words(one: Rehearsed) -> str:
-    """Return the expected error of a prediction, such as "8 %"."""
-    return f"{one.prediction.error * 100:.0f} %"
 
 
 def _units(advice: Advice) -> str:
@@ -102,7 +98,7 @@ def _verdict(advice: Advice) -> Iterator[str]:
 
 def speed(one: Rehearsed) -> str:
     """Return the predicted speed with its error."""
-    return f"{one.samples_per_s:,.0f} samples/s ± {error_in_words(one)}"
+    return f"{one.samples_per_s:,.0f} samples/s {error_in_words(one.prediction.error)}"
 
 
 def job_text(advice: Advice, job: Job) -> str:

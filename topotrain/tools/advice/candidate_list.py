@@ -8,9 +8,9 @@ from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate, Family, LeftOut, slowed
 from topotrain.tools.advice.layout_proposals import Proposal, counts, proposals
 from topotrain.tools.advice.wishes import SearchTime, Wishes
+from topotrain.tools.prediction.host_resources import sharing_on, slowdown
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
-from topotrain.tools.prediction.speed_bounds import slowdown
 from topotrain.tools.probe.probe_file import Probe
 
 PROPOSALS_SHARE = 0.5
@@ -141,8 +141,8 @@ class CandidateSource:
 
         They are one, and the number that computes the most at once by the probed times.
         """
-        every = counts(self._cores)
-        best = max(every, key=lambda number: number / slowdown(self.probe, number))
+        cores, sharing = sharing_on(self.machines, self.probe)
+        best = max(counts(cores), key=lambda number: number / slowdown(number, cores, sharing))
         return (1,) if best == 1 else (1, best)
 
     def _on_one_host(self) -> tuple[int, ...]:

@@ -24,8 +24,9 @@ from topotrain.tools.advice.job_measurements import JobMeasurement, MeasuredWork
 from topotrain.tools.advice.layout_search import Rehearsed, SearchListener
 from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.advice.wishes import Wishes
+from topotrain.tools.prediction.host_resources import sharing_on, slowdown
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.speed_bounds import slowdown
+from topotrain.tools.prediction.measured_errors import LARGEST, error_in_words
 from topotrain.tools.probe.probe_file import Probe
 
 SLOW = 1.15
@@ -41,7 +42,7 @@ class Change:
         how: a command. Empty: the job must be started again, with this block.
         samples_per_s: predicted and left of failures, times what is measured over what is predicted now.
         gain: over the present speed, 0.1 for a tenth more.
-        error: the expected relative error of the prediction.
+        error: the expected relative error of the prediction. None: not measured for such a job.
         changes: of the statistics.
         reason: in words.
     """
@@ -50,14 +51,14 @@ class Change:
     how: str
     samples_per_s: float
     gain: float
-    error: float
+    error: float | None
     changes: tuple[str, ...]
     reason: str
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain is larger than the prediction's error."""
-        return self.gain > max(0.0, self.error)
+        """Whether the gain is larger than the prediction's error, or than any that was measured."""
+        return self.gain > (LARGEST if self.error is None else self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,9 @@ class RunningComparison:
         """
         batch = self.probe.batch
         beside = max(1, len(self.measurement.workers) // self.measurement.hosts)
-        return (batch.compute_s(max(1, round(worker.samples))) + batch.other_s) * slowdown(self.probe, beside)
+        return (batch.compute_s(max(1, round(worker.samples))) + batch.other_s) * slowdown(
+            beside, *sharing_on(self.machines, self.probe)
+        )
 
     def _present(self) -> Cluster:
         """Return the block without groups that have left."""
@@ -318,7 +321,7 @@ def _other(scale: _Scale, advice: Advice, one: Rehearsed) -> Change:
 def _change_text(change: Change) -> str:
     what = f"{change.how}: {change.label}" if change.how else change.label
     marked = f" ({', '.join(change.changes)})" if change.changes else ""
-    gain = f"{change.gain:+.0%} ± {change.error * 100:.0f} %"
+    gain = f"{change.gain:+.0%} {error_in_words(change.error)}"
     return f"{what}{marked}: {change.samples_per_s:,.0f} samples/s, {gain}; {change.reason}"
 
 

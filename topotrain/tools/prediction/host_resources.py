@@ -12,6 +12,8 @@ from itertools import pairwise
 
 from topotrain.comm.emulation.link import AHEAD_S, EmulatedRoute, Meter, piece_bytes
 from topotrain.config.job import Link
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_network import Simulation
 
 _PIECES = 24
@@ -36,6 +38,26 @@ def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
     most, factor = known[-1]
     # More processes than were measured: the cores are full, and each further process takes its part of them.
     return factor * plain / max(1.0, most / cores)
+
+
+def sharing_on(machines: Machines, probe: Probe) -> tuple[int, Mapping[int, float]]:
+    """Return the cores of a host, and how its processes share them: see `slowdown`.
+
+    What was measured counts for hosts with as many cores as the probed one.
+    """
+    probed = probe.machine.cores
+    cores = machines.cores or probed
+    return cores, probe.sharing if cores == probed else {}
+
+
+def least_slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
+    """Return how many times longer each computes at least, whenever the processes of a host compute.
+
+    Some may wait while others compute, so that fewer compute at once. Arguments: as for `slowdown`.
+    """
+    # Between these numbers the work of a host rises or falls all the way.
+    turns = {1, processes, *(number for number in (cores, *sharing) if number < processes)}
+    return max(1.0, processes * min(slowdown(number, cores, sharing) / number for number in turns))
 
 
 class HostCores:

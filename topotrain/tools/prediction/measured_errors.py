@@ -1,21 +1,31 @@
 """How far predictions were from jobs that were then measured.
 
 `python -m benchmarks.predictions --held-out` predicts forty jobs on which nothing in the product was tuned, runs them,
-and compares the time of a step. Each figure here is the error within which nine of ten of these jobs are, by what is
-between the processes. docs/prediction.md has the summary.
+and compares the time of a step. All have two workers, on the probed machine. Each figure here is the error within which
+nine of ten of these jobs are, by what is between the processes. docs/prediction.md has the summary.
 """
 
 from topotrain.config.job import Job, TransportChoice
+from topotrain.config.topology import Topology
 from topotrain.tools.prediction.machines import Machines
 
+WORKERS = 2
 SHARED_MEMORY, TCP, LINK, STRAGGLER = 0.37, 0.24, 0.21, 0.43
+LARGEST = STRAGGLER
 
 
-def expected_error(job: Job, machines: Machines) -> float:
-    """Return the relative error to expect of a rehearsed step.
+def error_in_words(error: float | None) -> str:
+    """Return an expected error as it stands behind a figure, such as "± 21 %"."""
+    return "(error not measured)" if error is None else f"± {error * 100:.0f} %"
+
+
+def expected_error(job: Job, machines: Machines, topology: Topology) -> float | None:
+    """Return the relative error to expect of a rehearsed step; None: no such job was measured.
 
     0.2 is a fifth more or less.
     """
+    if topology.worker_groups * topology.workers_per_group != WORKERS or machines.cores is not None:
+        return None
     if any(times > 1 for times in machines.stragglers.values()):
         return STRAGGLER
     if machines.hosts > 1 or machines.link is not None:

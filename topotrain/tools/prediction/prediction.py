@@ -110,7 +110,7 @@ class Prediction:
         staleness: of the gradients.
         start_s: from the start of the job until the first step.
         goodput: share of the time that is left of failures. None: no failures were asked for.
-        error: the relative error to expect of `step_s`.
+        error: the relative error to expect of `step_s`. None: none was measured for such a job.
         same_as_one_process: whether the updates are those of one process: synchronous, and nothing is lossy.
         seed: of the random draws.
     """
@@ -128,7 +128,7 @@ class Prediction:
     staleness: Staleness
     start_s: float
     goodput: float | None
-    error: float
+    error: float | None
     same_as_one_process: bool
     seed: int = 0
 

@@ -102,4 +102,7 @@ def _staleness(found: Prediction) -> str:
 
 def _how(found: Prediction) -> str:
     how = f"rehearsed with the job's own servers and workers in virtual time (seed {found.seed})"
+    if found.error is None:
+        none = f"no error was measured for {found.processes} processes on such hosts"
+        return f"how: {how}\nerror: {none}, only for two workers on the probed one"
     return f"how: {how}; expect the step within {found.error:.0%}"

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from topotrain.config.job import Compression, Grads, Job, Pull
 from topotrain.config.topology import Topology
+from topotrain.tools.prediction.host_resources import least_slowdown, sharing_on
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 
@@ -76,7 +77,8 @@ class BoundEstimate:
         topology, slow = self.topology, self.machines.stragglers
         members, samples = topology.workers_per_group, self._samples()
         slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
-        slowest *= slowdown(self.probe, self._beside(group))
+        # A slow worker is slow by itself, and leaves the cores to others meanwhile.
+        slowest = max(slowest, least_slowdown(self._beside(group), *sharing_on(self.machines, self.probe)))
         compute_s = self.probe.batch.compute_s(samples // members) * slowest
         rate = self.link_bytes_per_s
         if rate is None or topology.synced:
@@ -109,21 +111,20 @@ class BoundEstimate:
         return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
 
     def _beside(self, group: int) -> int:
-        """Return how many workers compute on the host of a group's first worker."""
+        """Return how many workers compute on the host of a group's first worker, without slow ones."""
         topology = self.topology
-        if self.machines.emulated or len(self._residents) <= 1:
-            return topology.worker_groups * topology.workers_per_group
-        return self._residents[topology.host_of(topology.workers(group)[0])]
+        return max(1, self._residents[self.machines.host_of(topology, topology.workers(group)[0])])
 
     @cached_property
     def _residents(self) -> Counter[int]:
-        """Workers of each host that has some."""
-        topology = self.topology
-        found: Counter[int] = Counter()
-        for rank, unit in enumerate(topology.units):
-            if unit.workers:
-                found[topology.hosts[rank] if topology.hosts else 0] += len(unit.workers)
-        return found
+        """Workers of each host, without slow ones."""
+        topology, slow, members = self.topology, self.machines.stragglers, self.topology.workers_per_group
+        workers = (worker for unit in topology.units for worker in unit.workers)
+        return Counter(
+            self.machines.host_of(topology, worker)
+            for worker in workers
+            if slow.get(worker.group * members + worker.index, 1.0) <= 1
+        )
 
     @cached_property
     def _shards(self) -> dict[int, Counter[int]]:
@@ -175,12 +176,3 @@ class BoundEstimate:
         if seconds:
             samples = self._samples() * topology.worker_groups
             yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
-
-
-def slowdown(probe: Probe, number: int) -> float:
-    """Return how many times longer a step takes with several processes on a host.
-
-    number: of these processes. Where it was not measured, the factor of the next smaller number counts.
-    """
-    known = [count for count in probe.sharing if count <= number]
-    return probe.sharing[max(known)] if known and number > 1 else 1.0

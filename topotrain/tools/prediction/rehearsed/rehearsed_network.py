@@ -10,7 +10,7 @@ from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.job import Link, TransportChoice
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message, encode
-from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime
+from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime, sharing_on
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
 from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SentMessage, SerialWork
@@ -90,9 +90,7 @@ class MachineCores:
         """Return the cores of an endpoint's machine."""
         host = self._machines.host_of(self._topology, me)
         if host not in self.by_host:
-            probed = self._probe.machine.cores
-            count = self._machines.cores or probed
-            self.by_host[host] = HostCores(self._sim, count, self._probe.sharing if count == probed else {})
+            self.by_host[host] = HostCores(self._sim, *sharing_on(self._machines, self._probe))
         return self.by_host[host]
 
 
