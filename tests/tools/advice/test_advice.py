@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,14 +11,17 @@ from arithmetic_predictor import ArithmeticPredictor, timed_probe
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, Link
 from topotrain.config.topology import layout
+from topotrain.tools.advice import trial_runs
 from topotrain.tools.advice.advice import Advice, advise
 from topotrain.tools.advice.advice_text import explain, job_text
 from topotrain.tools.advice.candidate import Candidate, Family
 from topotrain.tools.advice.candidate_list import CandidateSource
 from topotrain.tools.advice.layout_proposals import counts, proposals
-from topotrain.tools.advice.layout_search import LayoutSearch
+from topotrain.tools.advice.layout_search import LayoutSearch, Rehearsed
 from topotrain.tools.advice.predictor import RehearsalPredictor
+from topotrain.tools.advice.trial_runs import Trial
 from topotrain.tools.advice.wishes import Wishes, search_time
+from topotrain.tools.cli.performance.advise_command import trials_of
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import same_as_one_process
@@ -341,6 +345,20 @@ def test_of_equally_fast_layouts_the_one_that_changes_nothing_is_taken() -> None
     assert any(each.candidate.changes and each.samples_per_s == best for each in found.rehearsed)
     assert not found.winner.candidate.changes
     assert found.winner.samples_per_s == best
+
+
+def test_the_advised_layout_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = advised(Machines(hosts=1))
+    others = tuple(each for each in found.rehearsed if each is not found.winner)
+    given: list[Rehearsed] = []
+
+    def tried(rehearsed: Sequence[Rehearsed], *more: object) -> Iterator[Trial]:
+        given.extend(rehearsed)
+        return iter(())
+
+    monkeypatch.setattr(trial_runs, "tried", tried)
+    assert list(trials_of(replace(found, rehearsed=(*others, found.winner)), timed_probe(), 2, True)) == []
+    assert given == [found.winner, others[0]]
 
 
 def test_a_reason_names_the_busy_resource_and_what_more_servers_do_to_it() -> None:

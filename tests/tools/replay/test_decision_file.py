@@ -1,7 +1,11 @@
 """The file of a recording: what it has, and what is refused with one line."""
 
 import json
+import os
+import signal
+import subprocess
 import zipfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,15 @@ from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Cluster, ConfigError, Grads, Job, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.extensions.decision_record.order_entries import Arrival, Entry, EntryEncoder, ModelKnown, StepMade
+from topotrain.core.events import ReplayReport, Started
+from topotrain.extensions.decision_record.order_entries import LOST, Arrival, Entry, EntryEncoder, ModelKnown, StepMade
+from topotrain.extensions.decision_record.process_order import WHOLE_LIFE
 from topotrain.tools.cli import app
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile, load_decisions
 from topotrain.tools.replay.job_record import JobRecord, check_recordable
 from topotrain.tools.replay.replay_command import parse_until, replayed_job
+from topotrain.tools.replay.replay_run import ReplayRun
 
 JOB = Job(program="train.py", args=("--epochs", "3"), cluster=Cluster(nworker_groups=2, server_worker_separate=True))
 MODEL = ModelKnown(b"12345678")
@@ -33,6 +40,22 @@ def commit(group: int, checks: bytes = b"ab") -> Arrival:
 
 STEPS = (MODEL, commit(0), StepMade(0, 1), commit(1), StepMade(1, 2))
 RECORD = DecisionFile(JOB, True, {"server-0-0": encoded(*STEPS)}, 12.5, {"torch": "2.0"})
+
+
+def test_only_the_recorded_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that the kernel gives to another process meanwhile is no target."""
+    deaths = encoded(*STEPS, *(Arrival(Address(Role.WORKER, group, 0), LOST) for group in range(2)))
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
+    with closing(ReplayRun(replace(RECORD, parts={"server-0-0": deaths}), None)) as run:
+        for group in range(2):
+            with subprocess.Popen(["true" if group else "cat"], stdin=subprocess.PIPE) as child:
+                run(Started(f"worker {group}/0", child.pid))
+                if group:
+                    child.wait(30)
+                run(ReplayReport("server 0/0", WHOLE_LIFE, f"worker {group}/0", 0, ""))
+                assert child.wait(30) == (0 if group else -signal.SIGKILL)
+    assert not sent
 
 
 def test_a_file_has_the_job_and_the_parts(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ class Advice:
         return _winner(self.rehearsed)
 
     @property
+    def preferred(self) -> tuple[Rehearsed, ...]:
+        """The layouts in the order to take them: the winner, and the others by their speed."""
+        return (self.winner, *(each for each in self.rehearsed if each is not self.winner))
+
+    @property
     def best_exact(self) -> Rehearsed | None:
         """The fastest layout with the updates of one process. None: there is none."""
         exact = [each for each in self.rehearsed if each.is_exact]

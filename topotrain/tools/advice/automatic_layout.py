@@ -35,8 +35,7 @@ class AutomaticLayout:
         # Each field of a synchronous layout is a line below "cluster {".
         lines = [line for line in dumps_cluster(self.job.cluster).splitlines()[1:-1] if line not in kept]
         block = " ".join(["cluster {", *(line.strip() for line in lines), "}"])
-        rest = [each for each in self.advice.rehearsed if each is not winner]
-        following = f"; next: {rest[0].candidate.label}, {speed(rest[0])}" if rest else ""
+        following = "".join(f"; next: {each.candidate.label}, {speed(each)}" for each in self.advice.preferred[1:2])
         return (
             f"auto: {winner.candidate.label}: {speed(winner)}; {self.advice.reason(winner)}{following}\n"
             f"auto: by hand this is {block}"

@@ -19,12 +19,12 @@ def error_in_words(error: float | None) -> str:
     return "(error not measured)" if error is None else f"± {error * 100:.0f} %"
 
 
-def expected_error(job: Job, machines: Machines, topology: Topology) -> float | None:
+def expected_error(job: Job, machines: Machines, topology: Topology, probed_cores: int) -> float | None:
     """Return the relative error to expect of a rehearsed step; None: no such job was measured.
 
     0.2 is a fifth more or less.
     """
-    if topology.worker_groups * topology.workers_per_group != WORKERS or machines.cores is not None:
+    if topology.worker_groups * topology.workers_per_group != WORKERS or machines.cores not in (None, probed_cores):
         return None
     if any(times > 1 for times in machines.stragglers.values()):
         return STRAGGLER

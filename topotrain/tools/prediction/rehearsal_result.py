@@ -62,7 +62,7 @@ class RehearsalResult:
             self._staleness(),
             start_s,
             failures.goodput(),
-            expected_error(job, rehearsal.machines, topology),
+            expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
             same_as_one_process(job),
             rehearsal.sim.seed,
         )

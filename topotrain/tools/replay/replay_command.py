@@ -174,6 +174,8 @@ def _replay(record: "DecisionFile", job: Job, until: "Until | None", shown: Show
                 code = train(job, topology, terminal, options, run).outcome.code
     except ReplayStopped:
         stopped = True
+    finally:
+        run.close()
     if code:
         return code
     if until is not None and not stopped:

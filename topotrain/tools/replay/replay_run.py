@@ -75,7 +75,7 @@ class ReplayRun(RunFolder):
         self._record, self._until = record, until
         self._deaths = RecordedDeaths(record)
         self._whole: dict[tuple[str, int], set[str]] = {}  # worker, number of its process -> servers
-        self._processes: dict[str, tuple[int, int]] = {}  # worker -> number of its process, pid
+        self._processes: dict[str, tuple[int, int | None]] = {}  # worker -> number of its process, pidfd
         self._due: set[tuple[str, int]] = set()
         self._stopped: set[str] = set()
         self.folder = Path()
@@ -101,7 +101,8 @@ class ReplayRun(RunFolder):
         match event:
             case Started(who=who, pid=pid) if who.startswith("worker"):
                 number = self._processes[who][0] + 1 if who in self._processes else 0
-                self._processes[who] = number, pid
+                self._forget(who)
+                self._processes[who] = number, _opened(pid)
                 self._kill_due()
             case ReplayReport(what=what, who=who, text=text) if what == DIFFERS:
                 raise ConfigError("", None, text, "replay")
@@ -121,9 +122,29 @@ class ReplayRun(RunFolder):
 
     def _kill_due(self) -> None:
         for worker, number in sorted(self._due):
-            known, pid = self._processes.get(worker, (-1, 0))
+            known, descriptor = self._processes.get(worker, (-1, None))
             if known == number:
                 self._due.discard((worker, number))
                 # It may have ended by itself.
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    if descriptor is not None:
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+    def _forget(self, worker: str) -> None:
+        descriptor = self._processes.get(worker, (-1, None))[1]
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Forget all processes."""
+        for worker in self._processes:
+            self._forget(worker)
+        self._processes.clear()
+
+
+def _opened(pid: int) -> int | None:
+    """Return the descriptor of a process; None: it has ended."""
+    # A pidfd never signals another process, also when the kernel has reused the pid.
+    with contextlib.suppress(ProcessLookupError):
+        return os.pidfd_open(pid)
+    return None

@@ -223,13 +223,13 @@ def _advise(
         _write(out, job_text(advice, advice.winner.candidate.job))
         if not as_json:
             print(f"written: {out}")
-    trials = list(_trials(advice, probe, tried, as_json))
+    trials = list(trials_of(advice, probe, tried, as_json))
     if as_json:
         data: dict[str, Any] = advice.as_data()
         print(json.dumps(data | ({"tried": [each.as_data() for each in trials]} if tried else {}), indent=2))
 
 
-def _trials(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "Iterator[Trial]":
+def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "Iterator[Trial]":
     """Run the best layouts here, and print each when it is measured."""
     from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.trial_runs import tried as trial_runs
@@ -238,7 +238,7 @@ def _trials(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "Ite
         return
     where = "this machine" if advice.machines.hosts <= 1 else "this machine, with all hosts on it"
     print(f"trying on {where}, {TRY_S:g} s each:", file=sys.stderr if as_json else sys.stdout, flush=True)
-    for trial in trial_runs(advice.rehearsed[:tried], probe, RehearsalPredictor(), TRY_S):
+    for trial in trial_runs(advice.preferred[:tried], probe, RehearsalPredictor(), TRY_S):
         if not as_json:
             print(f"  {trial.explain()}", flush=True)
         yield trial
