@@ -264,6 +264,12 @@ REFUSED = {
         "callbacks=[pl.callbacks.LearningRateFinder()],",
         "LearningRateFinder = true: must be left out: the search goes by the loss of one worker's share",
     ),
+    "pruning": (
+        "lightning_digits.py",
+        "accumulate_grad_batches=2,",
+        "callbacks=[pl.callbacks.ModelPruning('l1_unstructured', amount=0.3)],",
+        "ModelPruning = true: must be left out: it replaces parameters that the servers hold",
+    ),
 }
 
 

@@ -145,14 +145,14 @@ def with_transformers() -> None:
         dataloader_num_workers=given.loaders,
         remove_unused_columns=False,
     )
-    model = Wrapped(inner)
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=test,
-        optimizers=(sgd(model), None),
-        callbacks=[Counter()],
+
+    class Making(Trainer):
+        def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+            self.optimizer = sgd(self.model)
+            return self.optimizer
+
+    trainer = Making(
+        model=Wrapped(inner), args=arguments, train_dataset=train, eval_dataset=test, callbacks=[Counter()]
     )
     trainer.train()
     (counter,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, Counter)]

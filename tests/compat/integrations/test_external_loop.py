@@ -16,6 +16,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.runtime.worker_connections import WorkerConnector
 from topotrain.training import api, context
 from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.worker_extension import WorkerExtension
 
 LIBRARIES = {
     "accelerate": ("accelerate", "transformers"),
@@ -106,10 +107,14 @@ def tied(tmp_path, monkeypatch):
         )
         here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, Book(), WorkerConnector())
         monkeypatch.setattr(context, "_current", here)
-        monkeypatch.setattr(
-            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, plan_of(here, m, load), None, Book()))
-        )
-        return external_loop.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
+
+        def prepare(*objects):
+            (thing, *_) = objects
+            loads = isinstance(thing, torch.utils.data.DataLoader)
+            return ShardedLoader(thing, plan_of(here, torch.nn.Linear(1, 1), thing), None, Book()) if loads else objects
+
+        monkeypatch.setattr(api, "prepare", prepare)
+        return external_loop.tie(torch.nn.Linear(1, 1), [], torch.utils.data.DataLoader(range(batches)), **how)[0]
 
     return tie
 
@@ -141,4 +146,4 @@ def test_outside_a_job_nothing_is_hidden_or_refused(monkeypatch):
     external_loop.hide_launcher()
     assert external_loop.os.environ["WORLD_SIZE"] == "2"
     external_loop.refuse("resume_from_checkpoint", True, "must be left out")
-    assert not external_loop.has_final_values_only_at_the_end()
+    external_loop.with_final_values(WorkerExtension())

@@ -19,6 +19,7 @@ from topotrain.extensions.worker_values import worker_values
 from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.loader_view import LoaderView
 
 # Before accelerate can read the variables.
 external_loop.hide_launcher()
@@ -131,11 +132,12 @@ class Accelerator(PlacedAccelerator):
         return super().skip_first_batches(dataloader, num_batches)
 
 
-class ForwardingLoader:
+class ForwardingLoader(LoaderView):
     """A loader of accelerate that notes each batch; all else is the loader's own."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._whole = loader, loader.base_dataloader
+        super().__init__(loader)
+        self._whole = loader.base_dataloader
 
     @cached_property
     def _share(self) -> ShardedLoader:
@@ -165,9 +167,3 @@ class ForwardingLoader:
 
     def __len__(self) -> int:
         return len(self._share)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not set yet: this object is being copied or unpickled.
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)

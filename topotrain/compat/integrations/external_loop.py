@@ -11,6 +11,7 @@ servers: a step that was applied counts, also if the process died right after it
 import os
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
 from typing import Any
@@ -120,7 +121,7 @@ class ExternalAccounting(BatchAccounting):
 
 def tie(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     loader: Any,
     counted: bool = False,
     state: LoopState | None = None,
@@ -164,7 +165,8 @@ def tie(
     if state is not None:
         # The name cannot be one of `tt.keep`, which are Python names without a space.
         here.kept["loop of the library"] = state
-    share = divided(loader, model, optimizer)
+    api.prepare(model, *optimizers)
+    share = divided(loader)
     accounting = account(share, not unrepeatable, ahead)
     # A stream may have no length, and then this is not known.
     if counted and length_hint(share, 1) == 0:
@@ -172,8 +174,8 @@ def tie(
     return share, accounting
 
 
-def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
-    """Prepare these objects of a library and its loader, of which this worker gets its share.
+def divided(loader: Any) -> ShardedLoader:
+    """Prepare a library's loader, of which this worker gets its share.
 
     Raises:
         ConfigError: as `prepare`, and for backup workers.
@@ -182,7 +184,7 @@ def divided(loader: Any, *objects: nn.Module | Optimizer) -> ShardedLoader:
     assert here is not None
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
     here.refuse_repeats("the loop is another library's, which counts its batches and steps")
-    *_, share = api.prepare(*objects, loader) if objects else (api.prepare(loader),)
+    share = api.prepare(loader)
     assert isinstance(share, ShardedLoader)
     return share
 
@@ -279,15 +281,8 @@ def refuse(field: str, value: object, accepted: str) -> None:
         raise ConfigError(field, value, accepted)
 
 
-def has_final_values_only_at_the_end() -> bool:
-    """Whether groups go on without each other, so that the result comes at the end."""
-    here = process.current()
-    return here is not None and here.worker is not None and here.place.topology.worker_groups > 1
-
-
 def with_final_values(saving: WorkerExtension) -> None:
-    """Let worker (0,0) save the job's result at its end."""
+    """Let worker (0,0) save the job's result at its end, which comes later where groups go on without each other."""
     here = process.current()
-    assert here is not None
-    if here.is_main and here.worker is not None:
+    if here is not None and here.is_main and here.worker is not None and here.place.topology.worker_groups > 1:
         here.worker.attach(saving)

@@ -12,6 +12,7 @@ from topotrain.compat.integrations import external_loop
 from topotrain.core.events import Notice
 from topotrain.extensions.resume.state_serialization import UnserializableState, pack
 from topotrain.training import context as process
+from topotrain.training.data.loader_view import LoaderView
 from topotrain.training.data.script_position import ScriptPosition
 
 # Parts of a checkpoint of Lightning that the job has itself.
@@ -141,57 +142,49 @@ def _at_validation(loops: dict[str, Any], batches: int) -> dict[str, Any]:
     return found
 
 
-class RestOfEpoch:
-    """This worker's share, in a process that goes on: epochs may be over in part.
-
-    Other attributes are those of the share.
-    """
+class RestOfEpoch(LoaderView):
+    """This worker's share, in a process that goes on: epochs may be over in part."""
 
     def __init__(self, share: Any, trainer: Any, position: ScriptPosition) -> None:
-        self._share, self._trainer, self._position = share, trainer, position
+        super().__init__(share)
+        self._trainer, self._position = trainer, position
         self._first = position.first
         share.skip_to(position.first)
 
     def __len__(self) -> int:
-        return len(self._share)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not set yet: this object is being copied or unpickled.
-        if name == "_share":
-            raise AttributeError(name)
-        return getattr(self._share, name)
+        return len(self._loader)
 
     def done(self, epoch: int) -> int:
         """The batches of an epoch that count already."""
-        return len(self._share) - self._position.batches_left(epoch)
+        return len(self._loader) - self._position.batches_left(epoch)
 
     def left(self, epoch: int) -> int:
         """The batches of an epoch that Lightning still has to read."""
-        batches, limit = len(self._share), self._trainer.limit_train_batches
+        batches, limit = len(self._loader), self._trainer.limit_train_batches
         # As Lightning reads it: a number of batches, or a part of them.
         most = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return max(0, most - self.done(epoch))
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._share.passes
+        epoch = self._loader.passes
         if epoch == self._first and self.done(epoch) and not self.left(epoch):
             return iter(())
         if epoch == self._first or self.done(epoch):
             return self._rest(epoch)
-        return iter(self._share)
+        return iter(self._loader)
 
     def _rest(self, epoch: int) -> Iterator[Any]:
         # Lightning asks for two iterators of the first epoch. The pass begins when the first batch is drawn, when the
         # counters of the epoch are at 0.
         done, loop = self.done(epoch), self._trainer.fit_loop
-        batches = iter(self._share)
+        batches = iter(self._loader)
         loop.epoch_loop.batch_progress.increment_by(done)
         loop._data_fetcher.fetched += done
         yield from batches
 
     def finish(self) -> None:
         """The first epoch has no batch left: open its pass, which restores the schedulers."""
-        opened = iter(self._share)
+        opened = iter(self._loader)
         if self._position.batches_left(self._first):
             # `limit_train_batches` leaves some of them out.
             opened.close()

@@ -43,11 +43,17 @@ def _package() -> str:
     return there[0]
 
 
-_SEARCHES = {"BatchSizeFinder", "LearningRateFinder"}
 _SEARCHING = (
     "must be left out: the search goes by the loss of one worker's share of each batch. Search in an ordinary process "
     "(python instead of topotrain run), and set what it has found"
 )
+_REFUSED = {
+    "BatchSizeFinder": _SEARCHING,
+    "LearningRateFinder": _SEARCHING,
+    "BaseFinetuning": "must be left out: give the optimizer all parameters in configure_optimizers, and let a callback "
+    "set requires_grad of those that train later",
+    "ModelPruning": "must be left out: it replaces parameters that the servers hold. Prune what the job ends with",
+}
 
 _package()
 if TYPE_CHECKING:
@@ -91,8 +97,8 @@ class TopotrainStrategy(SingleDeviceStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         for each in trainer.callbacks:
-            found = _SEARCHES.intersection(base.__name__ for base in type(each).__mro__)
-            external_loop.refuse(type(each).__name__, bool(found), _SEARCHING)
+            for base in type(each).__mro__:
+                external_loop.refuse(type(each).__name__, base.__name__ in _REFUSED, _REFUSED.get(base.__name__, ""))
         super().setup_optimizers(trainer)
         strategy: Any = self
         renewed = {each: external_loop.renewed(each) for each in strategy.optimizers}
@@ -157,12 +163,10 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._sigterm)
         state = FitState(trainer)
-        # With manual optimization there may be several.
-        model, optimizer, *_ = api.prepare(self.model, *self.optimizers)
         # Lightning reads no batch ahead of a loader with a length.
         how: dict[str, Any] = {"counted": True, "state": state, "ahead": False}
         old = "" if hasattr(trainer.fit_loop, "on_iteration_done") else _OLD
-        share, self._handing = external_loop.tie(model, optimizer, dataloader, unrepeatable=old, **how)
+        share, self._handing = external_loop.tie(self.model, self.optimizers, dataloader, unrepeatable=old, **how)
         position = external_loop.going_on()
         if position is None:
             return share

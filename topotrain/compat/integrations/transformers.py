@@ -74,7 +74,10 @@ class Trainer(transformers.Trainer):
         external_loop.refuse("resume_from_checkpoint", resume_from_checkpoint, _RESUME)
         external_loop.refuse("ignore_data_skip", self.args.ignore_data_skip, _SKIP)
         external_loop.refuse("load_best_model_at_end", self.args.load_best_model_at_end, _BEST)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.__dict__.pop("create_optimizer", None)
 
     def get_train_dataloader(self) -> Any:
         """Return the loader; when training begins, tie it to the job."""
@@ -87,18 +90,23 @@ class Trainer(transformers.Trainer):
             plain = made.optimizer if isinstance(made, accelerate.AcceleratedOptimizer) else made
             known = external_loop.renewed(plain)
             self.optimizer = self.accelerator.prepare(made if known is plain else known)
+            # transformers calls it once more, and one that the script overrides may make another optimizer.
+            self.__dict__["create_optimizer"] = self._made_optimizer
             # Before the schedule is made, since a group's epoch may have fewer steps.
             self._loop = TrainerLoop(self)
             old = "" if all(hasattr(transformers.Trainer, name) for name in _RESUMES) else _OLD
             # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
             loader.base_dataloader, self._handing = external_loop.tie(
-                self.model, known, loader.base_dataloader, counted=True, state=self._loop, unrepeatable=old
+                self.model, [known], loader.base_dataloader, counted=True, state=self._loop, unrepeatable=old
             )
             self._loop.batches = length_hint(loader.base_dataloader)
             position = external_loop.going_on()
             if position is not None:
                 loader.base_dataloader.skip_to(position.first)
         return loader
+
+    def _made_optimizer(self, *_: Any) -> Any:
+        return self.optimizer
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
@@ -251,7 +259,7 @@ class Trainer(transformers.Trainer):
         """Save as transformers."""
         super().save_model(output_dir, _internal_call)
         # Where groups end one after the other, the final parameters come later, and are saved once more then.
-        if not _internal_call and external_loop.has_final_values_only_at_the_end():
+        if not _internal_call:
             external_loop.with_final_values(_FinalSave(self, output_dir))
 
 

@@ -31,6 +31,7 @@ from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.data_fingerprint import knows_ranks, sample_of
 from topotrain.training.data.iterable_dataset import IterableEpoch
 from topotrain.training.data.job_progress import EpochShare, batches_in
+from topotrain.training.data.loader_view import LoaderView
 from topotrain.training.data.map_dataset import (
     PLAIN,
     STATIC,
@@ -191,7 +192,7 @@ class ScriptPasses:
         return [live for live in found if live is not None and live.is_open]
 
 
-class ShardedLoader:
+class ShardedLoader(LoaderView):
     """Iterates over this worker's share of the batches.
 
     Other attributes (`dataset`, `batch_size`, ...) are those of the script's loader. Each `iter()` is an epoch, counted
@@ -223,7 +224,8 @@ class ShardedLoader:
     ) -> None:
         """`passes`: with those of the script's other loaders."""
         _check(loader, plan)
-        self._loader, self._begin = loader, begin
+        super().__init__(loader)
+        self._begin = begin
         self._given = self._plan = plan
         self._all = ScriptPasses() if passes is None else passes
         self.number = self._all.loaders
@@ -446,11 +448,6 @@ class ShardedLoader:
         if plan.mode == "static":
             return len(range(plan.group, units, plan.groups))
         return -(-units // plan.groups)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet: this object is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     @property
     def accounting(self) -> BatchAccounting:

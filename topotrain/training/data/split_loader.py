@@ -5,19 +5,21 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from topotrain.training.data.loader_view import LoaderView
 from topotrain.training.data.map_dataset import DataPlan, LoaderCopy
 from topotrain.training.data.sampling import draw_epoch, index_sampler, is_list, length_of, share_of_loaded
 
 
-class SplitLoader:
+class SplitLoader(LoaderView):
     """This worker's share of each batch, in order. A batch without one is left out.
 
     Every sample is read by one worker. The script's random numbers move on as in the plain script, and the order of a
-    sampler that draws is the one of the job's seed, the same on all workers. Other attributes are the loader's.
+    sampler that draws is the one of the job's seed, the same on all workers.
     """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
-        self._loader, self._plan = loader, plan
+        super().__init__(loader)
+        self._plan = plan
 
     def __iter__(self) -> Iterator[Any]:
         inner = LoaderCopy(self._loader, self._plan)
@@ -33,11 +35,6 @@ class SplitLoader:
 
     def __len__(self) -> int:
         return len(self._mine())
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet: this object is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def _mine(self) -> list[Any]:
         """The indices of each of this worker's batches, or its keys."""
