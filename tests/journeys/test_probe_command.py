@@ -77,6 +77,14 @@ def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at:
     assert found.batch.compute_s(128) == pytest.approx((found.batch.forward_s + found.batch.backward_s) / 2)
 
 
+def test_a_script_of_which_only_one_copy_runs(shells: Shells, served_at: str) -> None:
+    held = "import fcntl; file = open('held', 'w'); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    script(shells.folder, before=held)
+    (said,) = ended([probing(shells, served_at, "train.py")], [0])
+    assert load_probe(shells.folder / "probe.json").sharing == {}
+    assert "copies of the program do not run at once, so cores count as shared evenly" in said
+
+
 @pytest.mark.parametrize(
     ("before", "step", "words"),
     [

@@ -1,5 +1,6 @@
 """What is recorded of a step, by a script whose parts take known times."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.tools.probe import batch_sizes, step_recorder
 from topotrain.tools.probe.batch_sizes import BatchWatch
-from topotrain.tools.probe.step_recorder import StepListener, StepRecorder, StepTimes, medians
+from topotrain.tools.probe.step_recorder import StepListener, StepRecorder, StepTimes, accelerators, medians
 from topotrain.training.parameters.prepared_objects import sort_objects
 
 FORWARD_S, BACKWARD_S, REST_S, OPTIMIZER_S = 0.01, 0.03, 0.02, 0.015
@@ -101,6 +102,32 @@ def test_the_parts_of_a_step(base_was_used: bool) -> None:
     ready = dict(zip([p.name for p in recorder.parts.parameters], recorder.ready(), strict=True))
     assert ready["last.weight"] < 0.3 < 0.7 < ready["first.weight"] <= 1.0
     assert ready["idle.weight"] == 1.0
+
+
+@pytest.mark.usefixtures("plain_backward", "simulated_clock")
+def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [0.0]
+    monkeypatch.setattr(CLOCK, "sleep", lambda seconds: left.append(seconds))  # calls return at once
+
+    def wait(devices: Iterable[torch.device]) -> None:
+        assert set(devices) == {torch.device("cpu")}
+        CLOCK.now += sum(left)
+        left.clear()
+
+    recorder, model = StepRecorder(BatchWatch(), StepListener(), wait), SlowModel()
+    optimizer = SlowSgd(model.parameters(), lr=0.1)
+    recorder.prepared(sort_objects((model, optimizer)))
+    for _ in range(4):
+        CLOCK.sleep(REST_S)
+        model(torch.zeros(3, 2)).sum().backward()
+        optimizer.step()
+    found = medians(recorder.steps[1:], 3)
+    assert found is not None
+    assert (found.forward, found.backward, found.optimizer) == pytest.approx((FORWARD_S, BACKWARD_S, OPTIMIZER_S))
+    ready = dict(zip([p.name for p in recorder.parts.parameters], recorder.ready(), strict=True))
+    assert ready["last.weight"] < 0.3 < 0.7 < ready["first.weight"] <= 1.0
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert accelerators([cpu, gpu]) == {gpu} and accelerators([cpu]) == set()
 
 
 def test_waiting_for_a_core_is_in_the_mean() -> None:

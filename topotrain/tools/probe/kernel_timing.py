@@ -146,7 +146,9 @@ def _first(spec: OptimizerSpec) -> int:
 
 def _whole(parts: ModelParts) -> Iterator[list[_Segment]]:
     """Yield the whole tensors as one bucket."""
-    yield [_Segment(index, index, torch.zeros_like(tensor.detach())) for index, tensor in enumerate(parts.tensors)]
+    # A server has them in the memory of its host.
+    made = (torch.zeros_like(tensor.detach(), device="cpu") for tensor in parts.tensors)
+    yield [_Segment(index, index, tensor) for index, tensor in enumerate(made)]
 
 
 def _slices(parts: ModelParts, slicing: Slicing, trained: int) -> Iterator[list[_Segment]]:

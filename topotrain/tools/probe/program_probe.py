@@ -56,12 +56,19 @@ class ProbeProgress(Protocol):
         """Show the present stage."""
         ...
 
+    def note(self, text: str) -> None:
+        """Show what was not measured, and what counts instead."""
+        ...
+
 
 class SilentProgress:
     """Shows nothing."""
 
     def stage(self, text: str) -> None:
         """As `ProbeProgress.stage`."""
+
+    def note(self, text: str) -> None:
+        """As `ProbeProgress.note`."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +243,11 @@ class _Stages:
             return {}
         self._progress.stage(f"{max(counts)} copies of the program start")
         copies = [self._start(max(counts)) for _ in range(max(counts))]
-        found = {}
+        found: dict[int, float] = {}
+        until = self._until(0.0)
         try:
             for copy in copies:
-                copy.measured(self._until(0.0))
+                copy.measured(until)
             for count in sorted(set(counts)):
                 self._progress.stage(f"{count} copies of the program at once")
                 for copy in copies[:count]:
@@ -254,6 +262,9 @@ class _Stages:
                 found[count] = max(1.0, count / self._cores, slower)
                 if any(answer["ended"] for answer in answers):
                     break
+        except ConfigError as error:
+            # Some scripts hold a file or an address that only one process can have.
+            self._progress.note(f"copies of the program do not run at once, so cores count as shared evenly: {error}")
         finally:
             for copy in copies:
                 copy.order(end=True)

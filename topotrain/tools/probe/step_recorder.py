@@ -4,7 +4,7 @@ A step ends with that of the first optimizer. The measurements of a step lie bet
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median, quantiles
@@ -89,16 +89,34 @@ class StepListener:
         """A step is over."""
 
 
+def accelerators(devices: Iterable[torch.device]) -> frozenset[torch.device]:
+    """Return the devices on which a call returns before its work is done."""
+    return frozenset(device for device in devices if device.type != "cpu")
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until all work on these devices is done."""
+    for device in accelerators(devices):
+        torch.accelerator.synchronize(device)
+
+
 class StepRecorder(PrepareObserver):
     """Records the steps of a script that calls `tt.prepare`.
 
     Args:
         watch: of the batches.
         listener: is told of each end.
+        wait: waits for the work on the devices of the parameters. A part of a step ends when its work is done.
     """
 
-    def __init__(self, watch: BatchWatch, listener: StepListener) -> None:
-        self._watch, self._listener = watch, listener
+    def __init__(
+        self,
+        watch: BatchWatch,
+        listener: StepListener,
+        wait: Callable[[Iterable[torch.device]], None] = synchronize,
+    ) -> None:
+        self._watch, self._listener, self._wait = watch, listener, wait
+        self._devices: set[torch.device] = set()
         self._calls: list[PreparedObjects] = []
         self.steps: list[StepTimes] = []
         """Those since `clear`."""
@@ -142,6 +160,7 @@ class StepRecorder(PrepareObserver):
             torch.autograd.backward = self._timed_backward(torch.autograd.backward)
         self._calls.append(call)
         for model in call.models:
+            self._devices |= {parameter.device for parameter in model.parameters()}
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         for optimizer in call.optimizers:
             optimizer.register_step_pre_hook(self._optimizer_begins)
@@ -161,14 +180,18 @@ class StepRecorder(PrepareObserver):
 
     # --- a step --------------------------------------------------------------------------------------------------
 
+    def _now(self) -> float:
+        self._wait(self._devices)
+        return time.perf_counter()
+
     def _begin_step(self) -> None:
-        self._began = time.perf_counter()
+        self._began = self._now()
         self._forward_at = self._forward = self._backward = self._optimizer = 0.0
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         # An evaluation has no backward.
         if torch.is_grad_enabled() and model.training and self._forward_at <= self._watch.drawn_at:
-            self._forward_at = time.perf_counter()
+            self._forward_at = self._now()
             if not self._watch.given:
                 found = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()), None)
                 self._watch.drawn(0 if found is None else len(found))
@@ -176,13 +199,13 @@ class StepRecorder(PrepareObserver):
 
     def _timed_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any, **kwargs: Any) -> None:
-            self._backward_at = began = time.perf_counter()
+            self._backward_at = began = self._now()
             # A script may call the parts of its model, and not the model.
             forward_at = self._forward_at or self._watch.drawn_at
             if forward_at > self._began:
                 self._forward += began - forward_at
             backward(*args, **kwargs)
-            ended = time.perf_counter()
+            ended = self._now()
             self._backward += ended - began
             self._forward_at = 0.0
             self._note_ready(began, ended)
@@ -190,7 +213,7 @@ class StepRecorder(PrepareObserver):
         return timed
 
     def _gradient_ready(self, index: int, tensor: torch.Tensor) -> None:
-        self._ready_at[index] = time.perf_counter()
+        self._ready_at[index] = self._now()
 
     def _note_ready(self, began: float, ended: float) -> None:
         for index, at in enumerate(self._ready_at):
@@ -200,11 +223,11 @@ class StepRecorder(PrepareObserver):
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch calls the hooks for the step of a subclass, and once more for that of its base class inside it.
         if not self._inside:
-            self._optimizer_at = time.perf_counter()
+            self._optimizer_at = self._now()
         self._inside += 1
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        now = time.perf_counter()
+        now = self._now()
         self._inside -= 1
         if self._inside:
             return

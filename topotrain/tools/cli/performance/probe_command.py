@@ -96,6 +96,13 @@ class _Line:
         else:
             self._status.update(f"measuring: {text}")
 
+    def note(self, text: str) -> None:
+        line = f"topotrain: {text}"
+        if self._status is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
 
 @contextmanager
 def stages(quiet: bool) -> "Iterator[Any]":
