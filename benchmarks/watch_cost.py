@@ -1,7 +1,7 @@
 """What the page of a job costs: `python -m benchmarks.watch_cost [--rounds N]`.
 
 * A step of about 20 ms of a job with `--watch`, while a page is open against while none is. The same worker takes both
-  kinds of turns, so nothing but the page differs. The page takes its events as a browser does, and draws nothing.
+  kinds of turns, so nothing but the page differs. The page asks as in a browser, and draws nothing.
 * The processor time of `topotrain watch` for the recording of a job with 200 processes, in shares of one core, while a
   page is open and while none is. The recording is written by the launcher's own writer, with the samples that processes
   send.
@@ -9,6 +9,7 @@
 
 import argparse
 import http.client
+import json
 import re
 import subprocess
 import sys
@@ -36,7 +37,7 @@ _URL = re.compile(r"http://127\.0\.0\.1:(\d+)(/login\S+)")
 
 
 class OpenPage:
-    """A page as the server sees it: logged in, and able to read the events."""
+    """A page as the server sees it: logged in, and able to ask what is new."""
 
     def __init__(self, said: Path) -> None:
         until = time.monotonic() + 60
@@ -56,30 +57,26 @@ class OpenPage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Read the events for the length of the block."""
-        connection = self._connection()
-        connection.request("GET", f"{self._root}api/events", headers={"Cookie": self._cookie})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"the page was refused: {response.read()!r}")
-        stream = connection.sock
-        thread = threading.Thread(target=_read, args=(response,))
+        """Ask for what is new for the length of the block."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(over,))
         thread.start()
         try:
             yield
         finally:
-            if stream is not None:
-                stream.shutdown(2)
+            over.set()
             thread.join()
-            connection.close()
 
-
-def _read(response: http.client.HTTPResponse) -> None:
-    try:
-        while response.read1(1 << 16):
-            pass
-    except (OSError, ValueError, http.client.HTTPException):
-        return
+    def _follow(self, over: threading.Event) -> None:
+        asked = ""
+        while not over.is_set():
+            with closing(self._connection()) as connection:
+                connection.request("GET", f"{self._root}api/view{asked}", headers={"Cookie": self._cookie})
+                response = connection.getresponse()
+                text = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"the page was refused: {text!r}")
+            asked = f"?cursor={json.loads(text)['cursor']}"
 
 
 def steps(rounds: int, count: int) -> list[Row]:

@@ -84,6 +84,11 @@ class Browser:
         """Show the page as readers with a color vision deficiency see it; "none": as others do."""
         self.driver.execute_cdp_cmd("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
 
+    def refuse(self, *patterns: str) -> None:
+        """Let the page reach no address that one of these patterns matches, and all others."""
+        self.driver.execute_cdp_cmd("Network.enable", {})
+        self.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": list(patterns)})
+
     def open(self, address: str) -> None:
         """Open an address and wait until the page has drawn a job, with the charts that are in the window."""
         self.driver.get(address)

@@ -86,8 +86,6 @@ LIBRARIES = {
     "pytorch_lightning": ("compat/integrations/lightning.py",),
     "lightning_utilities": ("compat/integrations/lightning.py",),
     "ray": ("launch/launchers/ray.py",),
-    "starlette": ("tools/dashboard/web_routes.py", "tools/dashboard/http_thread.py"),
-    "uvicorn": ("tools/dashboard/http_thread.py",),
     "prometheus_client": ("tools/exporters/prometheus_metrics.py",),
     "tensorboard": ("tools/exporters/tensorboard_export.py",),
 }

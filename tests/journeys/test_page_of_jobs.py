@@ -160,6 +160,8 @@ def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Bro
                 browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
                 assert set(browser.script(STATES)) == {"dead"}
                 browser.picture("lost")
+                # It would go on asking the server, which ends before the window.
+                browser.driver.get("about:blank")
         finally:
             launcher.kill()
 

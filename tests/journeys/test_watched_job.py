@@ -1,6 +1,5 @@
 """A real job with its page: what is asked of the job, its end, and what is left of it afterwards."""
 
-import os
 import re
 import signal
 import socket
@@ -90,10 +89,10 @@ def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: Job
         job.wait_for(lambda: any(entry["kind"] == "snapshot" for entry in job.view()["story"]))
         assert _states(job.view(), "worker") <= {"computes", "waits"}
         pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
-        with job.page.events() as events:
-            next(events)
-            assert "is asked to end" in ask(runner.folder / "job", StopJob())["text"]
-            last = [data for _, data in events][-1]
+        updates = job.page.updates()
+        next(updates)
+        assert "is asked to end" in ask(runner.folder / "job", StopJob())["text"]
+        last = list(updates)[-1]
         assert job.process.wait(timeout=60) == 143
     assert last["job"]["ended"] is not None and last["job"]["code"] == 143
     assert "asked to end by `topotrain stop` or `topotrain jobs stop`" in job.said
@@ -108,10 +107,11 @@ def test_ctrl_c_leaves_nothing(runner: JobRunner) -> None:
             ask(runner.folder / "job", TakeSnapshot())
         pids = [process["pid"] for process in job.view()["processes"] if process["pid"]]
         assert len(pids) == 5
-        with job.page.events() as events:
-            next(events)
-            job.process.send_signal(signal.SIGINT)
-            assert job.process.wait(timeout=60) == 130
+        updates = job.page.updates()
+        next(updates)
+        job.process.send_signal(signal.SIGINT)
+        assert list(updates)[-1]["job"]["code"] == 130
+        assert job.process.wait(timeout=60) == 130
     assert alive(pids) == []
     with pytest.raises(OSError):
         job.page.get("/")
@@ -148,20 +148,3 @@ def test_a_page_that_cannot_be_served_is_one_line_before_the_job_starts(
     assert done.returncode == 2
     assert said.format(taken=taken) in done.stderr and done.stderr.count("\n") == 1
     assert not (runner.folder / "job" / "logs").exists()
-
-
-def test_without_the_packages_the_command_says_what_to_install(runner: JobRunner) -> None:
-    command = runner.command(SANDBLASTER, *LONG, options=["--watch"])
-    # As if the packages were not there: nothing else is found by this finder.
-    masked = (
-        "import importlib.util, sys, runpy\n"
-        "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more: None if name == 'uvicorn' else real(name, *more)\n"
-        "sys.argv = ['topotrain', *sys.argv[1:]]\n"
-        "runpy.run_module('topotrain', run_name='__main__')\n"
-    )
-    done = subprocess.run(
-        [command[0], "-c", masked, *command[3:]], capture_output=True, text=True, cwd=runner.folder, env=os.environ
-    )
-    assert done.returncode == 2
-    assert "the page needs the packages starlette and uvicorn: pip install 'topotrain[watch]'" in done.stderr

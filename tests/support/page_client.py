@@ -4,7 +4,7 @@ import http.client
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,22 +67,11 @@ class PageClient:
     def _whole(self, path: str) -> str:
         return path if path.startswith(("/login", "/metrics")) else self.root + path
 
-    @contextmanager
-    def events(self, path: str = "/api/events") -> "Iterator[Iterator[tuple[str, Any]]]":
-        """Yields the server-sent events, each as its name and its data."""
-        with closing(http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)) as connection:
-            connection.request("GET", self._whole(path), headers={"Cookie": self.cookie})
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            assert response.getheader("Content-Type") == "text/event-stream; charset=utf-8"
-            yield _events(response)
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
-    name = ""
-    for line in response:
-        text = line.decode().rstrip("\n")
-        if text.startswith("event: "):
-            name = text.removeprefix("event: ")
-        elif text.startswith("data: "):
-            yield name, json.loads(text.removeprefix("data: "))
+    def updates(self, run: str = "A") -> Iterator[Any]:
+        """Yield what the page is told: a whole view, and then what is new, until the job has ended."""
+        data = self.get(f"/api/view?run={run}").data
+        yield data
+        while data["job"]["ended"] is None:
+            cursor, data = data["cursor"], self.get(f"/api/view?run={run}&cursor={data['cursor']}").data
+            if data["cursor"] != cursor:
+                yield data

@@ -1,14 +1,19 @@
 """The page in a real browser: map, curves, events, replay, keyboard, narrow windows, dark, and no console error."""
 
 import io
+from contextlib import ExitStack, closing
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Browser, page_file, why_none
+from growing_recording import STARTED, GrowingRecording, step
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
+
+from topotrain.core.events import Logged
+from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
@@ -375,3 +380,27 @@ def test_the_header_has_the_figures_of_the_summary(browser: Browser, tmp_path: P
     )
     wanted = {"epoch": "5", "step": "240", "loss": "0.1", "samples/s": "240"}
     assert {name: text for name, text in pairs if name in wanted} == wanted
+
+
+def test_a_second_run_comes_after_a_refused_connection_and_charts_go_with_their_job(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(closing(GrowingRecording(tmp_path / name, name))) for name in ("one", "two"))
+        for run in (one, two):
+            run.add(1.0, step("worker 0/0", 1), Logged("worker 0/0", 0.2, 2, {"lr": 0.5}))
+        folders = (one.workspace, two.workspace)
+        url = stack.enter_context(served_page(bind_page(PageOptions()), folders, turn_s=0.05))
+        browser.refuse("*/api/view*")
+        browser.driver.get(url)
+        browser.wait("return document.body.dataset.connection === 'lost'")
+        browser.refuse()
+        browser.wait("return document.getElementById('run-key').textContent.includes('two')")
+        assert all("ERR_BLOCKED" in problem for problem in browser.problems())
+        charts = "return [...document.querySelectorAll('.chart')].map((chart) => chart.dataset.chart)"
+        browser.wait(f"{charts}.includes('log:lr')")
+        for run in (one, two):
+            job = stack.enter_context(closing(GrowingRecording(run.workspace, "letters", STARTED + 60)))
+            job.add(1.0, step("worker 0/0", 1))
+        browser.wait(f"{charts}.includes('loss') && !document.querySelector('[data-chart=\"log:lr\"]')")
+        browser.driver.get("about:blank")

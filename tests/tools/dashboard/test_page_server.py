@@ -1,6 +1,5 @@
-"""The page's server over loopback: strangers, files, logs, events, and readers that are too slow."""
+"""The page's server over loopback: strangers, files, logs, what is new, and readers that are too slow."""
 
-import asyncio
 import json
 import os
 import socket
@@ -19,22 +18,22 @@ from page_client import PageClient
 from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
-from topotrain.tools.dashboard import page_server
-from topotrain.tools.dashboard.event_streams import RunTicker, StreamLimits
+from topotrain.tools import http_server
 from topotrain.tools.dashboard.page_files import page_files
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
+from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 from topotrain.tools.recording.recorded_workspace import QUIET_S
 from topotrain.tools.recording.recording_file import FILE
 
-QUICK = StreamLimits(tick_s=0.02)
+QUICK_S = 0.02
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 @contextmanager
-def served(*workspaces: Path, limits: StreamLimits = QUICK, host: str = "127.0.0.1") -> Iterator[PageClient]:
+def served(*workspaces: Path, turn_s: float = QUICK_S, host: str = "127.0.0.1") -> Iterator[PageClient]:
     """A server of these workspaces, and a client that has not logged in."""
-    with served_page(bind_page(PageOptions(host=host)), workspaces, limits) as url:
+    with served_page(bind_page(PageOptions(host=host)), workspaces, turn_s) as url:
         yield PageClient(url)
 
 
@@ -67,7 +66,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
-PATHS = ("/", "/static/main.js", "/api/view", "/api/events", "/api/log?process=worker+0/0", "/nothing")
+PATHS = ("/", "/static/main.js", "/api/view", "/api/view?cursor=0", "/api/log?process=worker+0/0", "/nothing")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -138,10 +137,13 @@ def test_the_page_and_all_its_files_are_served_and_need_nothing_from_elsewhere(p
 
 def test_methods_and_sizes_are_limited(page: PageClient) -> None:
     for method in ("POST", "PUT", "DELETE"):
-        assert page.ask(method, "/api/view", {"Origin": page.origin}, b"x" * 5000).status == 405
+        answer = page.ask(method, "/api/view", {"Origin": page.origin})
+        assert (answer.status, answer.text) == (405, "only GET and HEAD\n")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert page.ask("HEAD", "/").text == "" and int(page.ask("HEAD", "/").headers["content-length"]) > 1000
     with socket.create_connection((page.host, page.port)) as endless:
-        endless.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"x" * 1_000_000)
-        assert endless.recv(100).startswith(b"HTTP/1.1 400 ")
+        endless.sendall(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 4000)
+        assert endless.recv(100).startswith(b"HTTP/1.0 431 ")
 
 
 # ---- what the page is told -------------------------------------------------------------------------------------------
@@ -151,43 +153,42 @@ def test_the_view_and_then_what_is_new(page: PageClient, recording: GrowingRecor
     view = page.get("/api/view").data
     assert view["job"]["name"] == "digits" and view["runs"] == 1
     assert [process["name"] for process in view["processes"]] == ["worker 0/0", "worker 0/1", "server 0/0"]
-    with page.events() as events:
-        event, first = next(events)
-        assert event == "view" and first["processes"] == view["processes"]
-        recording.add(2.0, step("worker 0/0", 2, 0.25), Notice("worker 0/0", EVIL))
-        event, delta = next(events)
-        assert event == "delta" and delta["cursor"] > first["cursor"] and "processes" not in delta
-        losses = {series["of"]: series["points"] for series in delta["series"] if series["metric"] == "loss"}
-        assert losses["worker 0/0"] == [[2.0, 2, 0.25]]
-        (told,) = delta["story"]
-        assert EVIL in told["text"], "text is told as it is, and shown as text"
-        recording.add(3.0, RecordingEnd(0))
-        event, delta = next(events)
-        assert delta["job"]["ended"] == 3.0 and delta["job"]["code"] == 0
+    updates = page.updates()
+    assert next(updates)["processes"] == view["processes"]
+    recording.add(2.0, step("worker 0/0", 2, 0.25), Notice("worker 0/0", EVIL))
+    delta = next(updates)
+    assert delta["cursor"] > view["cursor"] and "processes" not in delta and "whole" not in delta
+    losses = {series["of"]: series["points"] for series in delta["series"] if series["metric"] == "loss"}
+    assert losses["worker 0/0"] == [[2.0, 2, 0.25]]
+    (told,) = delta["story"]
+    assert EVIL in told["text"], "text is told as it is, and shown as text"
+    recording.add(3.0, RecordingEnd(0))
+    (delta,) = updates
+    assert delta["job"]["ended"] == 3.0 and delta["job"]["code"] == 0
     assert page.get("/api/view").data["cursor"] == delta["cursor"]
 
 
 def test_a_job_whose_launcher_is_gone_is_lost_until_it_goes_on(page: PageClient, recording: GrowingRecording) -> None:
     path = recording.workspace / FILE
-    with page.events() as events:
-        next(events)
-        past = path.stat().st_mtime - QUIET_S - 1
-        os.utime(path, (past, past))
-        delta = next(data for _, data in events if data["job"]["lost"])
-        assert "its launcher is gone" in delta["story"][-1]["text"] and delta["job"]["ended"] is None
-        assert delta["states"]["worker 0/0"][-1][1] == "dead"
-        assert page.get("/metrics").text.count("topotrain_job_running 0.0") == 1
-        recording.add(9.0, step("worker 0/0", 9))
-        delta = next(data for _, data in events if not data["job"]["lost"])
-        assert delta["states"]["worker 0/0"][-1][1] == "computes"
+    updates = page.updates()
+    next(updates)
+    past = path.stat().st_mtime - QUIET_S - 1
+    os.utime(path, (past, past))
+    delta = next(data for data in updates if data["job"]["lost"])
+    assert "its launcher is gone" in delta["story"][-1]["text"] and delta["job"]["ended"] is None
+    assert delta["states"]["worker 0/0"][-1][1] == "dead"
+    assert page.get("/metrics").text.count("topotrain_job_running 0.0") == 1
+    recording.add(9.0, step("worker 0/0", 9))
+    delta = next(data for data in updates if not data["job"]["lost"])
+    assert delta["states"]["worker 0/0"][-1][1] == "computes"
 
 
 def test_another_job_in_the_workspace_is_another_view(page: PageClient, recording: GrowingRecording) -> None:
-    with page.events() as events:
-        next(events)
-        with closing(GrowingRecording(recording.workspace, "letters", STARTED + 60, nworkers_per_group=3)):
-            event, view = next(events)
-    assert event == "view" and view["job"]["name"] == "letters"
+    updates = page.updates()
+    next(updates)
+    with closing(GrowingRecording(recording.workspace, "letters", STARTED + 60, nworkers_per_group=3)):
+        view = next(updates)
+    assert view["whole"] and view["job"]["name"] == "letters"
 
 
 def test_figures_for_prometheus_need_no_cookie_on_loopback(stranger: PageClient) -> None:
@@ -206,8 +207,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         for path, name in (("/api/view", "one"), ("/api/view?run=A", "one"), ("/api/view?run=B", "two")):
             view = client.get(path).data
             assert (view["job"]["name"], view["runs"]) == (name, 2)
-        with client.events("/api/events?run=B") as events:
-            assert next(events)[1]["job"]["name"] == "two"
+        assert next(client.updates("B"))["job"]["name"] == "two"
         assert client.get("/api/view?run=C").status == 404
 
 
@@ -226,7 +226,6 @@ def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> N
     (tmp_path / "events.jsonl").write_text('{"at":0,"event":"Recording","version":99,"topotrain":"9.9"}\n')
     with served(tmp_path) as client:
         client.login()
-        client.get("/api/view")
         answer = client.get("/api/view")
         assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
 
@@ -253,6 +252,12 @@ def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingReco
     assert page.get("/api/log?process=worker+0/1").text == "", "which the page calls nothing yet"
 
 
+def test_a_log_costs_no_view(page: PageClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.get("/api/view")
+    monkeypatch.delattr(JobHistory, "view")
+    assert page.get("/api/log?process=worker+0/0").text == "This machine has no log of it."
+
+
 def test_a_log_has_nothing_that_is_meant_for_a_terminal(page: PageClient, recording: GrowingRecording) -> None:
     logs = recording.workspace / "logs"
     logs.mkdir()
@@ -273,88 +278,35 @@ def test_only_processes_of_the_job_have_logs(page: PageClient, recording: Growin
 # ---- readers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_takes_nothing_is_dropped_and_the_others_go_on(recording: GrowingRecording) -> None:
-    limits = StreamLimits(tick_s=0.05, slow_s=0.5, most=2)
-    with served(recording.workspace, limits=limits) as client, socket.socket() as slow:
-        client.login()
+def test_a_reader_that_takes_nothing_is_dropped(
+    page: PageClient, recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MOST_ADMITTED", 1)
+    monkeypatch.setattr(http_server._Exchange, "timeout", 2.0)
+    # No buffer on the way takes all of it.
+    recording.add(2.0, *(Notice("worker 0/0", "x" * 4000) for _ in range(4000)))
+    with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((client.host, client.port))
-        slow.sendall(_asking(client))
-        with client.events() as events, growing(recording):
-            next(events)
-            assert not _opens(client), "there is room for two"
-            limit = time.monotonic() + 30
-            while not _opens(client):
-                assert time.monotonic() < limit, "the slow reader was not dropped"
-                before = time.monotonic()
-                next(events)
-                assert time.monotonic() - before < 5, "a slow reader is never waited for"
-
-
-@contextmanager
-def growing(recording: GrowingRecording) -> Iterator[None]:
-    """A recording that grows by so much that no buffer on the way takes it all."""
-    over = threading.Event()
-
-    def grow() -> None:
-        at = 2.0
-        while not over.wait(0.05):
-            recording.add(at, *(Notice("worker 0/0", "x" * 3000) for _ in range(100)))
-            at += 1.0
-
-    thread = threading.Thread(target=grow)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def test_too_many_pages_are_refused_in_one_line(recording: GrowingRecording) -> None:
-    with served(recording.workspace, limits=StreamLimits(0.02, 10.0, 1)) as client:
-        client.login()
-        with client.events() as events:
-            next(events)
-            answer = client.get("/api/events")
-            assert (answer.status, answer.text) == (503, "more than 1 pages are open\n")
-        until(lambda: _opens(client))
-
-
-def _asking(client: PageClient) -> bytes:
-    path = f"{client.root}/api/events"
-    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {client.cookie}\r\n\r\n".encode()
-
-
-def _opens(client: PageClient) -> bool:
-    with closing(socket.create_connection((client.host, client.port))) as sock:
-        sock.sendall(_asking(client))
-        return b" 200 " in sock.recv(100)
+        slow.connect((page.host, page.port))
+        slow.sendall(f"GET {page.root}/api/view HTTP/1.1\r\nHost: localhost\r\nCookie: {page.cookie}\r\n\r\n".encode())
+        until(lambda: page.get("/static/main.js").status == 503)
+        assert page.get("/metrics").status == 200, "others are answered meanwhile"
+        until(lambda: page.get("/static/main.js").status == 200)
 
 
 def test_the_end_of_the_server_tells_what_came_last(recording: GrowingRecording) -> None:
-    heard: list[tuple[str, Any]] = []
-    with ExitStack() as stack:
-        with served(recording.workspace, limits=StreamLimits(tick_s=60.0)) as client:
-            client.login()
-            events = stack.enter_context(client.events())
-            next(events)
-            recording.add(9.0, RecordingEnd(0))
-        heard += events
-    assert [(event, data["job"]["ended"]) for event, data in heard] == [("delta", 9.0)]
+    heard: list[Any] = []
+    with served(recording.workspace, turn_s=60.0) as client:
+        client.login()
+        updates = client.updates()
+        next(updates)
+        asking = threading.Thread(target=lambda: heard.extend(updates))
+        asking.start()
+        recording.add(9.0, RecordingEnd(0))
+    asking.join()
+    assert [data["job"]["ended"] for data in heard] == [9.0]
     with pytest.raises(OSError):
         client.get("/")
-
-
-def test_the_last_tick_wakes_who_was_about_to_wait() -> None:
-    async def close_in_between() -> None:
-        ticker = RunTicker({})
-        waiting = ticker.wait()
-        ticker.close()
-        await ticker.run()
-        await asyncio.wait_for(waiting, 20)
-
-    asyncio.run(close_in_between())
 
 
 def test_a_server_that_ends_leaves_no_thread_and_no_descriptor(recording: GrowingRecording) -> None:
@@ -397,7 +349,7 @@ def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monke
 
     monkeypatch.setattr(page_server, "local_address", as_if_reached)
     bound = bind_page(PageOptions(host="127.0.0.1"))
-    with served_page(bound, [recording.workspace], QUICK) as url:
+    with served_page(bound, [recording.workspace], QUICK_S) as url:
         assert url.startswith("https://127.0.0.1:")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -435,8 +387,7 @@ def descriptors() -> int:
 
 def test_strangers_take_a_bounded_number_of_descriptors(page: PageClient) -> None:
     before = descriptors()
-    with page.events() as events, connected(page, 4 * MAX_UNPROVEN, b"G") as found:
-        next(events)
+    with connected(page, 4 * MAX_UNPROVEN, b"G") as found:
         # Each held connection is two descriptors, because both ends are in this process.
         until(lambda: descriptors() - before - len(found) <= MAX_UNPROVEN + 5)
         with connected(page, 4 * MAX_UNPROVEN):  # all at once: those which are pushed out are closed on the way
@@ -445,24 +396,17 @@ def test_strangers_take_a_bounded_number_of_descriptors(page: PageClient) -> Non
 
 
 def test_a_connection_without_an_allowed_request_ends(
-    stranger: PageClient, monkeypatch: pytest.MonkeyPatch, recording: GrowingRecording
+    monkeypatch: pytest.MonkeyPatch, recording: GrowingRecording
 ) -> None:
-    monkeypatch.setattr(page_server, "_NEWCOMER_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     request = b"GET /api/view HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with served(recording.workspace) as client:
+    with served(recording.workspace, turn_s=2.0) as client:
         client.login()
         for text in (b"", b"GET /", request):
             with connected(client, 1, text) as (sock,):
                 while sock.recv(4096):
                     pass
-        with client.events() as events:  # of the page itself goes on
-            next(events)
-            until(lambda: not _more(client))
-            recording.add(3.0, step("worker 0/0", 2))
-            assert next(events)
-
-
-def _more(client: PageClient) -> bool:
-    """Whether a silent connection that is made now is still open after the time of a newcomer."""
-    with connected(client, 1) as (sock,):
-        return sock.recv(1) != b""
+        updates = client.updates()
+        next(updates)
+        recording.add(3.0, step("worker 0/0", 2))
+        assert next(updates), "a request of the page itself waits for its turn"

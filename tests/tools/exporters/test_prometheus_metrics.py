@@ -19,6 +19,7 @@ from sample_history import sampled
 
 from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
+from topotrain.tools import http_server
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
 from topotrain.tools.exporters.metrics_server import MetricsExport, parse_address
 from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
@@ -225,7 +226,7 @@ def test_the_page_has_every_metric() -> None:
 
 
 def test_silent_and_slow_clients_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "_SLOW_S", 1.0)
+    monkeypatch.setattr(http_server, "REQUEST_S", 1.0)
     before = threading.active_count()
     with served() as export, ExitStack() as stack:
         port = int(export.url.rsplit(":", 1)[1].partition("/")[0])

@@ -33,7 +33,6 @@ _CLOSING_S = 2.0  # for the accepting thread, and for a connection that is pushe
 
 @dataclass(frozen=True, slots=True)
 class _Newcomer:
-    peer: tuple[object, ...]  # its address and port, of a local socket nothing
     network: bytes
     until: float
 
@@ -68,7 +67,7 @@ class Newcomers:
         self._known = {known: one for known, one in self._known.items() if known.fileno() >= 0}
         place = tuple(peer[:2]) if isinstance(peer, tuple) else ()
         network = ipaddress.ip_address(place[0]).packed[:_NETWORK_BYTES] if place else b""
-        self._known[sock] = _Newcomer(place, network, time.monotonic() + self._seconds)
+        self._known[sock] = _Newcomer(network, time.monotonic() + self._seconds)
         if len(self._known) <= MAX_UNPROVEN:
             return None
         counts = Counter(one.network for one in self._known.values())
@@ -78,27 +77,13 @@ class Newcomers:
         self._pushed = [*(old for old in self._pushed if old.fileno() >= 0), pushed]
         return pushed
 
-    def accept(self, accept: Callable[[], tuple[socket.socket, Any]]) -> tuple[socket.socket, Any]:
-        """Accept a connection; another one may end. Raises BlockingIOError if `crowded`."""
-        if self.crowded:
-            raise BlockingIOError
-        sock, peer = accept()
-        pushed = self.add(sock, peer)
-        if pushed is not None:
-            shut_down(pushed)
-        return sock, peer
-
     def remove(self, sock: socket.socket) -> bool:
         """Remove a connection that is proven or has ended; return whether it was there."""
         return self._known.pop(sock, None) is not None
 
-    def admit(self, peer: tuple[object, ...]) -> None:
-        """Remove the connection of this address and port, which has made itself known."""
-        self._known = {sock: one for sock, one in self._known.items() if one.peer != peer}
-
-    def end_late(self) -> None:
-        """Shut down all connections that have had their time."""
-        now = time.monotonic()
+    def end_late(self, now: float | None = None) -> None:
+        """Shut down all connections that have had their time. now: by the monotonic clock."""
+        now = time.monotonic() if now is None else now
         for sock in [sock for sock, one in self._known.items() if one.until <= now]:
             del self._known[sock]
             shut_down(sock)

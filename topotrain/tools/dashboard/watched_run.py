@@ -1,8 +1,6 @@
-"""One run that the page shows: its recording, followed and folded.
+"""One run that the page shows: its recording, followed and folded. Several threads may use it."""
 
-Only the thread of the server's event loop uses it.
-"""
-
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,13 @@ from topotrain.tools.recording.recorded_lines import RecordingError
 from topotrain.tools.recording.recorded_workspace import read_on
 from topotrain.tools.recording.recording_file import FILE, RecordingFollower
 
-_MOST_DELTAS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class RunUpdate:
-    """An update of a page: a whole view, or the changes behind a cursor.
+    """What a page is told. text: JSON. is_last: the job has ended, and nothing will be new."""
 
-    cursor: of the next update. event: "view" or "delta". text: JSON.
-    """
-
-    cursor: int
-    event: str
     text: str
+    is_last: bool
 
 
 class WatchedRun:
@@ -39,50 +31,41 @@ class WatchedRun:
     def __init__(self, workspace: Path, runs: int = 1) -> None:
         self.workspace, self._runs = workspace, runs
         self._follower, self._history = RecordingFollower(workspace / FILE), JobHistory()
-        self._deltas: dict[int, RunUpdate] = {}
+        self._lock = threading.Lock()
         self.problem = ""
         """Why the recording cannot be read any further, as one line."""
 
     def poll(self) -> None:
         """Read what was recorded since the last call."""
-        if self.problem:
-            return
-        try:
-            if read_on(self.workspace, self._follower, self._history):
-                self._deltas.clear()
-        except (OSError, RecordingError) as error:
-            self.problem = f"{self.workspace / FILE}: {error}"
+        with self._lock:
+            if self.problem:
+                return
+            try:
+                read_on(self.workspace, self._follower, self._history)
+            except (OSError, RecordingError) as error:
+                self.problem = f"{self.workspace / FILE}: {error}"
 
-    def view(self) -> RunUpdate:
-        """Return the whole view."""
-        return self._update("view", self._history.view())
+    def since(self, cursor: int | None) -> RunUpdate:
+        """Return what is new behind a cursor; None: the whole view.
 
-    def delta(self, cursor: int) -> RunUpdate:
-        """Return what is new behind a cursor, or the whole view of another job.
-
-        There is another one where a job has begun in the workspace meanwhile.
+        It is the whole view, too, where another job has begun in the workspace meanwhile.
         """
-        # Readers that keep up have the same cursor, so most deltas are made once.
-        found = self._deltas.get(cursor)
-        if found is None:
-            data = self._history.since(cursor)
-            found = self._update("view" if data.get("whole") else "delta", data)
-            if len(self._deltas) < _MOST_DELTAS:
-                self._deltas[cursor] = found
-        return found
-
-    def _update(self, event: str, data: dict[str, Any]) -> RunUpdate:
-        return RunUpdate(int(data["cursor"]), event, page_json(data | {"runs": self._runs}))
+        with self._lock:
+            data = self._history.view() if cursor is None else self._history.since(cursor)
+            ended = self._history.has_ended
+        return RunUpdate(page_json(data | {"runs": self._runs}), ended)
 
     def summary(self) -> dict[str, Any]:
         """Return the present state of the job."""
-        return self._history.summary()
+        with self._lock:
+            return self._history.summary()
 
     def process(self, name: str) -> dict[str, Any] | None:
         """Return the entry of a process in the view, or None."""
-        processes: list[dict[str, Any]] = self._history.view()["processes"]
-        return next((process for process in processes if process["name"] == name), None)
+        with self._lock:
+            return self._history.process(name)
 
     def close(self) -> None:
         """Close the recording."""
-        self._follower.close()
+        with self._lock:
+            self._follower.close()

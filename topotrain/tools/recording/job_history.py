@@ -107,6 +107,11 @@ class JobHistory:
         """Return the present state of the job."""
         return ProcessSummary(self._processes.by_name, self._job).as_data()
 
+    def process(self, name: str) -> dict[str, Any] | None:
+        """Return the entry of a process in the view, or None."""
+        found = self._processes.by_name.get(name)
+        return None if found is None else found.as_data()
+
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
         data["job"] = ProcessSummary(self._processes.by_name, self._job).job_data()

@@ -177,6 +177,9 @@ export class Curves {
     byId("curve-none").hidden = wanted.length > 0;
     const losses = new Set(this._views.get("A").ofMetric("loss").map((one) => one.of.split(" ")[0]));
     byId("scope-switch").hidden = !(losses.has("group") && losses.has("worker"));
+    for (const [id, { chart }] of this._charts) {
+      if (!wanted.some((one) => one.id === id)) this._remove(id, chart.element);
+    }
     for (const spec of wanted) {
       if (this._charts.has(spec.id)) continue;
       const chart = new LineChart(spec.title, { onCursor: (x) => this._setCursor(x), onJump: (x) => this._onJump(this._toTime(x)) });
@@ -186,6 +189,13 @@ export class Curves {
       this._seen.observe(chart.element);
     }
     this._runKey();
+  }
+
+  // Of a job that another one has followed in its workspace.
+  _remove(id, element) {
+    this._seen.unobserve(element);
+    for (const known of [this._charts, this._waiting, this._visible]) known.delete(id);
+    element.remove();
   }
 
   _place(id, element, order) {

@@ -32,62 +32,46 @@ export class EmbeddedSource {
   }
 }
 
-/** The server of the page: one View, then deltas, over server-sent events. */
+/** The server of the page: a whole View of a run, then what is new, which the server holds back for about a second. */
 export class ServerSource {
   constructor() {
     this.live = true;
-    this._streams = [];
   }
 
   /** Call `listener.onView`, `onDelta` and `onConnection` as data arrive. */
   start(listener) {
-    this._follow("A", "api/events", listener, () => {
-      // Asked for only where there is one: a refused request is an error in the browser's console.
-      if (this._hasSecond) this._follow("B", "api/events?run=B", listener, () => {});
-    });
+    // A second run is asked for only where there is one: a refused request is an error in the browser's console.
+    this._follow("A", listener, (runs) => runs > 1 && this._follow("B", listener, () => {}));
   }
 
-  _follow(run, address, listener, then) {
+  async _follow(run, listener, onFirst) {
     let view = null;
-    const stream = new EventSource(address);
-    this._streams.push(stream);
-    const finish = () => {
-      // An ended job sends nothing more, and a browser would ask again for ever.
-      if (!view?.over) return;
-      stream.close();
-      if (run === "A") listener.onConnection("recorded");
-    };
-    stream.addEventListener("view", (message) => {
+    while (!view?.over) {
+      const data = await this._news(run, view);
+      if (data === null) {
+        if (run === "A") listener.onConnection("lost");
+        await new Promise((done) => { setTimeout(done, AGAIN_MS); });
+        continue;
+      }
       const first = view === null;
-      const data = JSON.parse(message.data);
-      view = new JobView(data);
-      if (run === "A") {
-        this._hasSecond = Number(data.runs ?? 1) > 1;
-        listener.onConnection("live");
-      }
-      listener.onView(run, view);
-      if (first) then();
-      finish();
-    });
-    stream.addEventListener("delta", (message) => {
-      const data = JSON.parse(message.data);
-      if (data.whole) {
-        // Another job has begun in this workspace.
-        view = new JobView(data);
-        listener.onView(run, view);
-      } else {
-        view.merge(data);
-        listener.onDelta(run, view);
-      }
-      finish();
-    });
-    stream.addEventListener("error", () => {
-      if (run === "A" && !view?.over) listener.onConnection("lost");
-      // A refusal closes the stream, and the browser would not try again.
-      if (stream.readyState === EventSource.CLOSED && !view?.over) {
-        setTimeout(() => this._follow(run, address, listener, () => {}), AGAIN_MS);
-      }
-    });
+      // Whole: another job has begun in this workspace.
+      const whole = first || data.whole;
+      if (whole) view = new JobView(data);
+      else view.merge(data);
+      if (run === "A") listener.onConnection(view.over ? "recorded" : "live");
+      if (whole) listener.onView(run, view);
+      else listener.onDelta(run, view);
+      if (first) onFirst(Number(data.runs ?? 1));
+    }
+  }
+
+  async _news(run, view) {
+    try {
+      const answer = await fetch(`api/view?run=${run}${view === null ? "" : `&cursor=${view.cursor}`}`);
+      return answer.ok ? await answer.json() : null;
+    } catch {
+      return null;
+    }
   }
 
   /** The last lines of a process's log, or null. */

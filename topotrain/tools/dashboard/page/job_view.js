@@ -71,6 +71,7 @@ export class JobView {
   /** Add a delta, or a whole View to an empty one. */
   merge(delta) {
     this.job = { ...this.job, ...(delta.job ?? {}) };
+    this.cursor = delta.cursor;
     if (Array.isArray(delta.processes)) {
       this.processes = delta.processes;
       this.layoutVersion += 1;

@@ -9,7 +9,6 @@ import { MapView } from "./map_view.js";
 import { ReplayBar } from "./replay.js";
 
 const THEME = "topotrain-theme";
-const REDRAW_CURVES_MS = 1000;
 
 const CONNECTIONS = {
   live: "running", recorded: "recorded", lost: "connection lost, trying again", waiting: "connecting",
@@ -56,11 +55,7 @@ class Page {
 
   /** New data have been added to a run's View. */
   onDelta(run, view) {
-    const now = performance.now();
-    if (now - (this._curvesAt ?? -Infinity) > REDRAW_CURVES_MS || view.over) {
-      this._curvesAt = now;
-      this._curves.show(run, view);
-    }
+    this._curves.show(run, view);
     if (run !== "A") return;
     this._arrived();
     if (view.running) this._details.refresh();
