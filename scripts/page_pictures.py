@@ -90,7 +90,7 @@ def of_running_job(pictures: Pictures, folder: Path) -> None:
         browser = pictures.browser
         pictures.open(job.address, "light")
         browser.click(f"[data-name='{_SHOWN}']")
-        # All have trained for a while, so that each connection has its rate.
+        # All have trained for a while, so that each process has its figures.
         browser.wait("return Number(document.getElementById('job-progress').value) > 0.3")
         browser.wait(f"return {_STATE.format(_VICTIM)} === 'computes'")
         browser.script("window.scrollTo(0, 0)")

@@ -121,21 +121,3 @@ export function clearedContext(canvas, width, height) {
   context.clearRect(0, 0, width, height);
   return context;
 }
-
-/** Draw a short text on a small ground of its own, centred at a point. */
-export function drawTag(context, palette, text, x, y) {
-  context.font = "600 12px system-ui, sans-serif";
-  const width = context.measureText(text).width + 10;
-  context.fillStyle = palette.surface;
-  context.strokeStyle = palette.line;
-  context.lineWidth = 1;
-  context.setLineDash([]);
-  context.beginPath();
-  context.roundRect(x - width / 2, y - 10, width, 20, 4);
-  context.fill();
-  context.stroke();
-  context.fillStyle = palette.ink;
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  context.fillText(text, x, y + 0.5);
-}

@@ -62,7 +62,6 @@ export class JobView {
     this.states = new Map();
     this.events = [];
     this.processes = [];
-    this.connections = [];
     this.job = {};
     this.layoutVersion = 0;
     this.merge(view);
@@ -74,10 +73,6 @@ export class JobView {
     this.cursor = delta.cursor;
     if (Array.isArray(delta.processes)) {
       this.processes = delta.processes;
-      this.layoutVersion += 1;
-    }
-    if (Array.isArray(delta.connections)) {
-      this.connections = delta.connections;
       this.layoutVersion += 1;
     }
     for (const part of delta.series ?? []) this._append(part);
@@ -189,25 +184,6 @@ export class JobView {
         .filter(([from]) => from > -Infinity);
     }
     return of.replace(/ sends$/, "").split(">").flatMap((name) => this.absences(name)).sort((a, b) => a[0] - b[0]);
-  }
-
-  /** Bytes per second over each connection at t, both directions added. 0: nothing travels, or nothing is known. */
-  trafficAt(t) {
-    const silent = new Set(this.processes.map((one) => one.name).filter((name) => SILENT.has(this.stateAt(name, t))));
-    const value = (series) => series?.points[lastBefore(series.points, t)]?.[2] ?? 0;
-    return this._lanes().map(({ from, to, there, back }) => (
-      silent.has(from) || silent.has(to) ? 0 : Math.max(0, value(there) + value(back))));
-  }
-
-  // The series of each connection. There may be thousands, which are not found by name in each frame.
-  _lanes() {
-    const key = `${this.layoutVersion} ${this.series.size}`;
-    if (this._lanesOf !== key) {
-      this._lanesOf = key;
-      this._foundLanes = this.connections.map(({ from, to }) => ({ from, to,
-        there: this.series.get(`${from}>${to}:bytes_per_s`), back: this.series.get(`${to}>${from}:bytes_per_s`) }));
-    }
-    return this._foundLanes;
   }
 
   /** How many times the median of the others each slow worker takes for a sample, waits not counted. */

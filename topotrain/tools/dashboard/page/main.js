@@ -6,6 +6,7 @@ import { ProcessDetails } from "./details.js";
 import { byId, clockText, fillFigures, metricText, numberText, setText } from "./elements.js";
 import { EventList } from "./event_list.js";
 import { MapView } from "./map_view.js";
+import { ProcessTable } from "./process_table.js";
 import { ReplayBar } from "./replay.js";
 
 const THEME = "topotrain-theme";
@@ -22,11 +23,12 @@ class Page {
     this._connection = "waiting";
     this._source = dataSource();
     this._map = new MapView((name) => this._select(name));
+    this._table = new ProcessTable((name) => this._showLog(name));
     this._details = new ProcessDetails(this._source, () => this._closeDetails());
     this._events = new EventList((event) => this._choose(event));
     this._curves = new Curves((t) => this._goTo(t));
     this._bar = new ReplayBar(() => this._showMoment());
-    new Theme(() => this._recolour());
+    new Theme(() => this._curves.recolour());
     new ResizeObserver(() => this._revealed && this._events.reveal(this._revealed)).observe(byId("details"));
     for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
       document.addEventListener(kind, () => this._reveal(null), { capture: true, passive: true });
@@ -82,6 +84,7 @@ class Page {
     if (!this._view) return;
     const { t, follows } = this._bar;
     this._map.update(this._view, t);
+    this._table.update(this._view, t);
     this._details.update(this._view, t);
     this._events.setMoment(t, this._chosen);
     this._curves.setMoment(follows ? null : t);
@@ -126,6 +129,11 @@ class Page {
     this._showMoment();
   }
 
+  _showLog(name) {
+    this._select(name);
+    byId("details").scrollIntoView({ block: "nearest" });
+  }
+
   _closeDetails() {
     const name = this._selected;
     this._select(null);
@@ -148,11 +156,6 @@ class Page {
 
   _goTo(t) {
     this._bar.goTo(t);
-  }
-
-  _recolour() {
-    this._map.recolour();
-    this._curves.recolour();
   }
 
   _problem(text) {
