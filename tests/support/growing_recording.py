@@ -18,8 +18,7 @@ class GrowingRecording:
 
     def __init__(self, workspace: Path, name: str = "digits", started: float = STARTED, **cluster: Any) -> None:
         self.workspace = workspace
-        # Never thinned: that is tested elsewhere, and takes its time.
-        self._file = RecordingFile(workspace / FILE, limit=1 << 30)
+        self._file = RecordingFile(workspace / FILE)
         topology = layout(Cluster(**cluster))
         job = {"name": name, "framework": "Downpour", "workspace": str(workspace), "block": "cluster { }"}
         self.add(0.0, RecordingHeader(started=started, job=job, layout=layout_data(topology)))

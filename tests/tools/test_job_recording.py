@@ -89,8 +89,9 @@ def test_a_disk_that_cannot_be_written_is_a_notice(tmp_path: Path) -> None:
     (tmp_path / "work").write_text("no folder")
     job = job_of(tmp_path / "work" / "job")
     with recording(job, layout(job.cluster), False) as made:
-        made(step())
-        assert made.summary() is None
+        made(step(number=7))
+        summary = made.summary()
+        assert summary is not None and summary["step"] == 7
         (notice,) = made.notices()
         assert notice.who == "launcher" and "the job continues" in notice.text
         assert not made.notices()

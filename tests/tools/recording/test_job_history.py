@@ -14,8 +14,7 @@ from topotrain.core.events import Event
 from topotrain.tools.recording import history_series
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.job_summary import compacted
-from topotrain.tools.recording.recorded_lines import RecordingEnd, TimedEvent, from_line, to_line
-from topotrain.tools.recording.recording_thinning import RATE_S, RecordedLine, described, thinned
+from topotrain.tools.recording.recorded_lines import RecordingEnd, TimedEvent
 
 
 def told(*found: tuple[float, Event | RecordingEnd], **fields: Any) -> JobHistory:
@@ -57,75 +56,12 @@ def added(view: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
     return {**view, **delta, "series": list(series_.values()), "states": states, "story": story}
 
 
-@settings(max_examples=25)
-@given(recordings(), st.integers(0, 20_000))
-def test_a_thinned_recording_has_the_same_summary(timed: list[TimedEvent], more: int) -> None:
-    lines = list(map(to_line, timed))
-    known = described(lines)
-    # Enough for all events that are no samples, which get a quarter, and for the samples that rates are made of.
-    room = 4 * sum(line.size for line in known if line.key is None) + 2 * newest(known) + more
-    kept = [lines[index] for index in thinned(known, room)]
-    again = [found for line in kept if (found := from_line(line)) is not None]
-    assert len(again) == len(kept)
-    whole, less = history(*timed).summary(), history(*again).summary()
-    assert less == whole
-
-
-def test_the_last_loss_stays_though_later_steps_have_none() -> None:
-    losses = [0.9, 0.5, *[None] * 60]
-    timed = [TimedEvent(0.0, header())]
-    timed += [TimedEvent(60.0 * n, step(time=60.0 * n, number=n, loss=loss)) for n, loss in enumerate(losses, 1)]
-    lines = list(map(to_line, timed))
-    known = described(lines)
-    room = 4 * known[0].size + 2 * newest(known)
-    kept = thinned(known, room)
-    assert len(kept) < len(lines) / 2
-    again = history(*[found for index in kept if (found := from_line(lines[index])) is not None])
-    assert again.summary() == history(*timed).summary() and again.summary()["loss"] == 0.5
-
-
 def test_a_process_that_started_anew_has_sent_nothing() -> None:
     sent = [(float(n), events.Traffic("worker 0/0", {"server 0/0": 1000 * n})) for n in (1, 2, 3)]
     made = told((0.5, events.Started("worker 0/0", 7)), (0.6, step()), *sent)
     assert made.summary()["bytes_per_s"] == 1000.0
     made.add(TimedEvent(4.0, events.Started("worker 0/0", 8)))
     assert made.summary()["bytes_per_s"] is None
-
-
-def newest(lines: list[RecordedLine]) -> int:
-    """The bytes of the first sample of each kind and process, and of the last ones that a rate is made of."""
-    of_key: dict[Any, list[RecordedLine]] = {}
-    for line in lines:
-        if line.key is not None:
-            of_key.setdefault(line.key, []).append(line)
-    size = 0
-    for same in of_key.values():
-        within = sum(line.at >= same[-1].at - RATE_S for line in same)
-        size += sum(line.size for line in {same[0], *same[-within - 1 :]})
-    return size
-
-
-def test_old_samples_are_thinned_evenly_and_new_ones_are_not() -> None:
-    timed = [TimedEvent(0.0, header()), *(TimedEvent(n / 2, step(time=n / 2, number=n)) for n in range(1, 4000))]
-    lines = list(map(to_line, timed))
-    kept = thinned(described(lines), 200_000)
-    assert 100_000 < sum(len(lines[index]) for index in kept) <= 200_000
-    assert kept[:2] == [0, 1] and kept[-1] == 3999
-    new = [index for index in kept if index > 3700]
-    assert new == list(range(3701, 4000))
-    gaps = {later - earlier for earlier, later in itertools.pairwise(index for index in kept if 1 < index < 3000)}
-    assert len(gaps) <= 2 and max(gaps) <= 32
-
-
-@settings(max_examples=25)
-@given(recordings())
-def test_what_is_thinned_twice_is_in_order_and_smaller(timed: list[TimedEvent]) -> None:
-    lines = list(map(to_line, timed))
-    once = [lines[index] for index in thinned(described(lines), 20_000)]
-    twice = [once[index] for index in thinned(described(once), 10_000)]
-    assert set(twice) <= set(once) <= set(lines)
-    assert [lines.index(line) for line in once] == sorted(lines.index(line) for line in once)
-    assert sum(map(len, twice)) <= sum(map(len, once))
 
 
 # ---- the view --------------------------------------------------------------------------------------------------------

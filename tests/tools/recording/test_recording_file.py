@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,6 @@ from topotrain.tools.recording.recorded_lines import (
 )
 from topotrain.tools.recording.recording_file import (
     FILE,
-    RecordingFile,
     RecordingFollower,
     RecordingWriter,
     read_recording,
@@ -306,23 +306,73 @@ def test_a_follower_waits_for_the_file(tmp_path: Path) -> None:
     follower.close()
 
 
-def test_a_follower_keeps_its_place_when_the_file_is_thinned(tmp_path: Path) -> None:
+def aged(path: Path, seconds: int, resumed: bool = False, ends: bool = True) -> RecordingWriter:
+    """Record a worker's step in each second of a job."""
+    clock = Clock()
+    writer = RecordingWriter(path, header(STARTED + resumed * 1000.0, resumed), clock)
+    for second in range(seconds):
+        clock.now = float(second)
+        writer.write(step(number=second))
+    if ends:
+        writer.close(None)
+    return writer
+
+
+def steps_in(timed: Iterable[TimedEvent]) -> list[int]:
+    return [each.event.step for each in timed if isinstance(each.event, events.StepDone)]
+
+
+def test_intervals_grow_with_the_age_of_the_job_and_a_follower_has_the_newest_samples(tmp_path: Path) -> None:
     path = tmp_path / FILE
-    file, follower, seen = RecordingFile(path, limit=40_000), RecordingFollower(path), []
-    file.write(to_line(TimedEvent(0.0, header())))
-    inodes = []
-    for number in range(2000):
-        file.write(to_line(TimedEvent(1.0 + number, step(number=number))))
-        inodes.append(path.stat().st_ino)
-        if number % 70 == 69:
-            seen += follower.poll()
-    seen += follower.poll()
-    file.close()
+    writer = aged(path, 6000, ends=False)
+    writer.flush(10)
+    follower = RecordingFollower(path)
+    assert steps_in(follower.poll())[-1] == 5999
+    recorded = steps_in(read_recording(path))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(recorded)]
+    assert recorded[:30] == list(range(30)) and 40 < max(gaps) <= 60 and len(recorded) < 60 + 130 * 5
+    inode, size = path.stat().st_ino, path.stat().st_size
+    writer.close(None)
+    assert path.stat().st_ino == inode and path.stat().st_size > size
+    assert steps_in(read_recording(path))[-1] == 5999 and steps_in(follower.poll()) == []
+    assert sorted(each.name for each in tmp_path.iterdir()) == [FILE]
     follower.close()
-    assert sum(before != after for before, after in itertools.pairwise(inodes)) > 3
-    steps = [timed.event.step for timed in seen if isinstance(timed.event, events.StepDone)]
-    assert steps == list(range(2000))
-    assert len(list(read_recording(path))) < 300
+
+
+def test_a_job_that_is_started_again_often_is_one_job_of_its_age(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    aged(path, 1000)
+    before = len(steps_in(read_recording(path)))
+    for _ in range(30):
+        aged(path, 60, resumed=True)
+    assert len(steps_in(read_recording(path))) < before + 30 * 9
+
+
+def test_the_newest_samples_of_a_killed_launcher_stay(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    writer = aged(path, 500, ends=False)
+    writer.flush(10)
+    killed = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    writer.close(None)
+    for name, data in killed.items():
+        (tmp_path / name).write_bytes(data)
+    assert steps_in(read_recording(path))[-1] < 499
+    follower = RecordingFollower(path)
+    assert steps_in(follower.poll())[-1] == 499
+    written(path, events.Notice("launcher", "again"), resumed=True)
+    assert steps_in(read_recording(path))[-1] == 499 and steps_in(follower.poll()) == []
+    follower.close()
+
+
+def test_events_that_repeat_are_samples_after_a_while(tmp_path: Path) -> None:
+    path, clock = tmp_path / FILE, Clock()
+    writer = RecordingWriter(path, header(), clock)
+    for number in range(5000):
+        clock.now = float(number)
+        writer.write(events.Saved("server 0/0", number, number, "work/manifests/step", "time"))
+    writer.close(0)
+    saved = [each.event.number for each in read_recording(path) if isinstance(each.event, events.Saved)]
+    assert saved[:500] == list(range(500)) and saved[-1] == 4999 and len(saved) < 900
 
 
 def test_a_follower_sees_that_another_job_has_begun(tmp_path: Path) -> None:

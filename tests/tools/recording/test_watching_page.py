@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.recorded_jobs import header, history
 from topotrain.core.events import EVENTS
 from topotrain.tools.recording.recorded_lines import SAMPLES, VERSION, TimedEvent
-from topotrain.tools.recording.recording_file import LIMIT_BYTES
+from topotrain.tools.recording.sample_slots import SAMPLES_PER_S, WHOLE_EVENTS, WHOLE_S
 
 PAGE = (Path(__file__).parents[3] / "docs" / "watching.md").read_text(encoding="utf-8")
 
@@ -28,5 +28,6 @@ def test_the_page_has_every_field_of_the_summary() -> None:
 
 
 def test_the_page_has_the_bounds_and_the_samples() -> None:
-    assert VERSION == 1 and f"{LIMIT_BYTES >> 20} MB" in PAGE
+    assert VERSION == 1 and f"at most {SAMPLES_PER_S} samples per second" in PAGE
+    assert f"older than {WHOLE_S:.0f} s" in PAGE and f"More than {WHOLE_EVENTS} of a kind" in " ".join(PAGE.split())
     assert f"Samples ({', '.join(f'`{name}`' for name in SAMPLES)})" in " ".join(PAGE.split())

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,7 +14,8 @@ from topotrain.core.events import Event, Notice, Notifier, Resized
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.job_summary import compacted
-from topotrain.tools.recording.recording_file import FILE, RecordingFollower, RecordingWriter
+from topotrain.tools.recording.recorded_lines import RecordingError, TimedEvent
+from topotrain.tools.recording.recording_file import FILE, RecordingWriter, read_recording
 
 
 class _Notices(Notifier):
@@ -41,11 +43,11 @@ class JobRecorder:
     """
 
     def __init__(self, job: Job, topology: Topology, resumed: bool = False, hosts: Sequence[str] = ()) -> None:
-        path = Path(job.workspace).absolute() / FILE
+        self._path = Path(job.workspace).absolute() / FILE
         self._start = JobStart(job, topology, time.time(), resumed, hosts)
         self._notices = _Notices()
-        self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices)
-        self._follower, self._history, self._reading = RecordingFollower(path), JobHistory(), Lock()
+        self._history, self._reading = JobHistory(), Lock()
+        self._writer = RecordingWriter(self._path, self._start.header, time.monotonic, self._notices, self._hear)
         self._taken = False
 
     def __call__(self, event: Event) -> None:
@@ -67,15 +69,19 @@ class JobRecorder:
             return None
         self._writer.flush()
         with self._reading:
-            try:
-                for timed in self._follower.poll():
-                    self._history.add(timed)
-            # The disk is full, or the workspace is gone: the job continues without.
-            except OSError:
+            if not self._history.has_job:
                 return None
-        return compacted(self._history.summary(), SUMMARY_BYTES) if self._history.has_job else None
+            return compacted(self._history.summary(), SUMMARY_BYTES)
 
     def close(self, code: int | None) -> None:
         """Record how the job has ended; None: unknown. A second call does nothing."""
         self._writer.close(code)
-        self._follower.close()
+
+    def _hear(self, timed: TimedEvent) -> None:
+        with self._reading:
+            if not self._history.has_job and self._start.resumed:
+                # What came before is in the file only.
+                with suppress(OSError, RecordingError):
+                    for earlier in read_recording(self._path):
+                        self._history.add(earlier)
+            self._history.add(timed)

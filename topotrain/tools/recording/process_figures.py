@@ -10,7 +10,9 @@ from typing import Any
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import MOST_LOGGED_NAMES, Finished, Resources, ServerLoad, Slices, StepDone
 from topotrain.tools.recording.history_series import Moment, StateTrack
-from topotrain.tools.recording.recording_thinning import RATE_S
+
+RATE_S = 10.0
+"""Seconds over which rates are measured."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from topotrain.config.job import ConfigError
 from topotrain.launch.agent.file_locks import is_held
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingError
-from topotrain.tools.recording.recording_file import FILE, RecordingFollower
+from topotrain.tools.recording.recording_file import FILE, NEWEST, RecordingFollower
 
 QUIET_S = 15.0
 """Seconds without a line after which a job without a launcher on this host is lost."""
@@ -19,12 +19,19 @@ def has_writer(workspace: Path) -> bool:
 
     This is so if its launcher holds the workspace, or has just written.
     """
-    try:
-        quiet_s = time.time() - (workspace / FILE).stat().st_mtime
-    except OSError:
+    written = _written_at(workspace / FILE)
+    if written is None:
         return False
+    quiet_s = time.time() - max(written, _written_at(workspace / NEWEST) or 0.0)
     # The locks of another host are not seen here.
     return quiet_s < QUIET_S or is_held(workspace / "lock")
+
+
+def _written_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def read_on(workspace: Path, follower: RecordingFollower, history: JobHistory) -> bool:

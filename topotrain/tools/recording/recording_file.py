@@ -1,34 +1,35 @@
-"""The file of a recording: `events.jsonl` in the workspace.
+"""The file of a recording: `events.jsonl` in the workspace, which is only ever appended to.
 
 * A recording is written by a thread, so that the launcher waits for no disk.
-* A file that is too large is written again without most of its old samples, and replaced. A follower notices that.
+* The samples that are not due in it yet stand in a second, small file, which is replaced.
 * A line that cannot be read is left out, such as the last one of a killed launcher.
 """
 
+import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import BinaryIO, Protocol
 
-from topotrain.config.private_files import make_folder, open_file, open_for_reading
+from topotrain.config.private_files import make_folder, open_file, open_for_reading, write_text
 from topotrain.core.events import NO_NOTICES, Notifier
 from topotrain.tools.recording.recorded_lines import (
     NOT_RECORDED,
     Recorded,
     RecordingEnd,
+    RecordingError,
     RecordingHeader,
     TimedEvent,
     from_line,
     to_line,
 )
-from topotrain.tools.recording.recording_thinning import SampleSlots, described, thinned
+from topotrain.tools.recording.sample_slots import SampleSlots, SeenEvents
 
-FILE = "events.jsonl"
-LIMIT_BYTES = 16 << 20
-"""A larger file is thinned to half of this."""
+FILE, NEWEST = "events.jsonl", "events.newest.jsonl"
 WRITE_S = 0.25
 _CLOSE_S = 5.0  # for the last lines; the disk may not answer
 _MOST_WAITING = 20_000
@@ -43,64 +44,66 @@ class RecordingClock(Protocol):
     def __call__(self) -> float: ...
 
 
+class NewestSamples:
+    """The file with the samples of a start that are not due in the recording yet.
+
+    path: of the recording.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(NEWEST)
+        self._version: tuple[int, int] | None = None
+
+    def write(self, started: float, samples: Sequence[TimedEvent]) -> None:
+        """Replace the samples. started: of the header. Raises OSError."""
+        temporary = self._path.with_suffix(".tmp")
+        write_text(temporary, "".join((json.dumps({"started": started}) + "\n", *map(to_line, samples))))
+        os.replace(temporary, self._path)
+
+    def remove(self) -> None:
+        """Remove the file; there may be none."""
+        self._path.unlink(missing_ok=True)
+
+    def read(self, started: float | None = None) -> list[TimedEvent]:
+        """Return the samples if they have changed. started: of the header; None: of whichever start they are."""
+        # It is replaced while it is looked at, and goes when the job ends.
+        with suppress(OSError, ValueError), os.fdopen(open_for_reading(self._path), errors="replace") as file:
+            info = os.fstat(file.fileno())
+            version = info.st_ino, info.st_mtime_ns
+            if version != self._version:
+                first, *lines = file.read().splitlines()
+                if started is None or json.loads(first) == {"started": started}:
+                    self._version = version
+                    return [timed for line in lines if (timed := from_line(line)) is not None]
+        return []
+
+
 class RecordingFile:
     """The file of a recording, which is written without a thread.
 
     Args:
         path: of the file.
         appends: an existing recording is continued, and not replaced.
-        limit: bytes; a larger file is thinned.
     """
 
-    def __init__(self, path: Path, appends: bool = False, limit: int = LIMIT_BYTES) -> None:
-        self._path, self._limit = path, limit
+    def __init__(self, path: Path, appends: bool = False) -> None:
         make_folder(path.parent)
         if not appends:
             # Another file, and not this one emptied: a follower would take the new lines for later ones.
             path.unlink(missing_ok=True)
         self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._size = os.fstat(self._fd).st_size
-        self._broken = self._size > 0  # a killed launcher may have left half a line
-
-    @property
-    def size(self) -> int:
-        """The bytes in the file."""
-        return self._size
+        self._broken = os.fstat(self._fd).st_size > 0  # a killed launcher may have left half a line
 
     def write(self, lines: str) -> None:
-        """Append lines, and thin the file if it has become too large. Raises OSError."""
+        """Append lines. Raises OSError."""
         if not lines:
             return
         data = memoryview((("\n" if self._broken else "") + lines).encode(errors="replace"))
         # Until all of it is written: what follows half a line must begin a new one.
         self._broken = True
         while data:
-            count = os.write(self._fd, data)
-            self._size += count
-            data = data[count:]
+            data = data[os.write(self._fd, data) :]
         self._broken = False
-        if self._size > self._limit:
-            self._thin()
-
-    def _thin(self) -> None:
-        """Replace the file by one with fewer old samples."""
-        with os.fdopen(open_for_reading(self._path), encoding="utf-8", errors="replace") as file:
-            lines = file.readlines()
-        kept = thinned(described(lines), self._limit // 2)
-        temporary = self._path.with_suffix(".tmp")
-        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        try:
-            data = memoryview("".join(lines[index] for index in kept).encode(errors="replace"))
-            size = len(data)
-            while data:
-                data = data[os.write(fd, data) :]
-            os.replace(temporary, self._path)
-        except BaseException:
-            os.close(fd)
-            temporary.unlink(missing_ok=True)
-            raise
-        os.close(self._fd)
-        self._fd, self._size = fd, size
 
     def close(self) -> None:
         """Close the file."""
@@ -117,7 +120,7 @@ class RecordingWriter:
         header: of the start. `resumed`: an existing recording is continued.
         clock: gives the time.
         notifier: is told once when the file cannot be written. It is called on the thread of the writer.
-        limit: see `RecordingFile`.
+        hear: gets each event and the newest samples, in the order of time for each process, on the same thread.
     """
 
     def __init__(
@@ -126,13 +129,14 @@ class RecordingWriter:
         header: RecordingHeader,
         clock: RecordingClock,
         notifier: Notifier = NO_NOTICES,
-        limit: int = LIMIT_BYTES,
+        hear: Callable[[TimedEvent], None] | None = None,
     ) -> None:
-        self._path, self._clock, self._notifier, self._limit = path, clock, notifier, limit
-        self._appends = header.resumed
+        self._path, self._clock, self._notifier, self._hear = path, clock, notifier, hear
+        self._header, self._seen, self._newest = header, SeenEvents(), NewestSamples(path)
         self._began, self._last = clock(), 0.0
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
-        self._slots, self._file = SampleSlots(), None  # type: tuple[SampleSlots, RecordingFile | None]
+        self._slots = SampleSlots(_recorded_s(path, header))
+        self._file: RecordingFile | None = None
         self._told = False
         self._closing, self._wakes, self._asked, self._flushed = Flag(), Flag(), Flag(), Flag()
         self._lock = Lock()
@@ -182,21 +186,31 @@ class RecordingWriter:
             self._drain(whole=asked)
             if asked:
                 self._flushed.set()
+        # The end has let all held samples go.
         self._drain(whole=True)
+        with suppress(OSError):
+            self._newest.remove()
         if self._file is not None:
             self._file.close()
 
     def _drain(self, whole: bool) -> None:
-        """Write what has come since the last call; whole: also samples that are held."""
+        """Write what has come since the last call; whole: also all samples that are held."""
         found: list[TimedEvent] = []
         while self._waiting:
             timed = self._waiting.popleft()
             found += [*self._slots.due(timed.at), *self._slots.add(timed)]
-        found += self._slots.flush() if whole else self._slots.due(self._clock() - self._began)
+        now = self._clock() - self._began
+        found += self._slots.due(now)
+        newest = self._slots.newest(now, whole)
+        if self._hear is not None:
+            for timed in filter(self._seen.is_new, (*found, *newest)):
+                self._hear(timed)
         try:
             if self._file is None:
-                self._file = RecordingFile(self._path, self._appends, self._limit)
+                self._file = self._opened()
             self._file.write("".join(map(to_line, found)))
+            if newest:
+                self._newest.write(self._header.started, newest)
         except OSError as error:
             # Without its header a recording says nothing.
             headers = [timed for timed in found if isinstance(timed.event, RecordingHeader)]
@@ -206,6 +220,24 @@ class RecordingWriter:
                 self._notifier.notify(
                     f"the recording {self._path} cannot be written ({error.strerror}); the job continues"
                 )
+
+    def _opened(self) -> RecordingFile:
+        file = RecordingFile(self._path, self._header.resumed)
+        # Those of a launcher that was killed.
+        left = self._newest.read() if self._header.resumed else []
+        file.write("".join(map(to_line, left)))
+        self._newest.remove()
+        return file
+
+
+def _recorded_s(path: Path, header: RecordingHeader) -> float:
+    """Return the seconds since the first start in a recording that is continued."""
+    if header.resumed:
+        with suppress(OSError, RecordingError):
+            first = next(read_recording(path), None)
+            if first is not None and isinstance(first.event, RecordingHeader):
+                return max(0.0, header.started - first.event.started)
+    return 0.0
 
 
 def read_recording(path: Path) -> Iterator[TimedEvent]:
@@ -228,24 +260,22 @@ class RecordingFollower:
         self._lines: _Lines | None = None
         self._inode = 0
         self._started: float | None = None
-        self._at = -1.0
+        self._seen, self._newest = SeenEvents(), NewestSamples(path)
 
     def poll(self) -> list[TimedEvent]:
         """Return the events since the last call.
 
         Raises RecordingError, or OSError but for an absent file.
         """
-        try:
-            now = os.stat(self._path)
-        except FileNotFoundError:
-            return self._read()
-        if self._lines is not None and now.st_ino == self._inode:
-            return self._read()
-        # The former file has had its last line, and may have some that are not read yet.
         found = self._read()
-        self.close()
-        found += self._follow(self._open())
-        return found
+        with suppress(FileNotFoundError):
+            if self._lines is None or os.stat(self._path).st_ino != self._inode:
+                # The former file has had its last line.
+                self.close()
+                self._open()
+                found += self._read()
+        found += self._newest.read(self._started)
+        return [timed for timed in found if self._seen.is_new(timed)]
 
     def close(self) -> None:
         """Close the file."""
@@ -253,45 +283,19 @@ class RecordingFollower:
             self._lines.close()
             self._lines = None
 
-    def _open(self) -> "_Lines":
+    def _open(self) -> None:
         file = os.fdopen(open_for_reading(self._path), "rb")
         self._inode = os.fstat(file.fileno()).st_ino
         self._lines = _Lines(file)
-        return self._lines
-
-    def _follow(self, lines: "_Lines") -> list[TimedEvent]:
-        """Return the events of another file that come behind the last one that is known."""
-        found = []
-        while chunk := lines.read():
-            found += list(_events(chunk))
-        starts = [timed.event.started for timed in found if isinstance(timed.event, RecordingHeader)]
-        if self._started in starts:
-            found = list(self._behind(found))
-        self._note(found)
-        return found
-
-    def _behind(self, events: list[TimedEvent]) -> Iterator[TimedEvent]:
-        known, started = False, None
-        for timed in events:
-            if isinstance(timed.event, RecordingHeader):
-                # Starts in front of the one that is known are known, too.
-                known = known or started == self._started
-                started = timed.event.started
-            if (started == self._started and timed.at > self._at) or (known and started != self._started):
-                yield timed
 
     def _read(self) -> list[TimedEvent]:
         found: list[TimedEvent] = []
         while self._lines is not None and (chunk := self._lines.read()):
             found += list(_events(chunk))
-        self._note(found)
-        return found
-
-    def _note(self, events: list[TimedEvent]) -> None:
-        for timed in events:
+        for timed in found:
             if isinstance(timed.event, RecordingHeader):
                 self._started = timed.event.started
-            self._at = timed.at
+        return found
 
 
 class _Lines:
