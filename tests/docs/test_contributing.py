@@ -18,7 +18,6 @@ topotrain.extensions.__path__.append(sys.argv[1])  # as if the folder were in to
 import benchmarks.core
 from benchmarks.core import Core
 from topotrain.core import protocol as m
-from topotrain.launch.runtime.server_composition import installed
 from topotrain.extensions.update_counter.counter_messages import UpdateCount, UpdateCountRequest
 from topotrain.extensions.update_counter.update_counter import UpdateCounter
 

@@ -5,7 +5,6 @@ them.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import Agreement, Compression, Job, Merge
@@ -53,22 +52,19 @@ def server_extensions(
     """Return the extensions of a server, in order."""
     found = list(_extensions(server, job, topology, memory, resumed))
     in_place = [group for group in server.groups if not in_place_refusal(job, topology, group)]
-    if in_place and installed("extensions.in_place_recovery.group_members"):
+    if in_place:
         from topotrain.extensions.in_place_recovery.group_members import GroupMembers
 
         found.append(GroupMembers(server, topology, in_place, server.shared))
-    if installed("extensions.elastic.membership"):
-        from topotrain.extensions.elastic.group_departure import GroupDeparture
-        from topotrain.extensions.elastic.membership import GroupRestarts
+    from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
+    from topotrain.extensions.elastic.group_departure import GroupDeparture
+    from topotrain.extensions.elastic.membership import GroupRestarts
 
-        restarts = GroupRestarts(server, job, topology)
-        found += [restarts, GroupDeparture(server, restarts)]
-    if installed("extensions.checkpointing.checkpoint_extension"):
-        from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
-
-        # The last one, so that it freezes what the others have of a step.
-        checkpoints = CheckpointExtension(server, job, topology, resumed, found)
-        found += [checkpoints] if checkpoints.cut is None else [checkpoints, checkpoints.cut]
+    restarts = GroupRestarts(server, job, topology)
+    found += [restarts, GroupDeparture(server, restarts)]
+    # The last one, so that it freezes what the others have of a step.
+    checkpoints = CheckpointExtension(server, job, topology, resumed, found)
+    found += [checkpoints] if checkpoints.cut is None else [checkpoints, checkpoints.cut]
     return tuple(found)
 
 
@@ -109,7 +105,7 @@ def _extensions(
         from topotrain.extensions.collectives.collective_server import TorchCollectiveServer
 
         yield TorchCollectiveServer()
-    elif installed("extensions.host_sums"):
+    else:
         from topotrain.extensions.host_sums.host_sum_server import HostSumServer
         from topotrain.extensions.host_sums.host_units import used_units
         from topotrain.extensions.host_sums.sum_writer import HostSumSettings
@@ -122,34 +118,19 @@ def _extensions(
         from topotrain.extensions.compression.compression_server import CompressionServer
 
         yield CompressionServer(job.cluster)
-    if installed("extensions.tables"):
-        from topotrain.extensions.tables.table_server import TableServer
+    from topotrain.extensions.assignment.assignment_server import AssignmentServer
+    from topotrain.extensions.drift.drift_server import DriftServer
+    from topotrain.extensions.tables.table_server import TableServer
 
-        yield TableServer(me, job, topology, resumed)
-    if installed("extensions.assignment"):
-        from topotrain.extensions.assignment.assignment_server import AssignmentServer
-
-        yield AssignmentServer(server)
-    if installed("extensions.drift"):
-        from topotrain.extensions.drift.drift_server import DriftServer
-
-        yield DriftServer(server)
-    # One queue for the whole job: a batch must not be handed out twice.
-    if me == (Role.SERVER, 0, 0) and installed("training.data.lease_queue"):
+    yield TableServer(me, job, topology, resumed)
+    yield AssignmentServer(server)
+    yield DriftServer(server)
+    if me == (Role.SERVER, 0, 0):
+        from topotrain.extensions.resume.worker_state_store import WorkerStateStore
+        from topotrain.extensions.worker_values.value_server import ValueServer
         from topotrain.training.data.lease_queue import LeaseQueue
 
+        # One queue for the whole job: a batch must not be handed out twice.
         yield LeaseQueue(topology.worker_groups, topology.workers_per_group, singly=singly(job))
-    if me == (Role.SERVER, 0, 0) and installed("extensions.resume.worker_state_store"):
-        from topotrain.extensions.resume.worker_state_store import WorkerStateStore
-
         yield WorkerStateStore()
-    if me == (Role.SERVER, 0, 0) and installed("extensions.worker_values"):
-        from topotrain.extensions.worker_values.value_server import ValueServer
-
         yield ValueServer(server, topology, absent_groups(job, topology))
-
-
-def installed(package: str) -> bool:
-    """Whether a package or a module of topotrain is there."""
-    # A feature is deleted with its folder: what is not there is left out.
-    return find_spec(f"topotrain.{package}") is not None
