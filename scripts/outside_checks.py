@@ -153,11 +153,11 @@ def compare_without_matplotlib(project: OutsideProject) -> str:
     return told[0]
 
 
-@check("topotrain report: the page of a job in one file, from what the wheel has", short=True)
+@check("topotrain watch --html: the page of a job in one file, from what the wheel has", short=True)
 def page_of_job(project: OutsideProject) -> str:
     # The job of the check before.
     workspace = "workspace/compare/downpour"
-    project.topotrain("report", workspace, "--html", "page.html")
+    project.topotrain("watch", workspace, "--html", "page.html")
     text = (project.folder / "page.html").read_text(encoding="utf-8")
     modules = len(list((REPOSITORY / "topotrain/tools/dashboard/page").glob("*.js")))
     found = len(re.findall(r"\bconst module_\w+ = ", text))
@@ -197,9 +197,9 @@ def notebook(project: OutsideProject) -> str:
     return "2 workers, 2 epochs"
 
 
-@check("topotrain env, doctor and plan", short=True)
+@check("topotrain doctor and plan", short=True)
 def asking_commands(project: OutsideProject) -> str:
-    env = json.loads(project.topotrain("env", "--json").stdout)
+    env = json.loads(project.topotrain("doctor", "--json").stdout)
     must(Path(env["topotrain"]["folder"]).is_relative_to(project.python.parents[1]), str(env["topotrain"]))
     checks = json.loads(project.topotrain("doctor", "conf/downpour.conf", "--json").stdout)["checks"]
     bad = [one["text"] for one in checks if one["state"] == "failed"]
@@ -272,7 +272,7 @@ def leave_and_join(project: OutsideProject) -> str:
     with project.training(*words) as process:
         read_until(process, "epoch 5 of")
         for verb in ("leave", "join"):
-            project.topotrain(verb, "workspace/downpour", "--group", "1")
+            project.topotrain("jobs", verb, "workspace/downpour", "--group", "1")
         report = report_of(project, process)
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     return f"{report['samples']:,} samples"

@@ -85,5 +85,5 @@ def test_a_recorded_job_runs_again_to_its_values(golden: Reader) -> None:
 def test_the_history_of_a_job_is_shown(golden: Reader) -> None:
     shown = json.loads(golden.topotrain("watch", "synchronous", "--once", "--json"))
     assert (shown["state"], shown["step"]) == ("ended", 12)
-    golden.topotrain("report", "synchronous", "--html", "page.html")
+    golden.topotrain("watch", "synchronous", "--html", "page.html")
     assert "synchronous" in (golden.folder / "page.html").read_text()

@@ -108,7 +108,7 @@ def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
     (said,) = ended([asked], [0])
     assert "\nnow: Downpour, 2 groups of 1 worker, 1 server apart: " in said
     assert "warning: probe.json was not made here, so its figures may not hold: cpu made, here " in said
-    assert "topotrain leave WORKSPACE --group 1: " in said
+    assert "topotrain jobs leave WORKSPACE --group 1: " in said
     assert "advised: " in said
     os.kill(job.pid, signal.SIGINT)
     job.communicate(timeout=60)

@@ -53,7 +53,7 @@ def test_a_ninth_island_comes_and_no_other_one_waits_for_it(runner: JobRunner) -
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=runner.folder) as process:
         wait(lambda: len(list(runner.folder.glob("steps-*"))) == 8 or process.poll() is not None)
-        join = [*client(runner.warm_at), "-m", "topotrain", "join", str(runner.folder / "job"), "--group", "8"]
+        join = [*client(runner.warm_at), "-m", "topotrain", "jobs", "join", str(runner.folder / "job"), "--group", "8"]
         asked = subprocess.run(join, capture_output=True, text=True, timeout=60)
         out, err = process.communicate(timeout=100)
     assert asked.returncode == 0 and process.returncode == 0, asked.stderr + out + err

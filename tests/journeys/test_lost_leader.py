@@ -232,14 +232,14 @@ def test_a_signal_while_there_is_no_leader(begun: Callable[..., Job], both: bool
 
 def ask(job: Job, *words: str) -> "subprocess.CompletedProcess[str]":
     environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
-    command = [sys.executable, "-m", "topotrain", *words]
+    command = [sys.executable, "-m", "topotrain", "jobs", *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=job.folder)
 
 
 def test_groups_leave_and_join_under_the_next_leader(begun: Callable[..., Job], redis: str) -> None:
     job = begun(DOWNPOUR, 4, 40, f"{redis}?job=ledger")
     assert replace_unit_0(job) != 0
-    store = ["--rendezvous", redis, "--job", "ledger"]
+    store = [redis, "--job", "ledger"]
     left = ask(job, "leave", *store, "--group", "2", "--json")
     assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
     # Any unit takes a request, and the one that leads decides.
@@ -259,7 +259,7 @@ def test_workers_leave_and_join_over_the_loss_of_a_leader(begun: Callable[..., J
     """The number of workers has changed when unit 0 is lost, and the next leader changes it again."""
     job = begun(SANDBLASTER_OF_THREE, 4, 12)
     url = job.url.partition("?")[0]
-    store = ["--rendezvous", url, "--job", "ledger", "--workers", "1", "--json"]
+    store = [url, "--job", "ledger", "--workers", "1", "--json"]
     left = ask(job, "leave", *store)
     assert json.loads(left.stdout)["workers"] == 2, left.stderr
     assert replace_unit_0(job) != 0

@@ -111,7 +111,7 @@ def test_the_store_has_the_state_of_a_job(runner: JobRunner, monkeypatch: pytest
     record = Registry(open_store((runner.folder / "store").as_uri())).view("night")
     assert record.state == "done" and record.summary is not None
     assert (record.summary["state"], record.summary["step"]) == ("ended", ended.report["steps"])
-    words = [sys.executable, "-m", "topotrain", "jobs", "view", "night", "--rendezvous", url]
+    words = [sys.executable, "-m", "topotrain", "jobs", "view", url]
     out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
     assert f"step {ended.report['steps']}, loss" in out
 

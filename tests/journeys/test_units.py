@@ -111,11 +111,11 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
     )
     job.url += "?job=ledger"
     job.conf.write_text(f"{ELASTIC} snapshot_s: 0.3\n{job.conf.read_text()}")
-    store = ["--rendezvous", url, "--job", "ledger"]
+    store = [url, "--job", "ledger"]
 
     def ask(*words: str) -> "subprocess.CompletedProcess[str]":
         environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
-        command = [sys.executable, "-m", "topotrain", *words]
+        command = [sys.executable, "-m", "topotrain", "jobs", *words]
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=runner.folder)
 
     try:
@@ -135,7 +135,7 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
         assert refused.returncode == 2 and "so it stays to the end" in refused.stderr
         refused = ask("join", *store, "--group", "1")
         assert refused.returncode == 2 and "group 1 trains" in refused.stderr
-        refused = ask("join", "--rendezvous", url, "--job", "legder", "--group", "1")
+        refused = ask("join", url, "--job", "legder", "--group", "1")
         assert refused.returncode == 2 and "known jobs: ledger" in refused.stderr
         # what a lost unit had cannot come back without it
         job.units.pop(1).kill()

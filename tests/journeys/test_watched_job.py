@@ -95,7 +95,7 @@ def test_a_snapshot_is_taken_and_the_job_goes_on_until_it_is_stopped(runner: Job
         last = list(updates)[-1]
         assert job.process.wait(timeout=60) == 143
     assert last["job"]["ended"] is not None and last["job"]["code"] == 143
-    assert "asked to end by `topotrain stop` or `topotrain jobs stop`" in job.said
+    assert "asked to end by `topotrain jobs stop`" in job.said
     assert "snapshot 2 has step" in job.said, "the last one"
     assert alive(pids) == []
 

@@ -293,7 +293,7 @@ def test_a_workspace_leads_to_a_unit_of_this_machine(tmp_path: Path, monkeypatch
             thread.join()
             socket.close()
     assert not (tmp_path / f"{NAME}-2").is_symlink() and not folder.exists()
-    with pytest.raises(ConfigError, match=r"on this machine; from elsewhere use --rendezvous URL --job NAME"):
+    with pytest.raises(ConfigError, match=r"on this machine; from elsewhere use the URL of its store and --job NAME"):
         ask(tmp_path, GroupRequest("leave", 2))
 
 
@@ -331,18 +331,17 @@ def test_a_stopped_launcher_is_named_to_those_that_ask_it(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give either the WORKSPACE of the job, or --rendezvous URL and --job ID"),
-        (["w", "--job", "j1"], "give either the WORKSPACE"),
-        (["w", "--rendezvous", "tcp://h:1"], "give either the WORKSPACE"),
-        (["--rendezvous", "tcp://h:1"], "give the job, too: --job ID"),
-        (["--rendezvous", "tcp://h:1?job=j1", "--job", "j2"], "--job = 'j2': is not the job of the rendezvous"),
-        (["--job", "j1"], "no store: give --rendezvous URL or set TOPOTRAIN_RENDEZVOUS"),
-        (["--job", "j1", "--rendezvous", "reddis://h"], "unknown kind 'reddis'"),
+        ([], "no job: give its WORKSPACE, or the URL of its store with --job ID"),
+        (["w", "--job", "j1"], "--job j1: needs the URL of a store, and w is none"),
+        (["tcp://h:1"], "give the job, too: --job ID"),
+        (["tcp://h:1?job=j1", "--job", "j2"], "--job = 'j2': is not the job of the URL"),
+        (["--job", "j1"], "no store: give its URL, or set TOPOTRAIN_RENDEZVOUS"),
+        (["--job", "j1", "reddis://h"], "unknown kind 'reddis'"),
     ],
 )
 def test_how_a_job_may_not_be_named(words: list[str], said: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TOPOTRAIN_RENDEZVOUS"}
-    command = [sys.executable, "-m", "topotrain", "leave", *words, "--group", "1"]
+    command = [sys.executable, "-m", "topotrain", "jobs", "leave", *words, "--group", "1"]
     done = subprocess.run(command, env=environ | {"TOPOTRAIN_TOKEN": SECRET}, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
@@ -374,27 +373,27 @@ def test_where_no_unit_runs_the_store_of_the_launch_leads_to_the_job(
     store = workspace / "launch" / "night" / "store"
     (workspace / "launch" / "elsewhere").mkdir(parents=True)  # it met in another store
     with served(store, {1: {"text": "has left"}, 2: {"text": "", "error": "is not there"}}) as (url, _):
-        assert told("leave", str(workspace), "--group", "1") == (0, "topotrain: has left\n", "")
-        assert told("leave", "--rendezvous", f"{url}?job=j1", "--group", "1") == (0, "topotrain: has left\n", "")
-        code, _, err = told("leave", str(workspace), "--group", "2")
+        assert told("jobs", "leave", str(workspace), "--group", "1") == (0, "topotrain: has left\n", "")
+        assert told("jobs", "leave", f"{url}?job=j1", "--group", "1") == (0, "topotrain: has left\n", "")
+        code, _, err = told("jobs", "leave", str(workspace), "--group", "2")
         assert (code, err) == (2, "topotrain: error: --group = 2: is not there\n")
-        monkeypatch.setattr("topotrain.tools.cli.elastic_commands.NOTICE_S", 0.1)
-        code, _, err = told("leave", str(workspace), "--group", "9")
+        monkeypatch.setattr("topotrain.tools.cli.jobs.NOTICE_S", 0.1)
+        code, _, err = told("jobs", "leave", str(workspace), "--group", "9")
         assert code == 2 and err.startswith("topotrain: the job has not answered yet (Ctrl-C")
         with closing(open_store(url)) as root:
             Registry(root).add(JobRecord("j1", "ours"))
             Registry(root).add(JobRecord("j0", "ours", started=time.time() + 9))
             Registry(root).end("j0", "failed")  # the one that runs counts, and not the latest
-            assert told("leave", str(workspace), "--group", "1")[0] == 0
+            assert told("jobs", "leave", str(workspace), "--group", "1")[0] == 0
             Registry(root).end("j1", "done")
-    code, _, err = told("leave", str(workspace), "--group", "1")
+    code, _, err = told("jobs", "leave", str(workspace), "--group", "1")
     assert (
         code == 2
         and "must be the workspace of a job that runs; the last one launched there, j0, is over: failed" in err
     )
-    code, _, err = told("leave", "--rendezvous", url, "--job", "j1", "--group", "1")
+    code, _, err = told("jobs", "leave", url, "--job", "j1", "--group", "1")
     assert code == 2 and "--job = 'j1': must be a job that runs, and this one has ended: done" in err
-    code, _, err = told("leave", "--rendezvous", url, "--job", "j9", "--group", "1")
+    code, _, err = told("jobs", "leave", url, "--job", "j9", "--group", "1")
     assert (code, err) == (2, f"topotrain: error: no job 'j9', known jobs: j0, j1 (store {url})\n")
 
 
@@ -407,17 +406,17 @@ def test_a_store_that_cannot_be_that_of_the_job_is_bad_input_and_is_not_made(tmp
         (open_to_all.as_uri(), "must belong to this user with mode 0700"),
         ("tcp://127.0.0.1:1", "store tcp://127.0.0.1:1 cannot be reached"),
     ):
-        code, out, err = told("join", "--rendezvous", url, "--job", "j1", "--group", "1")
+        code, out, err = told("jobs", "join", url, "--job", "j1", "--group", "1")
         assert code == 2 and out == "" and said in err and err.count("\n") == 1
-    code, _, err = told("jobs", "list", "--rendezvous", missing.as_uri())
+    code, _, err = told("jobs", "list", missing.as_uri())
     assert code == 2 and "this directory does not exist" in err
     assert not missing.exists()
-    code, _, err = told("join", str(missing), "--group", "1")
+    code, _, err = told("jobs", "join", str(missing), "--group", "1")
     assert code == 2 and "there is no such folder" in err
 
 
 def test_the_list_is_that_of_the_store_also_where_the_url_names_a_job(tmp_path: Path, told: Told) -> None:
     with closing(open_store((tmp_path / "store").as_uri())) as root:
         Registry(root).add(JobRecord("j1", "ours"))
-    code, out, _ = told("jobs", "list", "--rendezvous", (tmp_path / "store").as_uri() + "?job=j1")
+    code, out, _ = told("jobs", "list", (tmp_path / "store").as_uri() + "?job=j1")
     assert code == 0 and "j1  running" in out

@@ -58,10 +58,10 @@ class ChangingJob:
 
     @property
     def _store(self) -> list[str]:
-        return ["--rendezvous", (self.folder / "job" / "launch" / "paced" / "store").as_uri(), "--job", "paced"]
+        return [(self.folder / "job" / "launch" / "paced" / "store").as_uri(), "--job", "paced"]
 
     def _asked(self, *words: str) -> dict[str, Any]:
-        done = self.sandbox.run(sys.executable, "-m", "topotrain", *words, "--json", cwd=self.folder)
+        done = self.sandbox.run(sys.executable, "-m", "topotrain", "jobs", *words, "--json", cwd=self.folder)
         assert done.returncode == 0, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)
         return told

@@ -263,7 +263,7 @@ class ActionExecutor:
         # A second request before the first one is acted on must not count as a second signal, which saves nothing.
         if not self._signals.came:
             self._signals.ask(signal.SIGTERM)
-        return [Notice("launcher", "asked to end by `topotrain stop` or `topotrain jobs stop`")]
+        return [Notice("launcher", "asked to end by `topotrain jobs stop`")]
 
     def _take_snapshot(self, request: TakeSnapshot) -> Sequence[Action]:
         """Ask for a snapshot; the answer comes with it."""

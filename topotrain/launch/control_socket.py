@@ -209,7 +209,7 @@ def ask(workspace: Path, wish: JobRequest) -> dict[str, Any]:
         if not _connect(channel, workspace):
             accepted = (
                 "must be the workspace of a job with a launcher or a unit on this machine; from elsewhere use "
-                "--rendezvous URL --job NAME"
+                "the URL of its store and --job NAME"
             )
             accepted += "" if workspace.is_dir() else "; there is no such folder"
             raise NotHere("WORKSPACE", str(workspace), accepted)

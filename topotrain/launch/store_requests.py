@@ -1,6 +1,6 @@
 """Requests to a running job over its store.
 
-`topotrain join --rendezvous URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer. A
+`topotrain jobs join URL --job NAME` sends one. `requests/ID` has a request, and `answers/ID` its answer. A
 request that is taken stays until it is answered, so that the next leader answers those that a lost one has taken.
 `asked` changes with each request, because a list of keys costs much in a large store. The job looks for requests now
 and then, on the thread that looks for `topotrain jobs stop`.
@@ -113,7 +113,7 @@ def ask_over_store(url: str, job: str, wish: JobRequest, environ: Mapping[str, s
         except UnknownJob as error:
             raise UnknownJob(f"{error} (store {parse(url).text})") from None
         except StoreError as error:
-            raise ConfigError("--rendezvous", None, str(error)) from None
+            raise ConfigError("URL", None, str(error)) from None
         store = within(root, f"jobs/{job}")
         try:
             text = json.dumps(to_data(wish)).encode()
@@ -167,7 +167,7 @@ def _opened(url: str, environ: Mapping[str, str]) -> "closing[Store]":
     try:
         return closing(open_existing(with_job(url, ""), secret, _PATIENCE_S, environ))
     except StoreError as error:
-        raise ConfigError("--rendezvous", None, str(error)) from None
+        raise ConfigError("URL", None, str(error)) from None
 
 
 def _check_runs(registry: Registry, job: str) -> None:

@@ -106,12 +106,12 @@ def test_a_slow_group_is_a_straggler_and_may_leave() -> None:
     assert found.stragglers == {2: pytest.approx(4.0, rel=0.1)}
     by_command = {each.how: each for each in found.reachable}
     assert set(by_command) == {
-        "topotrain leave WORKSPACE --group 1",
-        "topotrain leave WORKSPACE --group 2",
+        "topotrain jobs leave WORKSPACE --group 1",
+        "topotrain jobs leave WORKSPACE --group 2",
     }
     # Without it the job loses the samples of the slow group alone.
-    assert by_command["topotrain leave WORKSPACE --group 2"].gain == pytest.approx(-1 / 9, rel=0.1)
-    assert by_command["topotrain leave WORKSPACE --group 1"].gain == pytest.approx(-4 / 9, rel=0.1)
+    assert by_command["topotrain jobs leave WORKSPACE --group 2"].gain == pytest.approx(-1 / 9, rel=0.1)
+    assert by_command["topotrain jobs leave WORKSPACE --group 1"].gain == pytest.approx(-4 / 9, rel=0.1)
     assert "advised: no change" in found.explain() or "start again" in found.explain()
 
 
@@ -150,18 +150,18 @@ def test_a_group_that_is_away_may_join() -> None:
     assert found.away == {2} and len(found.workers) == 2
     said = compared(found)
     join = next(each for each in said.reachable if "join" in each.how)
-    assert join.how == "topotrain join WORKSPACE --group 2"
+    assert join.how == "topotrain jobs join WORKSPACE --group 2"
     assert join.gain == pytest.approx(0.5, rel=0.02)
-    assert said.explain().splitlines()[-1] == "advised: topotrain join WORKSPACE --group 2: +50%"
+    assert said.explain().splitlines()[-1] == "advised: topotrain jobs join WORKSPACE --group 2: +50%"
 
 
 def test_a_synchronous_job_gets_workers_by_number() -> None:
     sync = Cluster(nworkers_per_group=2, nworkers_per_procs=1, server_worker_separate=True)
     found = compared(measured(history(sync, dict.fromkeys(names(sync), 0.1), waits=0.0)))
     by_command = {each.how: each for each in found.reachable}
-    assert by_command["topotrain join WORKSPACE --workers 1"].gain == pytest.approx(0.5, rel=0.05)
-    assert by_command["topotrain leave WORKSPACE --workers 1"].gain == pytest.approx(-0.5, rel=0.05)
-    assert "advised: topotrain join WORKSPACE --workers 1: +5" in found.explain()
+    assert by_command["topotrain jobs join WORKSPACE --workers 1"].gain == pytest.approx(0.5, rel=0.05)
+    assert by_command["topotrain jobs leave WORKSPACE --workers 1"].gain == pytest.approx(-0.5, rel=0.05)
+    assert "advised: topotrain jobs join WORKSPACE --workers 1: +5" in found.explain()
 
 
 def test_a_group_that_cannot_leave_is_told_why() -> None:

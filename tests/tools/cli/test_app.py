@@ -201,13 +201,15 @@ def test_what_the_script_may_want_is_left_alone(
 
 
 def commands() -> dict[str, typer.core.TyperCommand]:
-    return dict(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
+    """Those that the help shows."""
+    found = typer.main.get_command(app.app).commands.items()  # type: ignore[attr-defined]
+    return {name: command for name, command in found if not command.hidden}
 
 
 def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
-    """(name, whether a value follows it)."""
+    """(name, whether a value follows it), of those that the help shows."""
     for parameter in command.params:
-        if parameter.param_type_name == "option":
+        if parameter.param_type_name == "option" and not parameter.hidden:  # type: ignore[attr-defined]
             for name in parameter.opts:
                 yield name, not parameter.is_flag  # type: ignore[attr-defined]
     for below in getattr(command, "commands", {}).values():
@@ -225,7 +227,7 @@ def test_options_that_take_a_value_are_known() -> None:
         assert app.separate([*before, "--x"]) == [*before, "--", "--x"], name
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos", "env", "init", "doctor"])
+@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos", "init", "doctor"])
 def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
     code, out, _ = ask(name, "--help")
     assert code == 0
@@ -257,7 +259,7 @@ def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
 def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
     ask: Ask, verb: str, words: Sequence[str], said: str
 ) -> None:
-    code, _, err = ask(verb, "nowhere", *words)
+    code, _, err = ask("jobs", verb, "nowhere", *words)
     assert code == 2 and said in err
 
 
@@ -688,6 +690,41 @@ def test_a_removed_option_says_what_to_use_instead(ask: Ask, here: Path, launche
     assert "--lecture" not in ask("run", "--help")[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("leave workspace/digits --group 2", "this command is now: topotrain jobs leave workspace/digits --group 2"),
+        ("join --group 2 --rendezvous redis://s/0 --job n", "topotrain jobs join redis://s/0 --group 2 --job n"),
+        ("snapshot --rendezvous=redis://s/0 --help", "topotrain jobs snapshot redis://s/0 --help"),
+        ("stop 'my job'", "topotrain jobs stop 'my job'"),
+        ("report w --html a.html", "topotrain watch w --html a.html"),
+        ("env", "topotrain doctor"),
+        ("jobs list --rendezvous tcp://h:1", "--rendezvous was removed: topotrain jobs list tcp://h:1"),
+        ("jobs stop n --rendezvous tcp://h:1", "topotrain jobs stop tcp://h:1 --job ID"),
+    ],
+)
+def test_a_removed_command_says_its_present_form(ask: Ask, words: str, now: str) -> None:
+    code, out, err = ask(*shlex.split(words))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("topotrain: error: ") and err.endswith(f"{now}\n")
+
+
+def test_a_job_of_a_store_is_no_folder(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_RENDEZVOUS", "tcp://127.0.0.1:1")
+    assert "a job of the store is --job night7\n" in ask("jobs", "stop", "night7")[2]
+    monkeypatch.delenv("TOPOTRAIN_RENDEZVOUS")
+    for words, said in (
+        (["jobs", "list", "work"], "work: is no URL of a store"),
+        (["watch", "tcp://h:1", "--port", "0", "b"], "WORKSPACE2, --port: tcp://h:1 is a store, which has no page"),
+        (["watch", "tcp://h:1", "--host", "127.0.0.1"], "--host: tcp://h:1 is a store"),
+        (["watch", "w", "--once", "--port", "0"], "--port: --once prints the state of one job"),
+        (["watch", "w", "--json"], "--json: it needs --once"),
+        (["doctor", "--hosts", "a"], "--set, --rendezvous and --hosts are about a job: give its JOB.conf"),
+    ):
+        code, _, err = ask(*words)
+        assert code == 2 and said in err and err.count("\n") == 1
+
+
 def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
     assert launcher.jobs == []
@@ -698,8 +735,7 @@ def test_the_reference_names_every_option_and_no_other() -> None:
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
         table = set(re.findall(r"^\| `(--?[\w-]+)", section, re.M))
-        hidden = {option for param in command.params for option in param.opts if getattr(param, "hidden", False)}
-        assert table == {option for option, _ in options(command)} - {"--help"} - hidden
+        assert table == {option for option, _ in options(command)} - {"--help"}
 
 
 def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, launcher: Launcher) -> None:

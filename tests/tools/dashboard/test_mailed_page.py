@@ -137,7 +137,7 @@ def run(*words: str) -> int:
 
 def test_the_command_writes_the_file(workspace: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert run("report", str(workspace), str(workspace), "--html", str(file)) == 0
+    assert run("watch", str(workspace), str(workspace), "--html", str(file)) == 0
     scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
     assert {"view", "view-b"} <= set(scripts)
     assert json.loads(scripts["logs"]) == {}
@@ -147,7 +147,7 @@ def test_the_file_has_the_last_lines_of_each_log(workspace: Path, tmp_path: Path
     (workspace / "logs").mkdir()
     (workspace / "logs" / "worker-0-1.log").write_text("".join(f"\x1b[31mline {n}\x1b[0m\n" for n in range(1000)))
     file = tmp_path / "page.html"
-    assert run("report", str(workspace), "--html", str(file)) == 0
+    assert run("watch", str(workspace), "--html", str(file)) == 0
     scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
     assert json.loads(scripts["logs"]) == {"worker 0/1": "\n".join(f"line {n}" for n in range(950, 1000))}
 
@@ -156,13 +156,13 @@ def test_the_file_has_the_last_lines_of_each_log(workspace: Path, tmp_path: Path
     ("words", "said"),
     [
         (("nowhere", "--html", "x.html"), "WORKSPACE = 'nowhere': there is no such folder"),
-        (("{workspace}",), "no file: give --html FILE"),
+        (("{workspace}", "--html", "x", "--port", "1"), "--port: --html writes a file, and serves no page"),
         (("{workspace}", "--html", "/proc/x.html"), "--html /proc/x.html: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(
     words: tuple[str, ...], said: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("report", *(word.format(workspace=workspace) for word in words)) == 2
+    assert run("watch", *(word.format(workspace=workspace) for word in words)) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`topotrain env`: facts for a bug report, and no secret among them."""
+"""`topotrain doctor`: facts for a bug report, and no secret among them."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_the_terminal_is_not_controlled_by_a_variable(report):
     assert shown.splitlines()[-1].endswith("a??[2Jb")
 
 
-@pytest.mark.parametrize("words", [["env"], ["env", "--json"]])
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"]])
 def test_the_command(words, capsys, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRETS["TOPOTRAIN_TOKEN"])
     with pytest.raises(SystemExit) as left:
@@ -142,7 +142,7 @@ def test_the_command(words, capsys, monkeypatch):
 def test_without_torch_the_report_says_so(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
     done = subprocess.run(
-        [sys.executable, "-m", "topotrain", "env"],
+        [sys.executable, "-m", "topotrain", "doctor"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"},
         capture_output=True,
         text=True,

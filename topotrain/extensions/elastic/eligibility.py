@@ -86,7 +86,7 @@ def leave_refusal(job: Job, topology: Topology, group: int) -> str:
     if topology.worker_groups == 1:
         return (
             "the job has one worker group; workers leave and join it in numbers, as in "
-            "`topotrain leave WORKSPACE --workers 1`"
+            "`topotrain jobs leave WORKSPACE --workers 1`"
         )
     if job.on_failure is not OnFailure.kContinue:
         return f"with on_failure: {job.on_failure.value} a lost worker ends the job; kContinue is needed"

@@ -270,7 +270,7 @@ class GroupChanges:
         self._forget(group)
         # No step of this group will come that could end its incidents.
         self._restarts.times.drop(group)
-        back = "" if self._attempt.lost_units_of(group) else ", which `topotrain join` can bring back"
+        back = "" if self._attempt.lost_units_of(group) else ", which `topotrain jobs join` can bring back"
         incident = self._restarts.incident(lost, f"the job goes on without group {group}{back}", now)
         ask = AskServers(LOSE, group, self._incarnation(group))
         return [incident, *self.dismiss(group), ask, *answers]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
 
-if TYPE_CHECKING:  # its module imports torch, and `topotrain env` reports where that is missing
+if TYPE_CHECKING:  # its module imports torch, and `topotrain doctor` reports where that is missing
     from topotrain.parallel.estimate.process_memory import ProcessNeed
 
 SAFE = 0.85

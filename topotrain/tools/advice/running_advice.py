@@ -71,7 +71,7 @@ class RunningAdvice:
         predicted: of this layout, with what the job has measured.
         goodput: share of the present speed that failures leave. None: no failures were asked for.
         stragglers: numbers of slow workers, and how many times longer they compute.
-        reachable: by `topotrain join` and `leave`.
+        reachable: by `topotrain jobs join` and `leave`.
         others: by another block.
         left_out: what cannot be reached, and why.
     """
@@ -245,14 +245,14 @@ class RunningComparison:
         yield from self._leaving(cluster, slow, left_out)
         for group in sorted(self.measurement.away)[:1]:
             more = replace(cluster, nworker_groups=cluster.nworker_groups + 1)
-            yield f"topotrain join WORKSPACE --group {group}", more, slow
+            yield f"topotrain jobs join WORKSPACE --group {group}", more, slow
 
     def _resized(
         self, cluster: Cluster, slow: dict[int, float], left_out: list[LeftOut]
     ) -> Iterator[tuple[str, Cluster, dict[int, float]]]:
         members = cluster.nworkers_per_group
         for command, count in (("leave", members - 1), ("join", members + 1)):
-            how = f"topotrain {command} WORKSPACE --workers 1"
+            how = f"topotrain jobs {command} WORKSPACE --workers 1"
             if not count:
                 continue
             try:
@@ -277,7 +277,7 @@ class RunningComparison:
             is_slow = any(number in slow for number in mine)
             if (plain and not is_slow) or len(present) == 1:
                 continue
-            how = f"topotrain leave WORKSPACE --group {group}"
+            how = f"topotrain jobs leave WORKSPACE --group {group}"
             why = leave_refusal(job, topology, group)
             if why:
                 if is_slow:

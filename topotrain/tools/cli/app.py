@@ -27,10 +27,11 @@ from topotrain.config.python_module import as_program, find_module, module_of
 from topotrain.tools.cli import (
     chaos,
     check_command,
-    elastic_commands,
     jobs,
     pserver,
+    removed_commands,
     setup_commands,
+    store,
     unit,
     watch,
 )
@@ -680,12 +681,13 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 pserver.register(app)
-jobs.register(app)
+app.add_typer(jobs.jobs, name="jobs")
+store.register(app)
 unit.register(app)
 chaos.register(app)
 check_command.register(app)
 advise_command.register(app)
-elastic_commands.register(app)
+removed_commands.register(app)
 setup_commands.register(app)
 watch.register(app)
 probe_command.register(app)

@@ -1,71 +1,122 @@
-"""The commands `topotrain jobs …` and `topotrain store`.
+"""The commands `topotrain jobs …`, which look at jobs that run, and change them.
 
-As in all commands, bad input ends with code 2 and one block on stderr. A store that cannot be used ends with code 1.
-Nothing here loads torch.
+A job is named by its workspace, or by its store and its name there. As in all commands, bad input ends with code 2 and
+one block on stderr. A store that cannot be used ends with code 1. Nothing here loads torch.
 """
 
 import json
 import os
-import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
+from topotrain.config.job import ConfigError
 from topotrain.config.plain_text import printable
+from topotrain.tools.cli.chaos import seconds
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
+from topotrain.tools.job_recording import PACKAGE, is_installed
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.comm.store import Store
     from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+    from topotrain.launch.job_requests import JobRequest
 
 PATIENCE = 5.0
 """Seconds for which the commands try to reach a store."""
+NOTICE_S = 5.0
+"""Seconds after which a command says that it waits for the job."""
+NAME_IT = "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
 
 jobs = typer.Typer(
-    help="The jobs of a store: list them, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
+    help="List jobs; look at one, stop it, save it, change its size.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Rendezvous = Annotated[
+
+def _removed_option(context: typer.Context, url: str) -> None:
+    """End with the present form of `--rendezvous`, for the users of an earlier version."""
+    if url:
+        verb = context.info_name
+        complain(f"--rendezvous was removed: topotrain jobs {verb} {url}{'' if verb == 'list' else ' --job ID'}")
+        raise typer.Exit(2)
+
+
+Where = Annotated[
     str,
-    typer.Option(
-        "--rendezvous", metavar="URL", help=f"The store, instead of {RENDEZVOUS_VARIABLE}.", show_default=False
+    typer.Argument(
+        metavar="WORKSPACE|URL",
+        help="The folder of a job with a part on this machine, or that `topotrain launch` has started. From any "
+        f"machine: the store in which its units met, with --job; {RENDEZVOUS_VARIABLE} may name it.",
+        show_default=False,
     ),
 ]
-Id = Annotated[str, typer.Argument(metavar="ID", help="As `topotrain jobs list` shows it.", show_default=False)]
+Url = Annotated[
+    str,
+    typer.Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False),
+]
+JobName = Annotated[
+    str, typer.Option("--job", metavar="ID", help="With a store: the job, as `topotrain jobs list` shows it.")
+]
+Former = Annotated[str, typer.Option("--rendezvous", hidden=True, callback=_removed_option)]
+Group = Annotated[
+    int | None, typer.Option("--group", metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Jobs of one worker group: how many workers; usually 1.")
+]
+Within = Annotated[
+    str,
+    typer.Option(
+        "--within", metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take."
+    ),
+]
 
 LIST_EXAMPLE = """\b
 Example:
-  topotrain jobs list --rendezvous tcp://127.0.0.1:29400
+  topotrain jobs list tcp://127.0.0.1:29400
 """
 VIEW_EXAMPLE = """\b
 Example:
-  topotrain jobs view night7 --rendezvous tcp://127.0.0.1:29400
+  topotrain jobs view workspace/digits
+  topotrain jobs view tcp://127.0.0.1:29400 --job night7
 """
-STORE_EXAMPLE = """\b
+STOP_EXAMPLE = """\b
 Example:
-  topotrain store tcp://127.0.0.1:29400
+  topotrain jobs stop workspace/digits
+  topotrain jobs stop tcp://127.0.0.1:29400 --job night7
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.add_typer(jobs, name="jobs")
-    app.command("store", epilog=STORE_EXAMPLE)(store)
+SNAPSHOT_EXAMPLE = """\b
+Example:
+  topotrain jobs snapshot workspace/digits
+"""
+LEAVE_EXAMPLE = """\b
+Example:
+  topotrain jobs leave workspace/digits --group 2
+  topotrain jobs leave workspace/digits --workers 1
+  topotrain jobs leave redis://store/0 --job night7 --group 2
+"""
+JOIN_EXAMPLE = """\b
+Example:
+  topotrain jobs join workspace/digits --group 2
+  topotrain jobs join workspace/digits --workers 1
+  topotrain jobs join redis://store/0 --job night7 --group 2
+"""
 
 
 @jobs.command("list", epilog=LIST_EXAMPLE)
-def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """List all jobs, the latest first.
+def list_(url: Url = "", as_json: AsJson = False, former: Former = "") -> None:
+    """List all jobs of a store, the latest first.
 
     "lost" is a job that is recorded as running, without a heartbeat for half a minute.
     """
-    with _registry(rendezvous) as registry:
+    with refusing(), _registry(_store_url(url)) as registry:
         records = registry.list()
         if as_json:
             print(json.dumps([record.as_data() for record in records], indent=2))
@@ -76,98 +127,237 @@ def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
 
 
 @jobs.command("view", epilog=VIEW_EXAMPLE)
-def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """Show the record of one job, and its step, loss, samples/s, staleness, incidents.
+def view(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
+    """Show one job: its step, loss, samples/s, staleness, incidents.
 
-    The job tells it to the store every 5 seconds.
+    The job tells it to its store every 5 seconds.
     """
-    print_record(id, rendezvous, as_json)
-
-
-def print_record(id: str, rendezvous: str, as_json: bool) -> None:
-    """Print what a store knows of a job; errors are printed, and end with their code."""
-    with _registry(rendezvous) as registry:
-        record = registry.view(id)
-        if as_json:
-            print(json.dumps(record.as_data(), indent=2))
+    with refusing():
+        if is_folder(where, job):
+            print_once(Path(where), as_json)
         else:
-            seen = f"{max(0.0, time.time() - record.heartbeat):.0f} s ago" if record.heartbeat else "none"
-            rows = [("id", record.id), ("name", record.name), ("state", record.state), ("started", _when(record))]
-            rows += [("units", str(record.units)), ("hosts", ", ".join(record.hosts)), ("sign of life", seen)]
-            print(_table(rows))
-            if record.summary is not None:
-                from topotrain.tools.summary_text import summary_text
-
-                print(f"\n{summary_text(record.summary)}")
+            print_record(where, job, as_json)
 
 
-@jobs.command("stop")
-def stop(id: Id, rendezvous: Rendezvous = "") -> None:
-    """Ask a job to end; its units end by themselves soon after."""
-    with _registry(rendezvous) as registry:
-        from topotrain.comm.store.discovery.job_registry import ENDED
+@jobs.command("stop", epilog=STOP_EXAMPLE)
+def stop(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
+    """Let a running job end, with a last snapshot if it takes snapshots.
 
-        state = registry.stop(id).state
-        print(f"{id} has ended already: {state}" if state in ENDED else f"{id} is asked to stop")
-
-
-def store(
-    url: Annotated[str, typer.Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")],
-) -> None:
-    """Serve a store until Ctrl-C, for the rendezvous of jobs.
-
-    Its values are in memory. Its clients need the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
-    ~/.config/topotrain/token.
+    It ends as after SIGTERM. Returns when the job has been asked, which is before its end.
     """
-    from topotrain.comm.security.secret import load_secret
-    from topotrain.comm.store import StoreError, serve_store
+    from topotrain.comm.store.discovery.job_registry import ENDED
+    from topotrain.launch.recovery.recovery_actions import StopJob
+
+    with refusing():
+        if is_folder(where, job):
+            _request(where, job, StopJob(), as_json)
+            return
+        url, id = _job_of_store(where, job)
+        # No answer is needed, so this ends also a job that has no unit left to answer.
+        with _registry(url) as registry:
+            state = registry.stop(id).state
+        _print({"text": f"{id} has ended already: {state}" if state in ENDED else f"{id} is asked to stop"}, as_json)
+
+
+@jobs.command("snapshot", epilog=SNAPSHOT_EXAMPLE)
+def snapshot(
+    where: Where = "",
+    job: JobName = "",
+    within: Annotated[str, typer.Option("--within", metavar="TIME", help="How long the snapshot may take.")] = "10s",
+    as_json: AsJson = False,
+) -> None:
+    """Let a running job take a snapshot after its next step, and go on.
+
+    Returns when the snapshot is on disk.
+    """
+    from topotrain.launch.recovery.recovery_actions import TakeSnapshot
+
+    with refusing():
+        _request(where, job, TakeSnapshot(seconds("--within", within)), as_json)
+
+
+@jobs.command("leave", epilog=LEAVE_EXAMPLE)
+def leave(
+    where: Where = "",
+    job: JobName = "",
+    group: Group = None,
+    workers: Workers = None,
+    within: Within = "10s",
+    as_json: AsJson = False,
+) -> None:
+    """Let a worker group leave a running job, or a worker a job of one group.
+
+    A group: the others train on and get the data that it has not read; returns when its processes have ended. A
+    worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
+    again.
+    """
+    with refusing():
+        _request(where, job, _resize("leave", group, workers, within), as_json)
+
+
+@jobs.command("join", epilog=JOIN_EXAMPLE)
+def join(
+    where: Where = "",
+    job: JobName = "",
+    group: Group = None,
+    workers: Workers = None,
+    within: Within = "10s",
+    as_json: AsJson = False,
+) -> None:
+    """Let a worker group join a running job (again), or a worker a job of one group.
+
+    A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more. The
+    command returns when it trains again.
+    """
+    with refusing():
+        _request(where, job, _resize("join", group, workers, within), as_json)
+
+
+def print_once(workspace: Path, as_json: bool) -> None:
+    """Print the present state of the job of a workspace. Raises ConfigError or BadInput."""
+    if not is_installed():
+        raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
+    from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
+    from topotrain.tools.summary_text import summary_text
+
+    with closing(RecordedWorkspace(workspace)) as recorded:
+        found = recorded.summary()
+    print(json.dumps(found, indent=2) if as_json else summary_text(found))
+
+
+def print_record(where: str, job: str, as_json: bool) -> None:
+    """Print what a store knows of a job. Raises ConfigError or BadInput."""
+    url, id = _job_of_store(where, job)
+    with _registry(url) as registry:
+        record = registry.view(id)
+    if as_json:
+        print(json.dumps(record.as_data(), indent=2))
+        return
+    seen = f"{max(0.0, time.time() - record.heartbeat):.0f} s ago" if record.heartbeat else "none"
+    rows = [("id", record.id), ("name", record.name), ("state", record.state), ("started", _when(record))]
+    rows += [("units", str(record.units)), ("hosts", ", ".join(record.hosts)), ("sign of life", seen)]
+    print(_table(rows))
+    if record.summary is not None:
+        from topotrain.tools.summary_text import summary_text
+
+        print(f"\n{summary_text(record.summary)}")
+
+
+def is_folder(where: str, job: str) -> bool:
+    """Return whether a job is named by its workspace, and not by its store. Raises BadInput."""
+    if not where or "://" in where:
+        return False
+    if job:
+        raise BadInput(f"--job {job}: needs the URL of a store, and {where} is none")
+    if "/" not in where and os.environ.get(RENDEZVOUS_VARIABLE) and not Path(where).exists():
+        raise BadInput(f"{where}: there is no such folder; a job of the store is --job {where}")
+    return True
+
+
+def _store_url(where: str) -> str:
+    """Return the URL of a store, from the command line or the environment. Raises BadInput."""
+    url = where or os.environ.get(RENDEZVOUS_VARIABLE, "")
+    if not url:
+        raise BadInput(f"no store: give its URL, or set {RENDEZVOUS_VARIABLE}")
+    if "://" not in url:
+        raise BadInput(f"{url}: is no URL of a store; `topotrain jobs view {url}` shows the job of a folder")
+    return url
+
+
+def _job_of_store(where: str, job: str) -> tuple[str, str]:
+    """Return the URL of a store, and the name of a job there. Raises ConfigError or BadInput."""
+    from topotrain.comm.store import StoreError
     from topotrain.comm.store.store_url import parse
 
-    # Blocked before the store's threads are made, which inherit that: both signals come to `sigwait` alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    if not where and not job:
+        raise BadInput("no job: give its WORKSPACE, or the URL of its store with --job ID")
+    url = _store_url(where)
     try:
-        address = parse(url)
-        if address.scheme != "tcp" or address.job:
-            raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
-        served = serve_store(address.host, address.port, load_secret(os.environ))
+        named = parse(url).job
     except StoreError as error:
-        complain(str(error))
-        raise typer.Exit(2) from None
-    print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
-    number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    served.close()
-    raise typer.Exit(128 + number)
+        raise BadInput(str(error)) from None
+    if where and job and named and named != job:
+        raise ConfigError("--job", job, f"is not the job of the URL, which is {named!r}")
+    if not job and not named:
+        raise BadInput(NAME_IT)
+    return url, job or named
+
+
+def _request(where: str, job: str, wish: "JobRequest", as_json: bool) -> None:
+    """Send a request to a job, and print its answer. Raises ConfigError or BadInput."""
+    from topotrain.launch.store_requests import ask_anywhere, ask_over_store
+
+    with _notice(), _store_errors():
+        if is_folder(where, job):
+            answer = ask_anywhere(Path(where), wish, os.environ)
+        else:
+            answer = ask_over_store(*_job_of_store(where, job), wish, os.environ)
+    _print(answer, as_json)
+
+
+def _resize(verb: str, group: int | None, workers: int | None, within: str) -> "JobRequest":
+    """Return a request for the named group, or else for workers. Raises ConfigError."""
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
+
+    within_s = seconds("--within", within)
+    if group is None:
+        return ResizeRequest(verb, 1 if workers is None else workers, within_s)
+    if workers is not None:
+        raise ConfigError("--workers", workers, "must not be given with --group, which means a whole worker group")
+    return GroupRequest(verb, group, within_s)
 
 
 @contextmanager
-def _registry(rendezvous: str) -> "Iterator[Registry]":
-    """Open the registry of a store; errors are printed, and end with their code."""
+def _notice() -> Iterator[None]:
+    """Print a notice when the answer of the job takes long."""
+    text = "topotrain: the job has not answered yet (Ctrl-C ends this command, and not the change)"
+    timer = threading.Timer(NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Turn the errors of a store into their exit codes."""
     from topotrain.comm.store import StoreError
-    from topotrain.comm.store.discovery.job_registry import Registry, UnknownJob
+    from topotrain.comm.store.discovery.job_registry import UnknownJob
 
-    with refusing(), closing(_open(rendezvous)) as opened:
-        try:
-            yield Registry(opened)
-        # Before StoreError, of which it is a kind: an unknown ID is the user's mistake, and ends with code 2.
-        except UnknownJob as error:
-            raise BadInput(str(error)) from None
-        except StoreError as error:
-            complain(str(error))
-            raise typer.Exit(1) from None
+    try:
+        yield
+    # Before StoreError, of which it is a kind: an unknown ID is the user's mistake, and ends with code 2.
+    except UnknownJob as error:
+        raise BadInput(str(error)) from None
+    # After a request was sent, it is not known whether the job has changed.
+    except StoreError as error:
+        complain(str(error))
+        raise typer.Exit(1) from None
 
 
-def _open(rendezvous: str) -> "Store":
+@contextmanager
+def _registry(url: str) -> "Iterator[Registry]":
+    """Open the registry of a store; its errors are printed, and end with their code."""
+    from topotrain.comm.store.discovery.job_registry import Registry
+
+    with closing(_open(url)) as opened, _store_errors():
+        yield Registry(opened)
+
+
+def _open(url: str) -> "Store":
     from topotrain.comm.store import StoreError, open_existing
     from topotrain.launch.multinode.node_info import with_job
 
-    url = rendezvous or os.environ.get(RENDEZVOUS_VARIABLE, "")
-    if not url:
-        raise BadInput(f"no store: give --rendezvous URL or set {RENDEZVOUS_VARIABLE}")
     try:
         # The list is that of the whole store, also where the URL is that of one job.
         return open_existing(with_job(url, ""), patience=PATIENCE)
     except StoreError as error:
         raise BadInput(str(error)) from None
+
+
+def _print(answer: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
 
 
 def _row(record: "JobRecord") -> tuple[str, ...]:

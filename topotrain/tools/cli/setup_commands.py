@@ -1,7 +1,4 @@
-"""The commands `topotrain env`, `topotrain init` and `topotrain doctor`.
-
-They are given before a job: for a bug report, for the first files, and for a check of this machine.
-"""
+"""The commands `topotrain init` and `topotrain doctor`: for the first files, and for a check of this machine."""
 
 import json
 import os
@@ -10,40 +7,25 @@ from typing import Annotated
 
 import typer
 
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, Conf, Sets, load_job, refusing
+from topotrain.tools.cli.completion import job_files
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, load_job, refusing
 from topotrain.tools.starter_job import CLUSTERS, DEFAULT, write_starter
 
-ENV_EXAMPLE = """\b
-Example:
-  topotrain env --json
-"""
 INIT_EXAMPLE = """\b
 Example:
   topotrain init spirals --framework downpour
 """
 DOCTOR_EXAMPLE = """\b
 Example:
+  topotrain doctor
   topotrain doctor examples/conf/downpour.conf --rendezvous tcp://127.0.0.1:29400
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("env", epilog=ENV_EXAMPLE)(env)
     app.command("init", epilog=INIT_EXAMPLE)(init)
     app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
-
-
-def env(as_json: AsJson = False) -> None:
-    """Print what a bug report needs: versions, this machine, and variables.
-
-    Secrets are not printed: TOPOTRAIN_TOKEN and the user in a URL are shown as set or not set.
-    """
-    with refusing():
-        from topotrain.tools.diagnostics.environment_report import environment_report, report_text
-
-        report = environment_report(os.environ)
-        print(json.dumps(report, indent=2) if as_json else report_text(report))
 
 
 def init(
@@ -69,7 +51,15 @@ def init(
 
 
 def doctor(
-    conf: Conf,
+    conf: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.conf",
+            help="Check whether this job can run here; without it the machine is described.",
+            show_default=False,
+            autocompletion=job_files,
+        ),
+    ] = None,
     sets: Sets = None,
     rendezvous: Annotated[
         str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, instead of the file's field.")
@@ -77,11 +67,20 @@ def doctor(
     hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines of the job.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check on this machine whether a job can run, before it waits in a queue.
+    """Describe this machine for a bug report, or check whether a job can run on it.
 
-    Each check is one line: ok, warning or failed, with what to do. The exit code is 1 if a check failed.
+    With JOB.conf each check is one line: ok, warning or failed, with what to do. The exit code is 1 if a check failed.
+    The description shows secrets as set or not set: TOPOTRAIN_TOKEN and the user in a URL.
     """
     with refusing():
+        if conf is None:
+            if sets or rendezvous or hosts:
+                raise BadInput("--set, --rendezvous and --hosts are about a job: give its JOB.conf")
+            from topotrain.tools.diagnostics.environment_report import environment_report, report_text
+
+            report = environment_report(os.environ)
+            print(json.dumps(report, indent=2) if as_json else report_text(report))
+            return
         from topotrain.comm.store import StoreError
         from topotrain.config.topology import layout
 

@@ -1,13 +1,12 @@
-"""The commands `watch` and `report`, and the page of `run --watch`.
+"""The command `watch`, and the page of `run --watch`.
 
-All show what the recording in a job's workspace says. Only this module of the command line knows the package of the
+Both show what the recording in a job's workspace says. Only this module of the command line knows the package of the
 page, which may be deleted.
 """
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,20 +14,17 @@ import typer
 
 from topotrain.tools.cli import jobs
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, refusing
-from topotrain.tools.job_recording import PACKAGE, is_installed
 
 EXAMPLE = """\b
 Example:
   topotrain watch workspace/digits
   topotrain watch workspace/digits workspace/letters --port 8080
   topotrain watch workspace/digits --once --json
+  topotrain watch workspace/digits --html digits.html
   topotrain watch tcp://127.0.0.1:29400 --job night7
 """
-REPORT_EXAMPLE = """\b
-Example:
-  topotrain report workspace/digits --html digits.html
-"""
 HOST = "127.0.0.1"
+WORKSPACE2 = "WORKSPACE2"
 _MISSING = "this installation has no page (package topotrain.tools.dashboard)"
 
 
@@ -58,96 +54,66 @@ WatchHost = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the command."""
+    app.command("watch", epilog=EXAMPLE)(watch)
 
-    @app.command("watch", epilog=EXAMPLE)
-    def watch(
-        workspace: Annotated[
-            str,
-            typer.Argument(
-                metavar="WORKSPACE",
-                help="The folder of a job that runs, or has ended; or the URL of a store, with --job.",
-            ),
-        ],
-        second: Annotated[
-            Path | None, typer.Argument(metavar="WORKSPACE2", help="Of another job, which is laid over it.")
-        ] = None,
-        port: Annotated[
-            int, typer.Option("--port", metavar="N", parser=_port, help="Of the page; 0: any free one.")
-        ] = 0,
-        host: Annotated[
-            str,
-            typer.Option("--host", metavar="ADDRESS", help="Of the page, an address of this machine; then over TLS."),
-        ] = HOST,
-        once: Annotated[bool, typer.Option("--once", help="Print the state of the job now, and end.")] = False,
-        job: Annotated[str, typer.Option("--job", metavar="ID", help="With the URL of a store.")] = "",
-        as_json: AsJson = False,
-    ) -> None:
-        """Show a job on a page in the browser until Ctrl-C, or once on the terminal.
 
-        It is read from the recording in the workspace, and the job is not disturbed.
-        """
-        with refusing():
-            if "://" in workspace or job:
-                _print_record(workspace, job, as_json)
-                return
-            if not is_installed():
-                raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
-            if as_json and not once:
-                raise BadInput("--json: needs --once, which prints the state of the job")
-            if once and second is not None:
-                raise BadInput(f"{second}: --once is about one job")
-            if once:
-                print_once(Path(workspace), as_json)
-                return
+def watch(
+    workspace: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKSPACE",
+            help="The folder of a job that runs, or has ended; or the URL of a store, with --job.",
+        ),
+    ],
+    second: Annotated[
+        Path | None, typer.Argument(metavar=WORKSPACE2, help="Of another job, which is laid over it.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", parser=_port, help="Of the page; without it, any free one.")
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS."
+        ),
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print the state of the job now, and end.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the page as one file to mail, and end.")
+    ] = None,
+    job: Annotated[str, typer.Option("--job", metavar="ID", help="With the URL of a store.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show a job on a page in the browser, in a file, or on the terminal.
+
+    It is read from the recording in the workspace, and the job is not disturbed. The page is served until Ctrl-C.
+    """
+    with refusing():
+        paged = {WORKSPACE2: second is not None, "--port": port is not None, "--host": bool(host)}
+        if not jobs.is_folder(workspace, job):
+            _refuse({**paged, "--html": html is not None}, f"{workspace or 'a store'} is a store, which has no page")
+            text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
+            print(f"topotrain: {text}; the store knows this:", file=sys.stderr)
+            jobs.print_record(workspace, job, as_json)
+        elif once:
+            _refuse({**paged, "--html": html is not None}, "--once prints the state of one job")
+            jobs.print_once(Path(workspace), as_json)
+        else:
+            _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
             found = [Path(workspace), *([] if second is None else [second])]
-            raise typer.Exit(serve(found, port, host))
-
-    @app.command("report", epilog=REPORT_EXAMPLE)
-    def report(
-        workspace: Annotated[
-            Path, typer.Argument(metavar="WORKSPACE", help="The folder of a job, also of one that runs.")
-        ],
-        second: Annotated[
-            Path | None, typer.Argument(metavar="WORKSPACE2", help="Of another job, which is laid over it.")
-        ] = None,
-        html: Annotated[
-            Path | None, typer.Option("--html", metavar="FILE", help="The file to write; it needs no network.")
-        ] = None,
-    ) -> None:
-        """Write the page of a job as one file that can be mailed, with curves and events."""
-        with refusing():
             if html is None:
-                raise BadInput("no file: give --html FILE")
-            write_page(html, [workspace, *([] if second is None else [second])])
+                raise typer.Exit(serve(found, port or 0, host or HOST))
+            del paged[WORKSPACE2]
+            _refuse(paged, "--html writes a file, and serves no page")
+            write_page(html, found)
 
 
-def print_once(workspace: Path, as_json: bool) -> None:
-    """Print the present state of a job. Raises ConfigError."""
-    from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-    from topotrain.tools.summary_text import summary_text
-
-    with closing(RecordedWorkspace(workspace)) as recorded:
-        found = recorded.summary()
-    print(json.dumps(found, indent=2) if as_json else summary_text(found))
-
-
-def _print_record(url: str, job: str, as_json: bool) -> None:
-    """Print what a store knows of a job. Raises BadInput."""
-    from topotrain.comm.store import StoreError
-    from topotrain.comm.store.store_url import parse
-
-    if "://" not in url:
-        raise BadInput(f"--job {job}: needs the URL of a store, and {url} is none")
-    try:
-        named = job or parse(url).job
-    except StoreError as error:
-        raise BadInput(str(error)) from None
-    if not named:
-        raise BadInput("give the job, too: --job ID, as `topotrain jobs list` shows it")
-    text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
-    print(f"topotrain: {text}; the store knows this:", file=sys.stderr)
-    jobs.print_record(named, url, as_json)
+def _refuse(given: Mapping[str, bool], why: str) -> None:
+    """Raise BadInput for options that were given and would have no effect."""
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
+        raise BadInput(f"{', '.join(named)}: {why}")
 
 
 @contextmanager
@@ -190,7 +156,7 @@ def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     try:
         from topotrain.tools.dashboard.mailed_page import page_of
     except ImportError:
-        raise BadInput(f"report --html: {_MISSING}") from None
+        raise BadInput(f"watch --html: {_MISSING}") from None
     text = page_of(workspaces)
     check_writable("--html", file)
     # The user has named this file, so its mode is what the umask gives.

@@ -140,14 +140,14 @@ def test_what_is_no_job_is_refused(registry, url):
         found = registry.list()
         assert [record.id for record in found] == ["early", "x"], "the others are shown"
         assert (found[1].name, found[1].state) == ("its record in the store cannot be read", "lost")
-        print_record("x", url, as_json=False)
+        print_record(url, "x", as_json=False)
     registry.add(JobRecord("x", "new"))  # a job takes the place of such a record
     assert registry.view("x").name == "new"
     open_store(url).set("registry/x", json.dumps({**good, "later": 1}).encode())  # of a later version
     for beat in (b"now", b"1e999", b"nan"):
         open_store(url).set("alive/x", beat)
         assert registry.view("x").state == "running"
-        print_record("x", url, as_json=True)
+        print_record(url, "x", as_json=True)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def told(capsys):
 
 
 def test_list_view_and_stop(registry, url, told, monkeypatch):
-    assert told("jobs", "list", "--rendezvous", url) == (0, "", "no jobs\n")
-    assert told("jobs", "list", "--rendezvous", url, "--json") == (0, "[]\n", "")
+    assert told("jobs", "list", url) == (0, "", "no jobs\n")
+    assert told("jobs", "list", url, "--json") == (0, "[]\n", "")
     registry.add(EARLY, ttl=1000)
     registry.add(LATE, ttl=1000)
     registry.end("late-1", "failed")
@@ -178,34 +178,34 @@ def test_list_view_and_stop(registry, url, told, monkeypatch):
     assert code == 0 and first.split() == ["id", "state", "started", "units", "name"]
     assert late.split()[:2] == ["late-1", "failed"] and "zahlen?[2J" in late  # nobody else steers this terminal
     assert early.split()[:2] == ["early", "running"]
-    code, out, _ = told("jobs", "view", "early")
+    code, out, _ = told("jobs", "view", "--job", "early")
     assert code == 0 and "hosts         10.0.0.1, 10.0.0.2" in out and "s ago" in out
-    code, out, _ = told("jobs", "view", "early", "--json")
+    code, out, _ = told("jobs", "view", "--job", "early", "--json")
     assert json.loads(out) == registry.view("early").as_data()
     assert [job["id"] for job in json.loads(told("jobs", "list", "--json")[1])] == ["late-1", "early"]
-    assert told("jobs", "stop", "early") == (0, "early is asked to stop\n", "")
+    assert told("jobs", "stop", "--job", "early") == (0, "topotrain: early is asked to stop\n", "")
     assert open_store(url).get("jobs/early/stop") == b"stop"
-    assert told("jobs", "stop", "late-1") == (0, "late-1 has ended already: failed\n", "")
+    assert told("jobs", "stop", "--job", "late-1") == (0, "topotrain: late-1 has ended already: failed\n", "")
 
 
 def test_what_the_user_gave_wrongly_is_told_with_code_2(registry, url, told, monkeypatch):
     registry.add(EARLY)
-    for words in (("view", "no"), ("stop", "no")):
-        code, out, err = told("jobs", *words, "--rendezvous", url)
+    for verb in ("view", "stop"):
+        code, out, err = told("jobs", verb, url, "--job", "no")
         assert (code, out, err) == (2, "", "topotrain: error: no job 'no', known jobs: early\n")
     code, _, err = told("jobs", "list")
-    assert code == 2 and "give --rendezvous URL or set TOPOTRAIN_RENDEZVOUS" in err
-    code, _, err = told("jobs", "list", "--rendezvous", "what://x")
+    assert code == 2 and "no store: give its URL, or set TOPOTRAIN_RENDEZVOUS" in err
+    code, _, err = told("jobs", "list", "what://x")
     assert code == 2 and "unknown kind 'what', accepted: file:///" in err
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "x")
-    code, _, err = told("jobs", "list", "--rendezvous", "tcp://127.0.0.1:1")
+    code, _, err = told("jobs", "list", "tcp://127.0.0.1:1")
     assert code == 2 and "TOPOTRAIN_TOKEN: must be 64 hexadecimal digits" in err
 
 
 def test_a_store_that_is_away_is_code_1(told, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET.hex())
     monkeypatch.setattr("topotrain.tools.cli.jobs.PATIENCE", 0.0)
-    code, _, err = told("jobs", "list", "--rendezvous", "tcp://127.0.0.1:1")
+    code, _, err = told("jobs", "list", "tcp://127.0.0.1:1")
     assert code == 1 and err.startswith("topotrain: error: store tcp://127.0.0.1:1 cannot be reached: ")
 
 
@@ -224,7 +224,7 @@ def test_a_store_is_served_until_a_signal(number):
             Registry(store).add(EARLY, ttl=1000)
             store.close()
             code = "import sys; from topotrain.tools.cli import app as cli; import atexit; atexit.register(lambda: "
-            code += "print('torch' in sys.modules)); cli.main(['jobs', 'list', '--rendezvous', sys.argv[1]])"
+            code += "print('torch' in sys.modules)); cli.main(['jobs', 'list', sys.argv[1]])"
             listed = subprocess.run(
                 [sys.executable, "-c", code, url], env=environ, capture_output=True, text=True, timeout=60
             )
