@@ -158,7 +158,7 @@ def probe(model: str, folder: Path, seconds: float) -> "Probe":
     from topotrain.tools.probe.probe_file import load_probe
 
     file = folder / f"{model}.json"
-    words = ("probe", str(PROGRAM), "--seconds", f"{seconds:g}", "--quiet", "--out", str(file), "--", "--way", model)
+    words = ("probe", "--seconds", f"{seconds:g}", "--quiet", "--out", str(file), str(PROGRAM), "--way", model)
     topotrain(*words, folder=folder)
     return load_probe(file)
 

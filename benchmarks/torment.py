@@ -117,12 +117,13 @@ class Ground:
         found = Trial(setting, seed)
         expected = None if setting.cells else self._bits(setting)
         conf, workspace = self._conf(setting, "job")
-        words = ["chaos", str(conf), str(PROGRAMS / setting.program), "--seed", str(seed), *blows.words]
-        found.command = shlex.join(["topotrain", *words, "--", *setting.args]) + f"   # {conf.read_text()!r}"
+        words = ["chaos", "--seed", str(seed), *blows.words]
+        program = [str(conf), str(PROGRAMS / setting.program), *setting.args]
+        found.command = shlex.join(["topotrain", *words, *program]) + f"   # {conf.read_text()!r}"
         before = self._seen()
         began = time.monotonic()
         code, out, found.said = self._topotrain(
-            [*words, "--json", "--quiet", "--forkserver", self._running.path, "--", *setting.args], limit_s
+            [*words, "--json", "--quiet", "--forkserver", self._running.path, *program], limit_s
         )
         found.seconds = time.monotonic() - began
         if code is None:

@@ -14,7 +14,7 @@ USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
     "tools/dashboard": {"tools/cli/watch.py"},
-    "tools/replay": {"tools/cli/app.py"},
+    "tools/replay": {"tools/cli/run.py"},
     "tools/exporters": {
         "tools/cli/export_arguments.py",
         "tools/cli/unit.py",
@@ -119,12 +119,13 @@ REPLAY = """
 from pathlib import Path
 from topotrain.config.job import Job
 from topotrain.config.topology import layout
-from topotrain.tools.cli import app
+from topotrain.tools.cli import app, run
 from topotrain.tools.cli.job_arguments import BadInput
 
-assert "replay" not in app._commands() and "run" in app._commands()
+names = [command.name for command in app.app.registered_commands]
+assert "replay" not in names and "run" in names
 try:
-    app._recording(Job(), layout(Job().cluster), False, Path("job.record"))
+    run._recording(Job(), layout(Job().cluster), False, Path("job.record"))
 except BadInput as error:
     assert "--record needs topotrain.tools.replay" in str(error), error
 else:

@@ -36,7 +36,7 @@ def probe_in(folder: Path) -> str:
 
 def test_a_probe_of_another_model_is_not_tried(shells: Shells) -> None:
     (shells.folder / "other.json").write_text(timed_probe(elements=1000, batch=12).to_json())
-    (said,) = ended([topotrain(shells, "advise", STEADY, "--probe", "other.json", "--try", "1")], [2])
+    (said,) = ended([topotrain(shells, "advise", "--probe", "other.json", "--try", "1", STEADY)], [2])
     assert "a probe of another model, made with made.py; `topotrain probe " in said
     assert "advised" not in said
 
@@ -69,8 +69,8 @@ def test_a_program_that_trains_nothing_is_refused(shells: Shells, served_at: str
 
 
 def test_the_best_layouts_are_tried(shells: Shells) -> None:
-    words = ("advise", STEADY, "--probe", probe_in(shells.folder), "--hosts", "2", "--link", "1gbit,1ms", "--sync")
-    more = ("--within", "1s", "--try", "1", "--json", "--", "--epochs", "100000")
+    words = ("advise", "--probe", probe_in(shells.folder), "--hosts", "2", "--link", "1gbit,1ms", "--sync")
+    more = ("--within", "1s", "--try", "1", "--json", STEADY, "--epochs", "100000")
     (said,) = ended([topotrain(shells, *words, *more)], [0])
     (tried,) = json.loads(said[said.index("{") :])["tried"]
     assert tried["measured"] is not None, tried["note"]
@@ -79,8 +79,8 @@ def test_the_best_layouts_are_tried(shells: Shells) -> None:
 
 def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
     shells.environ[MARK] = mark = shells.folder.name
-    words = ("advise", STEADY, "--probe", probe_in(shells.folder), "--sync", "--within", "1s", "--try", "1")
-    asked = topotrain(shells, *words, "--", "--epochs", "100000")
+    words = ("advise", "--probe", probe_in(shells.folder), "--sync", "--within", "1s", "--try", "1")
+    asked = topotrain(shells, *words, STEADY, "--epochs", "100000")
     # Processes of its job, and not only the command that starts them.
     wait_for(lambda: len(marked(mark)) > 2, 90)
     os.killpg(asked.pid, signal.SIGINT)

@@ -46,7 +46,7 @@ def probing(shells: Shells, served_at: str, *words: str) -> Shell:
 
 def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
     script(shells.folder)
-    (said,) = ended([probing(shells, served_at, "train.py", "--out", "here.json", "--json", "--quiet")], [0])
+    (said,) = ended([probing(shells, served_at, "--out", "here.json", "--json", "--quiet", "train.py")], [0])
     found = load_probe(shells.folder / "here.json")
     assert json.loads(said)["digest"] == found.digest
     assert [p.name for p in found.model] == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -71,7 +71,7 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
 
 def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at: str) -> None:
     script(shells.folder, step="assert len(x) == 256; optimizer.step()")
-    ended([probing(shells, served_at, "train.py", "--quiet")], [0])
+    ended([probing(shells, served_at, "--quiet", "train.py")], [0])
     found = load_probe(shells.folder / "probe.json")
     assert (found.batch.size, found.batch.per_sample_s, found.batch.fixed_s) == (256, 0.0, 0.0)
     assert found.batch.compute_s(128) == pytest.approx((found.batch.forward_s + found.batch.backward_s) / 2)
@@ -108,7 +108,7 @@ def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str, before
     ("options", "words"),
     [
         (["--seconds", "1", "train.py"], "--seconds = 1.0: must be a number >= 10"),
-        (["--seconds", "nan", "train.py"], "--seconds = nan: must be a number >= 10"),
+        (["--seconds", "nan", "train.py"], "--seconds = 'nan': must be a time above 0"),
         (["none.py"], "program none.py: cannot be read"),
         ([], "no program"),
         (["--out", "train.py/probe.json", "train.py"], "--out train.py/probe.json: cannot be written"),

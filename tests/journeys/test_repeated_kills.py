@@ -54,21 +54,12 @@ def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
     conf.write_text(f'reduce: kSum snapshot_s: 0.2 cluster {{ {cluster} workspace: "{workspace}" }}')
     blows = ["--at", "back", "--kills", str(KILLS), "--for", "60s", "--seed", str(SEED), *words]
     script = ["--epochs", str(EPOCHS), "--samples", "200", "--step-s", "0.01", *more]
-    chaos = ["chaos", str(conf), str(PROGRAMS / "ledger.py"), *blows]
-    command = [
-        *client(runner.warm_at),
-        "-m",
-        "topotrain",
-        *chaos,
-        "--json",
-        "--forkserver",
-        runner.served_at,
-        "--",
-        *script,
-    ]
+    chaos = ["chaos", *blows, str(conf), str(PROGRAMS / "ledger.py"), *script]
+    started = [*client(runner.warm_at), "-m", "topotrain"]
+    command = [*started, chaos[0], "--json", "--forkserver", runner.served_at, *chaos[1:]]
     environ = {**os.environ, MARK: str(runner.folder)}
     done = subprocess.run(command, cwd=runner.folder, env=environ, capture_output=True, text=True, timeout=120)
-    again = f"{conf.read_text()}\ntopotrain {shlex.join([*chaos, '--', *script])}\n{done.stdout}\n{done.stderr}"
+    again = f"{conf.read_text()}\ntopotrain {shlex.join(chaos)}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, again
     for name, cells in load_file(workspace / "final.safetensors").items():
         assert torch.equal(cells, torch.full_like(cells, EPOCHS)), f"{again}\n{name}: {cells}"

@@ -10,7 +10,7 @@ import pytest
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Exited, Recovered, Serving, Started, StepDone
-from topotrain.tools.cli.chaos import seconds
+from topotrain.tools.amounts import seconds
 from topotrain.tools.fault_injector import FaultInjector, FaultPlan, steps
 
 FIRST_STEP = StepDone("worker 0/0", 0.0, 1, 1, None, 0.0, 0, 0, 0)
@@ -116,7 +116,9 @@ def test_no_descriptor_is_left(sleepers):
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("text", "length"), [("2s", 2.0), ("500ms", 0.5), ("1min", 60.0), ("3", 3.0), (".5s", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "length"), [("2s", 2.0), ("500ms", 0.5), ("1min", 60.0), ("3", 3.0), (".5s", 0.5), ("2h", 7200.0)]
+)
 def test_a_time(text, length):
     assert seconds("--for", text) == length
 

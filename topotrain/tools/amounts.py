@@ -6,8 +6,8 @@ import re
 from topotrain.config.job import ConfigError, Link
 
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
-_TIMES = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0, "": 1.0}
-_TIME = re.compile(rf"{_NUMBER}(s|min|h|d|y|)")
+_TIMES = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0, "": 1.0}
+_TIME = re.compile(rf"{_NUMBER}(ms|s|min|h|d|y|)")
 _SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(rf"{_NUMBER}([kmgt]i?b)")
 _LINK_FIELDS = {
@@ -30,14 +30,14 @@ _LINK_PART = re.compile(rf"(?:([a-z]+)=)?{_NUMBER}([a-z%]*)")
 
 
 def seconds(option: str, text: str) -> float:
-    """Return the seconds of "18", "5min", "12h", "30d" or "1y".
+    """Return the seconds of "500ms", "18", "5min", "12h", "30d" or "1y".
 
     Raises ConfigError for anything else, and for 0.
     """
     found = _TIME.fullmatch(text.strip())
     length = float(found[1]) * _TIMES[found[2]] if found else 0.0
     if not 0 < length < math.inf:
-        raise ConfigError(option, text, "must be a time above 0, such as 18, 5min, 12h, 30d or 1y")
+        raise ConfigError(option, text, "must be a time above 0, such as 500ms, 18, 5min, 12h, 30d or 1y")
     return length
 
 

@@ -797,7 +797,7 @@ def test_a_script_that_is_not_on_this_host(units, tmp_path):
     [
         ("", ["--rank: must be given", "slurm: SLURM_PROCID and SLURM_NTASKS"]),
         ("--rank 0 --nprocs 2 --rendezvous foo", ["rendezvous 'foo'", "tcp://HOST:PORT"]),
-        ("a.conf train.py --rank 0", ["--rank: must be given before PROGRAM"]),
+        ("a.conf train.py --rank 0", ["--rank behind train.py is given to it", "--rank: must be given"]),
         ("--rank 2 --nprocs 2 --rendezvous file:///s", ["--rank = 2: must be 0 to 1"]),
         ("gone.conf --rank 0 --nprocs 1 --rendezvous file:///s t.py", ["gone.conf", "cannot be read"]),
     ],

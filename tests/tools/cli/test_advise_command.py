@@ -94,7 +94,7 @@ def test_the_data_is_all_of_stdout(ask: Ask) -> None:
 
 
 def test_words_of_the_script_follow_a_double_dash(ask: Ask) -> None:
-    code, _, err = ask("train.py", *FAST, "--hosts", "2", "--out", "best.conf", "--", "--epochs", "3")
+    code, _, err = ask(*FAST, "--hosts", "2", "--out", "best.conf", "train.py", "--epochs", "3")
     assert code == 0, err
     assert job_file.load("best.conf").args == ("--epochs", "3")
 

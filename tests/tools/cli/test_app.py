@@ -21,7 +21,9 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.launch import EventListener, JobOutcome
 from topotrain.tools.cli import app
+from topotrain.tools.cli.command_line import PRESENT
 from topotrain.tools.monitor import job_report
+from topotrain.tools.replay.decision_file import DecisionFile
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference.md"
 DOWNPOUR = """
@@ -32,6 +34,8 @@ cluster {
   server_worker_separate: true
 }
 """
+
+PANELS = ["Start", "Look", "Cluster", "Think", "Study"]
 
 Ask = Callable[..., tuple[int, str, str]]
 
@@ -112,48 +116,52 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("argv", "program", "given"),
     [
-        ("run a.conf", "run a.conf"),
-        ("run a.conf t.py", "run a.conf t.py --"),
-        ("run a.conf t.py --set x=1 -- y", "run a.conf t.py -- --set x=1 -- y"),
-        ("run a.conf t.py -- --epochs 2", "run a.conf t.py -- --epochs 2"),
-        ("run --set x=1 a.conf --report r.json t.py --json", "run --set x=1 a.conf --report r.json t.py -- --json"),
-        ("run --set=x=1 a.conf t.py", "run --set=x=1 a.conf t.py --"),
-        ("run a.conf -- t.py --x", "run a.conf -- t.py --x"),
-        ("compare a.conf b.yml --out d t.py --lr 1", "compare a.conf b.yml --out d t.py -- --lr 1"),
-        ("compare a.conf b.conf", "compare a.conf b.conf"),
-        ("plan a.conf --json", "plan a.conf --json"),
-        ("jobs list -m x", "jobs list -m x"),
-        ("chaos a.conf -m p.t --seed 1 -- --x", "chaos a.conf -m p.t --seed 1 -- --x"),
-        ("run --watch a.conf t.py --x", "run --watch=0 a.conf t.py -- --x"),
-        ("run --watch 8080 a.conf t.py", "run --watch 8080 a.conf t.py --"),
-        ("run --watch=8080 a.conf t.py", "run --watch=8080 a.conf t.py --"),
-        ("run a.conf --watch t.py", "run a.conf --watch=0 t.py --"),
-        ("run --resume w --watch", "run --resume w --watch=0"),
-        ("run a.conf t.py --watch", "run a.conf t.py -- --watch"),
-        ("run a.conf -- t.py --watch", "run a.conf -- t.py --watch"),
-        ("watch a b --port 1", "watch a b --port 1"),
-        ("--help", "--help"),
-        ("", ""),
+        ("run a.conf", "", {"conf": Path("a.conf")}),
+        ("run a.conf t.py", "t.py", {}),
+        ("run a.conf t.py --set x=1 -- y", "t.py --set x=1 -- y", {"as_json": False}),
+        ("run a.conf t.py -- --epochs 2", "t.py --epochs 2", {}),
+        ("run --set x=1 a.conf --report r t.py --json", "t.py --json", {"sets": ["x=1"], "report": Path("r")}),
+        ("run a.conf -- t.py --x", "t.py --x", {}),
+        ("plan a.conf --json", "", {"as_json": True}),
+        ("predict a.conf t.py --probe x", "t.py --probe x", {"probe": None}),
+        ("chaos --seed 7 a.conf t.py --seed 1 -- --x", "t.py --seed 1 -- --x", {"seed": 7}),
+        ("chaos a.conf -m p.t --seed 1", "-m p.t --seed 1", {"seed": 0}),
+        ("probe --out p.json t.py --out x", "t.py --out x", {"out": Path("p.json")}),
+        ("advise --hosts 2 -mp.t --hosts 3", "-m p.t --hosts 3", {"hosts": "2"}),
+        ("replay --until 4 a.record t.py --until 5", "t.py --until 5", {"until": "4"}),
+        ("run --watch a.conf t.py --x", "t.py --x", {"watch_port": 0, "conf": Path("a.conf")}),
+        ("run --watch 8080 a.conf t.py", "t.py", {"watch_port": 8080}),
+        ("run --watch=8080 a.conf t.py", "t.py", {"watch_port": 8080}),
+        ("run a.conf --watch t.py", "t.py", {"watch_port": 0}),
+        ("run --resume w --watch", "", {"watch_port": 0, "resume": Path("w")}),
+        ("run a.conf t.py --watch", "t.py --watch", {"watch_port": None}),
+        ("run a.conf -- t.py --watch", "t.py --watch", {"watch_port": None}),
+        ("run a.conf -m p.t --lr 1 -m x", "-m p.t --lr 1 -m x", {}),
+        ("run --set x=1 a.conf -mp.t -- --json", "-m p.t --json", {"sets": ["x=1"], "as_json": False}),
+        ("launch srun a.conf -m p.t x.py", "-m p.t x.py", {"name": "srun"}),
+        ("unit --rank 0 a.conf -m p.t", "-m p.t", {"rank": 0}),
     ],
 )
-def test_what_follows_the_program_is_the_programs(argv: str, expected: str) -> None:
-    assert app.separate(argv.split()) == expected.split()
+def test_what_follows_the_program_is_the_programs(argv: str, program: str, given: dict[str, object]) -> None:
+    name, *words = argv.split()
+    found = commands()[name].make_context(name, words).params
+    assert " ".join([found["program"] or "", *(found["args"] or [])]) == program
+    assert {key: found[key] for key in given} == given
 
 
 @pytest.mark.parametrize(
-    ("argv", "before", "args"),
+    ("argv", "files", "out"),
     [
-        ("run a.conf -m p.t --lr 1 -m x", "run a.conf", "--lr 1 -m x"),
-        ("run --set x=1 a.conf -mp.t -- --json", "run --set x=1 a.conf", "--json"),
-        ("launch srun a.conf -m p.t x.py", "launch srun a.conf", "x.py"),
-        ("compare a.conf b.yml --out d -m p.t --lr c.conf", "compare a.conf b.yml --out d", "--lr c.conf"),
-        ("unit --rank 0 a.conf -m p.t", "unit --rank 0 a.conf", ""),
+        ("a.conf b.yml --out d t.py --lr 1 --out e", ["a.conf", "b.yml", "t.py", "--lr", "1", "--out", "e"], "d"),
+        ("a.conf b.yml --out d -m p.t --lr c.conf", ["a.conf", "b.yml", "-m p.t", "--lr", "c.conf"], "d"),
+        ("a.conf b.conf", ["a.conf", "b.conf"], "workspace/compare"),
     ],
 )
-def test_what_follows_a_module_is_the_modules(argv: str, before: str, args: str) -> None:
-    assert app.separate(argv.split()) == [*before.split(), "--", "-m p.t", *args.split()]
+def test_a_comparison_has_any_number_of_job_files(argv: str, files: list[str], out: str) -> None:
+    found = commands()["compare"].make_context("compare", argv.split()).params
+    assert (found["files"], found["out"]) == (files, Path(out))
 
 
 @pytest.mark.parametrize(
@@ -164,79 +172,80 @@ def test_what_follows_a_module_is_the_modules(argv: str, before: str, args: str)
         ("plan down.conf train.py --plot a.png", "--plot", "plan"),
         ("compare down.conf train.py --out d", "--out", "compare"),
         ("launch srun down.conf train.py --dry-run", "--dry-run", "launch"),
-        ("unit down.conf train.py --rank 0", "--rank", "unit"),
+        ("chaos down.conf train.py --seed 7 -- --quiet", "--seed", "chaos"),
     ],
 )
 def test_options_of_ours_behind_the_script_are_named(
     ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str, names: str, command: str
 ) -> None:
-    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
-    _, _, err = ask(*argv.split())
-    goes = "go" if "," in names else "goes"
-    assert err.startswith(f"topotrain: warning: {names} after train.py {goes} to the script, and no Python file")
-    assert err.endswith(f"options of `topotrain {command}` must be given before train.py\n")
+    """In one line, whatever files of the user say. None of them is read."""
+    (here / "train.py").write_text("parser.add_argument('--set --report --json --plot --out --dry-run --seed')")
+    monkeypatch.setattr("topotrain.tools.cli.command_line.ProgramCommand.invoke", lambda self, context: None)
+    code, _, err = ask(*argv.split())
+    given = "are given" if "," in names else "is given"
+    assert code == 0 and err == (
+        f"topotrain: {names} behind train.py {given} to it: options of `topotrain {command}` come before train.py, "
+        "and a -- behind it says that this is meant\n"
+    )
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        "run --set seed=7 down.conf train.py --epochs 2 --settings a",
+        "run --set seed=7 down.conf train.py --epochs 2 --settings a --help",
         "run down.conf train.py -- --set seed=7",
-        "run down.conf train.py --quiet --plot x",
-        "run down.conf train.py --out x",
-        "run down.conf gone.py --set seed=7",
+        "run down.conf train.py --plot x",
+        "run down.conf train.py --forkserver x",
         "run down.conf -- train.py --set seed=7",
-        "chaos down.conf train.py --seed 7",
-        "jobs list --rendezvous x",
-        "nonsense a b --set",
+        "jobs list tcp://h:1",
     ],
 )
-def test_what_the_script_may_want_is_left_alone(
-    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str
-) -> None:
-    (here / "train.py").write_text("parser.add_argument('--quiet', action='store_true')\n")
-    (here / "beside.py").write_text("parser.add_argument('--settings')\n")
-    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
+def test_what_the_script_wants_is_left_alone(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str) -> None:
+    for name in ("topotrain.tools.cli.command_line.ProgramCommand", "typer.core.TyperCommand"):
+        monkeypatch.setattr(f"{name}.invoke", lambda self, context: None)
     assert ask(*argv.split()) == (0, "", "")
 
 
+def test_the_help_has_panels_and_whole_sentences(ask: Ask) -> None:
+    out = ask("--help")[1] + ask("jobs", "--help")[1]
+    shown = [line.split(maxsplit=1)[0] for line in out.split("Start:")[1].splitlines() if line.startswith("  ")]
+    panels = ("init", "run", "plan", "compare", "check"), ("watch", "jobs"), ("launch", "unit", "store", "doctor")
+    assert shown[:11] == [name for panel in panels for name in panel]
+    assert re.findall(r"^(\w+):$", out, re.M) == ["Options", *PANELS, "Options", "Commands"]
+    assert "..." not in out.replace("[ARGS]...", "") and "leave " not in out.split("Study:")[0]
+    for name, command in {**commands(), **commands()["jobs"].commands}.items():  # type: ignore[attr-defined]
+        if command.hidden:
+            continue
+        (line,) = re.findall(rf"^  {name} +(\S.*)$", out, re.M)
+        assert line == command.get_short_help_str(1000), "on one line"
+
+
 def commands() -> dict[str, typer.core.TyperCommand]:
-    """Those that the help shows."""
+    """Those that still do something."""
     found = typer.main.get_command(app.app).commands.items()  # type: ignore[attr-defined]
-    return {name: command for name, command in found if not command.hidden}
+    return {name: command for name, command in found if name not in PRESENT}
 
 
-def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
-    """(name, whether a value follows it), of those that the help shows."""
+def options(command: typer.core.TyperCommand) -> Iterator[str]:
+    """Those that the help shows."""
     for parameter in command.params:
         if parameter.param_type_name == "option" and not parameter.hidden:  # type: ignore[attr-defined]
-            for name in parameter.opts:
-                yield name, not parameter.is_flag  # type: ignore[attr-defined]
+            yield from parameter.opts
     for below in getattr(command, "commands", {}).values():
         yield from options(below)
 
 
-def test_options_that_take_a_value_are_known() -> None:
-    """`separate` must know them to find PROGRAM."""
-    found = [option for command in commands().values() for option in options(command)]
-    assert sum(valued for _, valued in found) > 30
-    for name, valued in found:
-        if name == "-m":  # it is in PROGRAM's place
-            continue
-        before = ["run", name, *["1"] * valued, "job.conf", "train.py"]
-        assert app.separate([*before, "--x"]) == [*before, "--", "--x"], name
-
-
-@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos", "init", "doctor"])
-def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["run", "plan", "compare", "unit", "launch", "chaos", "advise", "predict", "watch", "init", "doctor"],
+)
+def test_every_command_helps_with_an_example(ask: Ask, capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, _ = ask(name, "--help")
     assert code == 0
     example = out[out.index("Example:") :].split("\n")[1].split()
     assert example[:2] == ["topotrain", name]
-    context = commands()[name].make_context(name, app.separate(example[1:])[1:])
-    ours = {option for option, _ in options(commands()[name])}
-    args = (context.params.get("args") or []) + context.params.get("files", [])
-    assert [word for word in args if word.partition("=")[0] in ours] == []  # nothing of ours went to the script
+    commands()[name].make_context(name, example[2:])
+    assert capsys.readouterr().err == ""  # nothing of ours went to the script
 
 
 def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
@@ -272,6 +281,7 @@ def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
         ("topotrain launch srun dee", {"deep/er/a.yaml"}),
         ("topotrain unit deep/er/", {"deep/er/a.yaml"}),
         ("topotrain compare down.conf t", {"train.py"}),
+        ("topotrain replay d", {"day.of.june", "deep/"}),
     ],
 )
 def test_a_shell_is_offered_commands_and_job_files(
@@ -280,6 +290,7 @@ def test_a_shell_is_offered_commands_and_job_files(
     (here / "deep" / "er").mkdir(parents=True)
     (here / "deep" / "er" / "a.yaml").touch()
     (here / "deep" / "er" / "notes.txt").touch()
+    DecisionFile(Job(), True, {}).save(here / "day.of.june")
     monkeypatch.setenv("_TOPOTRAIN_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
@@ -499,8 +510,7 @@ def test_run_hands_over_program_and_arguments(ask: Ask, here: Path, launcher: La
 def test_a_module_in_place_of_a_script(ask: Ask, here: Path, launcher: Launcher, command: str) -> None:
     (here / "trees").mkdir()
     (here / "trees" / "train.py").write_text("raise RuntimeError('imported')\n")
-    words = ["-m", "trees.train", *(["--"] if command == "chaos" else []), "--lr", "2"]
-    assert ask(*command.split(), "down.conf", *words)[0] == 0
+    assert ask(*command.split(), "down.conf", "-m", "trees.train", "--lr", "2")[0] == 0
     assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("-m trees.train", ("--lr", "2"))
 
 
@@ -669,7 +679,7 @@ def test_commands_in_the_reference_parse() -> None:
     assert {words[0] for words in shown} >= set(commands())
     for words in shown:
         if words[0] in commands():
-            commands()[words[0]].make_context(words[0], app.separate(words)[1:])
+            commands()[words[0]].make_context(words[0], words[1:])
 
 
 @pytest.mark.parametrize(
@@ -735,7 +745,7 @@ def test_the_reference_names_every_option_and_no_other() -> None:
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
         table = set(re.findall(r"^\| `(--?[\w-]+)", section, re.M))
-        assert table == {option for option, _ in options(command)} - {"--help"}
+        assert table == {*options(command)} - {"--help"}
 
 
 def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, launcher: Launcher) -> None:

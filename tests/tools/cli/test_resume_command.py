@@ -10,7 +10,7 @@ from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.job_file import dumps
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
-from topotrain.tools.cli.app import main, separate
+from topotrain.tools.cli.app import main
 from topotrain.tools.cli.resume import asked_for, earlier
 
 
@@ -82,8 +82,3 @@ def test_a_job_text_that_is_none_is_told(workspace, capsys):
         path.write_text(json.dumps({**data, "sha256": hashed(data)}))
     code, text = failed(capsys, "run", "--resume", str(workspace))
     assert code == 2 and "snapshot 2:1:11" in text
-
-
-def test_the_programs_own_options_stay_its_own():
-    words = ["run", "--resume", "w", "job.conf", "train.py", "--resume", "x"]
-    assert separate(words) == ["run", "--resume", "w", "job.conf", "train.py", "--", "--resume", "x"]

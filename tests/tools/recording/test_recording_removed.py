@@ -7,7 +7,7 @@ from process_pool import run_without_package
 
 ROOT = Path(__file__).parents[3]
 USERS = {
-    *("tools/job_recording.py", "tools/cli/watch.py", "tools/cli/export_arguments.py"),
+    *("tools/job_recording.py", "tools/cli/jobs.py", "tools/cli/export_arguments.py"),
     *("tools/advice/job_measurements.py", "tools/advice/trial_runs.py"),
 }
 """The files outside of the package that name it. They import it inside functions, or look whether it is there."""

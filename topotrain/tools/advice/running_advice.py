@@ -169,14 +169,14 @@ class RunningComparison:
             _other(scale, advice, each) for each in advice.rehearsed if each.candidate.job.cluster != job.cluster
         )
         return RunningAdvice(
-            present.label,
-            self.measurement.samples_per_s,
-            now.samples_per_s,
-            now.goodput,
-            dict(machines.stragglers),
-            tuple(sorted(near, key=lambda each: -each.gain)),
-            others,
-            (*left_out, *advice.left_out),
+            present=present.label,
+            measured=self.measurement.samples_per_s,
+            predicted=now.samples_per_s,
+            goodput=now.goodput,
+            stragglers=dict(machines.stragglers),
+            reachable=tuple(sorted(near, key=lambda each: -each.gain)),
+            others=others,
+            left_out=(*left_out, *advice.left_out),
         )
 
     def calibrated(self) -> Probe:

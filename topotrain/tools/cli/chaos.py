@@ -1,7 +1,6 @@
 """The command `topotrain chaos`: kill processes of a running job, and report."""
 
 import json
-import re
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.tools.cli.job_arguments import Conf, Forkserver, Program, Quiet, Sets, load_job, program_words, refusing
+from topotrain.tools.amounts import seconds
+from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
 if TYPE_CHECKING:
@@ -18,104 +18,77 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\b
 Example:
-  topotrain chaos examples/conf/downpour.conf examples/digits.py --kill-every 2s --for 20s --seed 7
+  topotrain chaos --kill-every 2s --for 20s --seed 7 examples/conf/downpour.conf examples/digits.py
 """
-_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "": 1.0}
-_SPAN = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|min|)")
 _NO_CAP = 1_000_000
 """Restarts: in this command the fault plan, not a cap, ends the faults of a job."""
 
 
-def seconds(option: str, text: str) -> float:
-    """Return the seconds of "500ms", "2s", "1min" or "3".
+def chaos(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    kill_every: Annotated[
+        str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
+    ] = "2s",
+    lasting: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
+    ] = "60s",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
+    freeze: Annotated[
+        float,
+        typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s."),
+    ] = 0.0,
+    role: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
+    pairs: Annotated[
+        float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
+    ] = 0.0,
+    moments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--at",
+            metavar="MOMENT",
+            help="Also when processes start, restart, end, or are back: start, again, end, back.",
+        ),
+    ] = None,
+    kills: Annotated[
+        int,
+        typer.Option("--kills", metavar="N", min=0, help="End after so many faults; 0: only --for ends them."),
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+    quiet: Quiet = False,
+    forkserver: Forkserver = "",
+) -> None:
+    """Train a job on this machine while its processes are killed.
 
-    Raises ConfigError for anything else, and for a time of 0.
+    Ends with a verdict, and with the job's exit code: 0 if the job finished all the same.
     """
-    found = _SPAN.fullmatch(text.strip())
-    length = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if length <= 0:
-        raise ConfigError(option, text, "must be a time above 0, such as 500ms, 2s or 1min")
-    return length
+    with refusing():
+        from topotrain.config.topology import layout
+        from topotrain.tools.cli.resume import asked_for
+        from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
+        from topotrain.tools.monitor.result_tables import console
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-
-    @app.command("chaos", epilog=EXAMPLE)
-    def chaos(
-        conf: Conf,
-        program: Program = None,
-        # Unlike with `run`, options of this command may follow PROGRAM, so the script's own need a --.
-        args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
-        ] = None,
-        module: Annotated[
-            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
-        ] = "",
-        sets: Sets = None,
-        kill_every: Annotated[
-            str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
-        ] = "2s",
-        lasting: Annotated[
-            str, typer.Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
-        ] = "60s",
-        seed: Annotated[
-            int, typer.Option("--seed", metavar="N", help="Seed of the faults: times, kinds, targets.")
-        ] = 0,
-        freeze: Annotated[
-            float,
-            typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s."),
-        ] = 0.0,
-        role: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
-        pairs: Annotated[
-            float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
-        ] = 0.0,
-        moments: Annotated[
-            list[str] | None,
-            typer.Option(
-                "--at",
-                metavar="MOMENT",
-                help="Also when processes start, restart, end, or are back: start, again, end, back.",
-            ),
-        ] = None,
-        kills: Annotated[
-            int,
-            typer.Option("--kills", metavar="N", min=0, help="End after so many faults; 0: only --for ends them."),
-        ] = 0,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
-        quiet: Quiet = False,
-        forkserver: Forkserver = "",
-    ) -> None:
-        """Train a job on this machine while its processes are killed.
-
-        Ends with a verdict, and with the job's exit code: 0 if the job finished all the same.
-        """
-        with refusing():
-            from topotrain.config.topology import layout
-            from topotrain.tools.cli.resume import asked_for
-            from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
-            from topotrain.tools.monitor.result_tables import console
-
-            if role not in ("", "worker", "server"):
-                raise ConfigError("--whom", role, "must be worker or server")
-            at = frozenset(moments or ())
-            if not at <= set(MOMENTS):
-                raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
-            every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
-            faults = FaultPlan(every_s, for_s, seed, freeze, role, pairs, at, kills)
-            # With any other reaction the first fault would end the job.
-            words = program_words(module, program, args)
-            job = replace(load_job(conf, sets, *words), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
-            topology = layout(job.cluster)
-            with FaultInjector(faults) as injector:
-                terminal = console(stderr=True)
-                options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
-                result = train(job, topology, terminal, options, injector)
-            found = verdict(result, injector)
-            print(
-                json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr
-            )
-            raise typer.Exit(result.outcome.code)
+        if role not in ("", "worker", "server"):
+            raise ConfigError("--whom", role, "must be worker or server")
+        at = frozenset(moments or ())
+        if not at <= set(MOMENTS):
+            raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
+        every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
+        faults = FaultPlan(
+            every_s=every_s, for_s=for_s, seed=seed, freeze=freeze, role=role, pairs=pairs, moments=at, kills=kills
+        )
+        # With any other reaction the first fault would end the job.
+        job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
+        topology = layout(job.cluster)
+        with FaultInjector(faults) as injector:
+            terminal = console(stderr=True)
+            options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
+            result = train(job, topology, terminal, options, injector)
+        found = verdict(result, injector)
+        print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
+        raise typer.Exit(result.outcome.code)
 
 
 def verdict(result: "JobResult", injector: "FaultInjector") -> dict[str, Any]:

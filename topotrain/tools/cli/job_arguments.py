@@ -1,8 +1,9 @@
-"""Arguments that several commands share, and the checks of what they name."""
+"""Arguments that several commands share, what a shell offers for them, and the checks of what they name."""
 
 import os
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,46 @@ import typer
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder, open_file, open_for_reading
-from topotrain.config.python_module import as_program, find_module, module_of
+from topotrain.config.python_module import find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.tools import amounts
-from topotrain.tools.cli.completion import job_files
 from topotrain.tools.monitor.monitored_run import complain
+
+JOB_ENDINGS = (".conf", ".yaml", ".yml")
+
+
+def job_files(incomplete: str) -> list[str]:
+    """Return the job files and folders that begin with a path."""
+    return _paths(incomplete, lambda path: path.endswith(JOB_ENDINGS))
+
+
+def job_files_and_scripts(incomplete: str) -> list[str]:
+    """Return the job files, scripts and folders that begin with a path."""
+    return _paths(incomplete, lambda path: path.endswith((*JOB_ENDINGS, ".py")))
+
+
+def recordings(incomplete: str) -> list[str]:
+    """Return the files that may be recordings, which are ZIP archives, and folders that begin with a path."""
+    return _paths(incomplete, lambda path: os.path.isfile(path) and zipfile.is_zipfile(path))
+
+
+def _paths(incomplete: str, is_offered: Callable[[str], bool]) -> list[str]:
+    begun = incomplete.rpartition("/")[2]
+    shown = incomplete.removesuffix(begun)
+    try:
+        with os.scandir(shown or ".") as entries:
+            found = sorted(
+                f"{shown}{entry.name}{'/' * entry.is_dir()}"
+                for entry in entries
+                if entry.name.startswith(begun)
+                and (begun.startswith(".") or not entry.name.startswith("."))
+                and (entry.is_dir() or is_offered(entry.path))
+            )
+    except OSError:
+        return []
+    # The shell would end the word after a single folder.
+    return _paths(found[0], is_offered) if len(found) == 1 and found[0].endswith("/") else found
+
 
 Sets = Annotated[
     list[str] | None,
@@ -84,12 +120,6 @@ def load_job(
     if (needs_program or program) and not elsewhere:
         check_program(job.program)
     return job
-
-
-def program_words(module: str, program: str | None, args: list[str] | None) -> tuple[str | None, list[str] | None]:
-    """Return program and arguments, where `-m` is an option of the command."""
-    # A module leaves no place for PROGRAM: what the parser took for it is the first argument.
-    return (as_program(module), [*([program] if program else ()), *(args or ())]) if module else (program, args)
 
 
 def with_link(job: Job, emulate: str) -> Job:

@@ -19,7 +19,8 @@ import typer
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
 from topotrain.config.plain_text import printable
-from topotrain.tools.cli.chaos import seconds
+from topotrain.tools.amounts import seconds
+from topotrain.tools.cli.command_line import PanelGroup
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
 from topotrain.tools.job_recording import PACKAGE, is_installed
 from topotrain.tools.monitor.monitored_run import complain
@@ -36,7 +37,10 @@ NOTICE_S = 5.0
 NAME_IT = "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
 
 jobs = typer.Typer(
-    help="List jobs; look at one, stop it, save it, change its size.", no_args_is_help=True, rich_markup_mode=None
+    cls=PanelGroup,
+    help="List jobs, or view, stop, save, shrink or grow one that runs.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -185,7 +189,7 @@ def leave(
     within: Within = "10s",
     as_json: AsJson = False,
 ) -> None:
-    """Let a worker group leave a running job, or a worker a job of one group.
+    """Let a worker group, or workers, leave a running job.
 
     A group: the others train on and get the data that it has not read; returns when its processes have ended. A
     worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
@@ -204,7 +208,7 @@ def join(
     within: Within = "10s",
     as_json: AsJson = False,
 ) -> None:
-    """Let a worker group join a running job (again), or a worker a job of one group.
+    """Let a worker group, or workers, join a running job.
 
     A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more. The
     command returns when it trains again.

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from topotrain.tools.cli.completion import job_files
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, load_job, refusing
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, job_files, load_job, refusing
 from topotrain.tools.starter_job import CLUSTERS, DEFAULT, write_starter
 
 INIT_EXAMPLE = """\b
@@ -20,12 +19,6 @@ Example:
   topotrain doctor
   topotrain doctor examples/conf/downpour.conf --rendezvous tcp://127.0.0.1:29400
 """
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("init", epilog=INIT_EXAMPLE)(init)
-    app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
 
 
 def init(
@@ -67,10 +60,10 @@ def doctor(
     hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines of the job.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Describe this machine for a bug report, or check whether a job can run on it.
+    """Describe this machine, or check whether a job can run on it.
 
+    The description is for a bug report, and shows secrets as set or not set: TOPOTRAIN_TOKEN and the user in a URL.
     With JOB.conf each check is one line: ok, warning or failed, with what to do. The exit code is 1 if a check failed.
-    The description shows secrets as set or not set: TOPOTRAIN_TOKEN and the user in a URL.
     """
     with refusing():
         if conf is None:

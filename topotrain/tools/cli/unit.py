@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from topotrain.config.job import ConfigError, Job
+from topotrain.config.job import Job
 from topotrain.config.topology import validate
 from topotrain.launch import JobWatch
-from topotrain.tools.cli.completion import job_files
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of_unit
 from topotrain.tools.cli.job_arguments import (
     Args,
@@ -26,6 +25,7 @@ from topotrain.tools.cli.job_arguments import (
     Quiet,
     Sets,
     check_writable,
+    job_files,
     load_job,
     refusing,
 )
@@ -48,102 +48,96 @@ Example:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def unit(
+    conf: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.conf",
+            help="For unit 0 at least, unless the job was submitted.",
+            show_default=False,
+            autocompletion=job_files,
+        ),
+    ] = None,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")
+    ] = "",
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", help="Which unit this is, from 0, or a launcher's variable."),
+    ] = None,
+    nprocs: Annotated[
+        int | None, typer.Option("--nprocs", metavar="N", help="How many units, or a launcher's variable.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
+    ] = "",
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
+    quiet: Quiet = False,
+    logs: Logs = None,
+    metrics: Metrics = "",
+    forkserver: Forkserver = "",
+) -> None:
+    """Run one unit of a job on this machine.
 
-    @app.command("unit", epilog=EXAMPLE)
-    def unit(
-        conf: Annotated[
-            Path | None,
-            typer.Argument(
-                metavar="JOB.conf",
-                help="For unit 0 at least, unless the job was submitted.",
-                show_default=False,
-                autocompletion=job_files,
-            ),
-        ] = None,
-        program: Program = None,
-        args: Args = None,
-        sets: Sets = None,
-        rendezvous: Annotated[
-            str, typer.Option("--rendezvous", metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")
-        ] = "",
-        rank: Annotated[
-            int | None,
-            typer.Option("--rank", metavar="R", help="Which unit this is, from 0, or a launcher's variable."),
-        ] = None,
-        nprocs: Annotated[
-            int | None, typer.Option("--nprocs", metavar="N", help="How many units, or a launcher's variable.")
-        ] = None,
-        host: Annotated[
-            str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
-        ] = "",
-        report: Annotated[
-            Path | None,
-            typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file."),
-        ] = None,
-        as_json: Annotated[
-            bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")
-        ] = False,
-        quiet: Quiet = False,
-        logs: Logs = None,
-        metrics: Metrics = "",
-        forkserver: Forkserver = "",
-    ) -> None:
-        """Run one unit of a job on this machine.
+    Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
+    train, and end together.
+    """
+    with refusing(), ExitStack() as stack:
+        from topotrain.comm.store import StoreError
+        from topotrain.launch.launchers.env_tables import RENDEZVOUS
+        from topotrain.launch.shared_forkserver import join
 
-        Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
-        train, and end together.
-        """
-        with refusing(), ExitStack() as stack:
-            from topotrain.comm.store import StoreError
-            from topotrain.launch.launchers.env_tables import RENDEZVOUS
-            from topotrain.launch.shared_forkserver import join
+        job = None if conf is None else load_job(conf, sets, program, args)
+        if job is not None:
+            # Before the others wait for this unit.
+            validate(job.cluster)
+        # The environment comes before the job file: a launcher sets it for this start.
+        named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
+        start = _start(rank, nprocs, rendezvous or named, host)
+        if report is not None and start.rank == 0:
+            # The others write it only if unit 0 is lost. Their machines may not have its folder.
+            check_writable("--report", report)
+        exports = stack.enter_context(exports_of_unit(job, start.rank, logs or (), metrics))
+        announce(exports)
+        # It loads torch while this process loads its own modules, and meets the other units.
+        shared = None if forkserver else join(start.scope(os.environ))
+        from topotrain.launch.multinode.node import Node
+        from topotrain.tools.job_recording import JobRecording
+        from topotrain.tools.monitor.rendezvous_line import rendezvous_line
 
-            job = None if conf is None else load_job(conf, sets, program, args)
-            if job is not None:
-                # Before the others wait for this unit.
-                validate(job.cluster)
-            # The environment comes before the job file: a launcher sets it for this start.
-            named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
-            start = _start(args or (), rank, nprocs, rendezvous or named, host)
-            if report is not None and start.rank == 0:
-                # The others write it only if unit 0 is lost. Their machines may not have its folder.
-                check_writable("--report", report)
-            exports = stack.enter_context(exports_of_unit(job, start.rank, logs or (), metrics))
-            announce(exports)
-            # It loads torch while this process loads its own modules, and meets the other units.
-            shared = None if forkserver else join(start.scope(os.environ))
-            from topotrain.launch.multinode.node import Node
-            from topotrain.tools.job_recording import JobRecording
-            from topotrain.tools.monitor.rendezvous_line import rendezvous_line
-
-            recorded = JobRecording()
-            window = _Window(start.rank, quiet, as_json, recorded, exports)
-            try:
-                notice = rendezvous_line(start.rank, start.nprocs)
-                node = Node(
-                    start,
-                    job,
-                    window.watching,
-                    forkserver=forkserver,
-                    shared=shared,
-                    outlet=window,
-                    notice=notice,
-                    watch=window,
-                )
-                ended = node.run()
-                window.end(ended.outcome.code)
-            except StoreError as error:
-                complain(str(error))
-                raise typer.Exit(1) from None
-            finally:
-                recorded.end(None)
-            _print_end(ended, window, report, as_json, quiet)
-            raise typer.Exit(ended.outcome.code)
+        recorded = JobRecording()
+        window = _Window(start.rank, quiet, as_json, recorded, exports)
+        try:
+            notice = rendezvous_line(start.rank, start.nprocs)
+            node = Node(
+                start,
+                job,
+                window.watching,
+                forkserver=forkserver,
+                shared=shared,
+                outlet=window,
+                notice=notice,
+                watch=window,
+            )
+            ended = node.run()
+            window.end(ended.outcome.code)
+        except StoreError as error:
+            complain(str(error))
+            raise typer.Exit(1) from None
+        finally:
+            recorded.end(None)
+        _print_end(ended, window, report, as_json, quiet)
+        raise typer.Exit(ended.outcome.code)
 
 
-def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str) -> "LaunchInfo":
+def _start(rank: int | None, nprocs: int | None, rendezvous: str, host: str) -> "LaunchInfo":
     """Return the start of this unit from options and environment.
 
     Raises ConfigError, and ends with code 2 for an invalid URL or secret.
@@ -161,12 +155,6 @@ def _start(args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous
     except StoreError as error:
         complain(str(error))
         raise typer.Exit(2) from None
-    except ConfigError:
-        # The user may have meant one of these words for the command; the script would get it.
-        ours = [word for word in args if word.partition("=")[0] in ("--rank", "--nprocs", "--rendezvous")]
-        if not ours:
-            raise
-        raise ConfigError(ours[0], None, "must be given before PROGRAM: words after it are the program's") from None
     return start
 
 

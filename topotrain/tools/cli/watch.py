@@ -53,11 +53,6 @@ WatchHost = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("watch", epilog=EXAMPLE)(watch)
-
-
 def watch(
     workspace: Annotated[
         str,
@@ -85,7 +80,7 @@ def watch(
     job: Annotated[str, typer.Option("--job", metavar="ID", help="With the URL of a store.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show a job on a page in the browser, in a file, or on the terminal.
+    """Show a job on a page in the browser, in a file, or as text.
 
     It is read from the recording in the workspace, and the job is not disturbed. The page is served until Ctrl-C.
     """

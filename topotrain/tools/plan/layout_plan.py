@@ -167,7 +167,17 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     second = (_with_second(topology, server, servers) for server in servers)
     note, link, traffic = store_advice(job, topology), link_advice(job), round_traffic(job.cluster, topology, slices)
     agreement = agreement_in_words(job, topology)
-    return LayoutPlan(topology, slices, shares, (*workers, *second), warning, note, link, traffic, agreement)
+    return LayoutPlan(
+        topology=topology,
+        slices=slices,
+        shares=shares,
+        memory=(*workers, *second),
+        warning=warning,
+        note=note,
+        link=link,
+        traffic=traffic,
+        agreement=agreement,
+    )
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:

@@ -134,14 +134,14 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
     if cluster.link is not None and cluster.link.bandwidth is not None:
         link = link.at(cluster.link.bandwidth, cluster.sync_freq)
     return RoundTraffic(
-        cluster.sync_freq,
-        sum(pushes) // workers,
-        sum(pulls),
-        received[busiest],
-        sent[busiest],
-        inside,
-        _encoding(cluster),
-        link,
+        steps=cluster.sync_freq,
+        worker_bytes=sum(pushes) // workers,
+        worker_received=sum(pulls),
+        server_bytes=received[busiest],
+        server_sent=sent[busiest],
+        group_bytes=inside,
+        encoding=_encoding(cluster),
+        link=link,
     )
 
 

@@ -139,7 +139,16 @@ class Rehearsal(SimCluster, StepObserver):
         super().__init__(job, seed, None, probe.schema())
         factors = self._factors()
         self.scripts = [
-            RehearsedWorker(me, job, self.topology, self.clients[me], self.work[me], probe, factors[me], seed)
+            RehearsedWorker(
+                me=me,
+                job=job,
+                topology=self.topology,
+                client=self.clients[me],
+                work=self.work[me],
+                probe=probe,
+                factor=factors[me],
+                seed=seed,
+            )
             for me in self.workers
         ]
         for script in self.scripts:

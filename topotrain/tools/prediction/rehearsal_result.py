@@ -49,22 +49,22 @@ class RehearsalResult:
         step_s = median(times)
         failures = HostFailures(job, topology, rehearsal.machines, rehearsal.probe, step_s)
         return Prediction(
-            topology.framework,
-            processes_of(topology),
-            step_s,
-            quantile(times, 0.95),
-            sum(script.samples * self._rate(script) for script in rehearsal.scripts),
-            parts,
-            waits,
-            tuple(self._busiest()),
-            tuple(self._links()),
-            tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
-            self._staleness(),
-            start_s,
-            failures.goodput(),
-            expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
-            same_as_one_process(job),
-            rehearsal.sim.seed,
+            framework=topology.framework,
+            processes=processes_of(topology),
+            step_s=step_s,
+            step_p95_s=quantile(times, 0.95),
+            samples_per_s=sum(script.samples * self._rate(script) for script in rehearsal.scripts),
+            parts=parts,
+            waits=waits,
+            busiest=tuple(self._busiest()),
+            links=tuple(self._links()),
+            memory=tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
+            staleness=self._staleness(),
+            start_s=start_s,
+            goodput=failures.goodput(),
+            error=expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
+            same_as_one_process=same_as_one_process(job),
+            seed=rehearsal.sim.seed,
         )
 
     def _rate(self, script: RehearsedWorker) -> float:

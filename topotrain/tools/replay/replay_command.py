@@ -16,7 +16,6 @@ import typer
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.plain_text import printable
-from topotrain.tools.cli.completion import job_files
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -26,6 +25,7 @@ from topotrain.tools.cli.job_arguments import (
     Quiet,
     check_program,
     check_writable,
+    recordings,
     refusing,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
@@ -45,62 +45,58 @@ Example:
 _UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=recordings),
+    ],
+    program: Program = None,
+    args: Args = None,
+    until: Annotated[
+        str, typer.Option("--until", metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")
+    ] = "",
+    dump: Annotated[
+        list[str] | None,
+        typer.Option("--dump", metavar="PARAM", help="Print this parameter; may be given several times."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write what --dump names, as safetensors.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE", help="Show the first decision that differs there.")
+    ] = None,
+    workspace: Annotated[
+        str, typer.Option("--workspace", metavar="DIR", help="Of the replay, instead of FILE.replay.")
+    ] = "",
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    forkserver: Forkserver = "",
+) -> None:
+    """Run a recorded job again, to the same bits.
 
-    @app.command("replay", epilog=EXAMPLE)
-    def replay(
-        file: Annotated[
-            Path,
-            typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=job_files),
-        ],
-        program: Program = None,
-        args: Args = None,
-        until: Annotated[
-            str, typer.Option("--until", metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")
-        ] = "",
-        dump: Annotated[
-            list[str] | None,
-            typer.Option("--dump", metavar="PARAM", help="Print this parameter; may be given several times."),
-        ] = None,
-        out: Annotated[
-            Path | None, typer.Option("--out", metavar="FILE", help="Write what --dump names, as safetensors.")
-        ] = None,
-        compare: Annotated[
-            Path | None, typer.Option("--compare", metavar="FILE", help="Show the first decision that differs there.")
-        ] = None,
-        workspace: Annotated[
-            str, typer.Option("--workspace", metavar="DIR", help="Of the replay, instead of FILE.replay.")
-        ] = "",
-        recorded: Annotated[
-            bool, typer.Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
-        ] = False,
-        as_json: AsJson = False,
-        quiet: Quiet = False,
-        forkserver: Forkserver = "",
-    ) -> None:
-        """Run a recorded job again, to the same bits.
+    The same processes run the same program, and each server makes its decisions in the recorded order. A recording
+    may come from another user, so its own program runs with --recorded only.
+    """
+    with refusing():
+        from topotrain.tools.replay.decision_file import load_decisions
 
-        The same processes run the same program, and each server makes its decisions in the recorded order. A recording
-        may come from another user, so its own program runs with --recorded only.
-        """
-        with refusing():
-            from topotrain.tools.replay.decision_file import load_decisions
-
-            record = load_decisions(file)
-            if compare is not None:
-                if program or until or dump or out is not None or workspace or recorded:
-                    text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
-                    raise BadInput(f"--compare runs nothing: {text}")
-                raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
-            if out is not None and not dump:
-                raise BadInput("--out is for the parameters that --dump names: give one")
-            check_asked(record.job, program, recorded)
-            job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
-            stop = parse_until(until, record)
-            if out is not None:
-                check_writable("--out", out)
-            raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
+        record = load_decisions(file)
+        if compare is not None:
+            if program or until or dump or out is not None or workspace or recorded:
+                text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
+                raise BadInput(f"--compare runs nothing: {text}")
+            raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
+        if out is not None and not dump:
+            raise BadInput("--out is for the parameters that --dump names: give one")
+        check_asked(record.job, program, recorded)
+        job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
+        stop = parse_until(until, record)
+        if out is not None:
+            check_writable("--out", out)
+        raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
 
 
 class Shown:

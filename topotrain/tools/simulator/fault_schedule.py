@@ -145,7 +145,16 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
     # Without snapshots a crash would only test the beginning again.
     crashes = [_draw_crash(rng, groups, workers) for _ in range(rng.choice((0, 1, 1, 2)))] if every else []
     opens = rng.choice((0.0, 0.005, 0.03))
-    return FaultSchedule(network, batches, epochs, mode, detects, (*faults, *crashes), every, opens)
+    return FaultSchedule(
+        network=network,
+        batches=batches,
+        epochs=epochs,
+        mode=mode,
+        detects=detects,
+        faults=(*faults, *crashes),
+        every=every,
+        opens=opens,
+    )
 
 
 def _draw_crash(rng: random.Random, groups: int, workers: int) -> Fault:

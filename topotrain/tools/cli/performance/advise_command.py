@@ -11,12 +11,12 @@ import typer
 
 from topotrain.config.job import Job
 from topotrain.tools.cli.job_arguments import (
+    Args,
     BadInput,
     Forkserver,
     check_program,
     check_writable,
     load_job,
-    program_words,
     refusing,
 )
 from topotrain.tools.cli.performance.shown_search import shown_search
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\b
 Example:
-  topotrain advise train.py --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf
+  topotrain advise --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf train.py
   topotrain advise --probe probe.json --hosts 8 --link 1gbit,1ms --sync
   topotrain advise --running workspace/digits --probe probe.json
 """
@@ -40,90 +40,77 @@ TRY_S = 5.0
 _MISSING = "this installation gives no advice (package topotrain.tools.advice)"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def advise(
+    program: Annotated[
+        str | None, typer.Argument(metavar="PROGRAM", help="The training script, which is measured first.")
+    ] = None,
+    args: Args = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; nothing is measured."),
+    ] = None,
+    hosts: Annotated[str, typer.Option("--hosts", metavar="N", help="How many hosts; 1 without it.")] = "",
+    link: Annotated[
+        str, typer.Option("--link", metavar="LINK", help="Of each host, such as 1gbit,1ms; needs --hosts.")
+    ] = "",
+    cores: Annotated[
+        str, typer.Option("--cores", metavar="N", help="Of each host; without it as the probed machine has.")
+    ] = "",
+    memory: Annotated[
+        str,
+        typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused."),
+    ] = "",
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")
+    ] = "",
+    straggler: Annotated[
+        str,
+        typer.Option("--straggler", metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4."),
+    ] = "",
+    job: Annotated[
+        Path | None,
+        typer.Option("--job", metavar="JOB.conf", help="Its other fields are kept, and its layout is compared."),
+    ] = None,
+    sync: Annotated[bool, typer.Option("--sync", help="Only layouts that compute the same as one process.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the advised job here, such as best.conf.")
+    ] = None,
+    tried: Annotated[
+        int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
+    ] = 0,
+    within: Annotated[
+        str, typer.Option("--within", metavar="TIME", help="After it no further layout is rehearsed.")
+    ] = "60s",
+    running: Annotated[
+        Path | None,
+        typer.Option("--running", metavar="WORKSPACE", help="Of a job that runs: would another layout be faster?"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
+    forkserver: Forkserver = "",
+) -> None:
+    """Say which layout trains a program fastest on some hosts, and why.
 
-    @app.command("advise", epilog=EXAMPLE)
-    def advise(
-        program: Annotated[
-            str | None, typer.Argument(metavar="PROGRAM", help="The training script, which is measured first.")
-        ] = None,
-        # Options of this command may follow PROGRAM, so the script's own need a --.
-        args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
-        ] = None,
-        module: Annotated[
-            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
-        ] = "",
-        probe: Annotated[
-            Path | None,
-            typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; nothing is measured."),
-        ] = None,
-        hosts: Annotated[str, typer.Option("--hosts", metavar="N", help="How many hosts; 1 without it.")] = "",
-        link: Annotated[
-            str, typer.Option("--link", metavar="LINK", help="Of each host, such as 1gbit,1ms; needs --hosts.")
-        ] = "",
-        cores: Annotated[
-            str, typer.Option("--cores", metavar="N", help="Of each host; without it as the probed machine has.")
-        ] = "",
-        memory: Annotated[
-            str,
-            typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused."),
-        ] = "",
-        mtbf: Annotated[
-            str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")
-        ] = "",
-        straggler: Annotated[
-            str,
-            typer.Option("--straggler", metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4."),
-        ] = "",
-        job: Annotated[
-            Path | None,
-            typer.Option("--job", metavar="JOB.conf", help="Its other fields are kept, and its layout is compared."),
-        ] = None,
-        sync: Annotated[
-            bool, typer.Option("--sync", help="Only layouts that compute the same as one process.")
-        ] = False,
-        out: Annotated[
-            Path | None, typer.Option("--out", metavar="FILE", help="Write the advised job here, such as best.conf.")
-        ] = None,
-        tried: Annotated[
-            int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
-        ] = 0,
-        within: Annotated[
-            str, typer.Option("--within", metavar="TIME", help="After it no further layout is rehearsed.")
-        ] = "60s",
-        running: Annotated[
-            Path | None,
-            typer.Option("--running", metavar="WORKSPACE", help="Of a job that runs: would another layout be faster?"),
-        ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
-        forkserver: Forkserver = "",
-    ) -> None:
-        """Say which layout trains a program fastest on some hosts, and why.
+    The program is measured in one process, unless there is a probe. Each candidate is then rehearsed in virtual
+    time, with the servers of a real job.
+    """
+    with refusing():
+        _check_installed()
+        from topotrain.tools.advice.wishes import Wishes
+        from topotrain.tools.amounts import seconds
+        from topotrain.tools.prediction.machines import parse_machines
 
-        The program is measured in one process, unless there is a probe. Each candidate is then rehearsed in virtual
-        time, with the servers of a real job.
-        """
-        with refusing():
-            _check_installed()
-            from topotrain.tools.advice.wishes import Wishes
-            from topotrain.tools.amounts import seconds
-            from topotrain.tools.prediction.machines import parse_machines
-
-            name, words = program_words(module, program, args)
-            machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
-            wishes = Wishes(sync, within_s=seconds("--within", within))
-            given = _job(job, name, words)
-            _check_options(given, probe, machines, out, tried, running)
-            found = _probe(given, probe, forkserver)
-            if probe is not None:
-                _check_origin(found, probe, given, tried, running, forkserver)
-            if running is not None:
-                assert probe is not None
-                _advise_running(running, found, probe, machines, given, wishes, as_json)
-                return
-            _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
+        machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
+        wishes = Wishes(sync, within_s=seconds("--within", within))
+        given = _job(job, program, args)
+        _check_options(given, probe, machines, out, tried, running)
+        found = _probe(given, probe, forkserver)
+        if probe is not None:
+            _check_origin(found, probe, given, tried, running, forkserver)
+        if running is not None:
+            assert probe is not None
+            _advise_running(running, found, probe, machines, given, wishes, as_json)
+            return
+        _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
 
 
 def _check_installed() -> None:
@@ -186,8 +173,7 @@ def _check_origin(probe: "Probe", file: Path, job: Job, tried: int, running: Pat
 
     The model of a job that runs is in its recording, and is checked with it.
     """
-    from topotrain.tools.cli.performance.measured_probe import check_model_of
-    from topotrain.tools.cli.performance.probe_notes import note_not_run, note_other_machine
+    from topotrain.tools.cli.performance.measured_probe import check_model_of, note_not_run, note_other_machine
 
     if tried:
         check_model_of(probe, job.program, job.args, forkserver)
@@ -258,7 +244,7 @@ def _advise_running(
     from topotrain.tools.advice.job_measurements import check_probe_of, measured
     from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.running_advice import RunningComparison
-    from topotrain.tools.cli.performance.probe_notes import note_other_machine
+    from topotrain.tools.cli.performance.measured_probe import note_other_machine
 
     measurement = measured(workspace, "--running")
     check_probe_of(measurement, probe)

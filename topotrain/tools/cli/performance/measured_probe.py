@@ -1,6 +1,8 @@
-"""A probe for a command that needs one and was given none."""
+"""A probe for a command: one that is measured now, and notes on stderr about one that was given."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topotrain.tools.cli.performance.probe_command import stages
@@ -30,3 +32,33 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
 
     with stages(quiet=False) as progress:
         check_program_model(probe, ProbeRequest(program, tuple(args), PROBE_S, forkserver), progress)
+
+
+def note_other_program(probe: "Probe", file: Path, program: str) -> None:
+    """Warn that a probe was made with a program of another name than the job's.
+
+    The job's may be "".
+    """
+    from topotrain.tools.probe.probe_origin import is_of_other_file
+
+    if is_of_other_file(probe, program):
+        _say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
+
+
+def note_not_run(probe: "Probe", file: Path, program: str) -> None:
+    """Say that a program is not run, because its figures are those of a probe."""
+    if program:
+        _say(f"all figures are those of {file}, made with {probe.program}: {program} is not run")
+
+
+def note_other_machine(probe: "Probe", file: Path) -> None:
+    """Warn that a probe was made on another machine, or with other versions."""
+    from topotrain.tools.probe.probe_origin import unlike_this_machine
+
+    differs = unlike_this_machine(probe)
+    if differs:
+        _say(f"warning: {file} was not made here, so its figures may not hold: {differs}")
+
+
+def _say(text: str) -> None:
+    print(f"topotrain: {text}", file=sys.stderr, flush=True)

@@ -7,10 +7,13 @@ import typer
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.job_arguments import (
+    Args,
     AsJson,
     BadInput,
     Conf,
     Emulate,
+    Forkserver,
+    Program,
     Sets,
     check_writable,
     load_job,
@@ -22,11 +25,15 @@ from topotrain.tools.monitor.monitored_run import complain
 
 EXAMPLE = """\b
 Example:
-  topotrain predict examples/conf/downpour.conf --probe probe.json --link 1gbit,1ms
+  topotrain predict --link 1gbit,1ms examples/conf/downpour.conf examples/digits.py
+  topotrain predict --probe probe.json --link 1gbit,1ms examples/conf/downpour.conf
 """
 _MOST_SEED = 2**32 - 1
 
-Probe = Annotated[Path, typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written.")]
+Probe = Annotated[
+    Path | None,
+    typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; without PROGRAM probe.json."),
+]
 Hosts = Annotated[
     str, typer.Option("--hosts", metavar="N", help="Of the job; else one, or with --link one for each unit.")
 ]
@@ -41,14 +48,11 @@ Mtbf = Annotated[str, typer.Option("--mtbf", metavar="TIME", help="Mean time bet
 Cores = Annotated[str, typer.Option("--cores", metavar="N", help="Of each host; else those of the probed machine.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("predict", epilog=EXAMPLE)(predict)
-
-
 def predict(
     conf: Conf,
-    probe: Probe = Path("probe.json"),
+    program: Program = None,
+    args: Args = None,
+    probe: Probe = None,
     hosts: Hosts = "",
     link: LinkOption = "",
     cores: Cores = "",
@@ -62,11 +66,12 @@ def predict(
         Path | None, typer.Option("--trace", metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
     ] = None,
     as_json: AsJson = False,
+    forkserver: Forkserver = "",
 ) -> None:
     """Predict how fast a job would be on some hosts, and why.
 
-    The program does not run. Its times come from a probe. With --emulate it is the job that `run --emulate` would run
-    on this one machine.
+    PROGRAM is measured here for some of its steps; with a probe it does not run. With --emulate it is the job that `run
+    --emulate` would run on this one machine.
     """
     with refusing():
         if link and emulate:
@@ -79,15 +84,19 @@ def predict(
         except ImportError:
             raise BadInput("this installation has no predictions (package topotrain.tools.prediction)") from None
         machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
-        job = with_link(load_job(conf, sets, None, None, needs_program=False), emulate)
-        found = load_probe(probe)
+        job = with_link(load_job(conf, sets, program, args, needs_program=False), emulate)
         if trace is not None:
             check_writable("--trace", trace)
-        from topotrain.tools.cli.performance.probe_notes import note_other_program
+        from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
         from topotrain.tools.prediction import predict as predictions
         from topotrain.tools.prediction.prediction_text import prediction_text
 
-        note_other_program(found, probe, job.program)
+        if program is not None and probe is None:
+            found = probe_of(job.program, job.args, forkserver=forkserver)
+        else:
+            file = probe or Path("probe.json")
+            found = load_probe(file)
+            note_other_program(found, file, job.program)
         try:
             with shown_rehearsal() as listener:
                 predicted = predictions.predict(job, found, machines, seed, trace, listener)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.job_arguments import (
+    Args,
     BadInput,
     Forkserver,
     Program,
     Quiet,
     check_program,
     check_writable,
-    program_words,
     refusing,
 )
 from topotrain.tools.monitor.monitored_run import complain
@@ -26,62 +27,51 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\b
 Example:
-  topotrain probe examples/digits.py --seconds 20 --out probe.json -- --epochs 100
+  topotrain probe --seconds 20 --out probe.json examples/digits.py --epochs 100
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
+def probe(
+    program: Program = None,
+    args: Args = None,
+    duration: Annotated[
+        str, typer.Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
+    ] = "30",
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the probe is written.")] = Path(
+        "probe.json"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
+    quiet: Quiet = False,
+    forkserver: Forkserver = "",
+) -> None:
+    """Measure a program on this machine, for `predict` and `advise`.
 
-    @app.command("probe", epilog=EXAMPLE)
-    def probe(
-        program: Program = None,
-        # Options of this command may follow PROGRAM, so the script's own need a --.
-        args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
-        ] = None,
-        module: Annotated[
-            str, typer.Option("-m", metavar="MODULE", help="The training module as for python, instead of PROGRAM.")
-        ] = "",
-        seconds: Annotated[
-            float, typer.Option("--seconds", metavar="N", help="That the measurement may take, about; at least 10.")
-        ] = 30.0,
-        out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the probe is written.")] = Path(
-            "probe.json"
-        ),
-        as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
-        quiet: Quiet = False,
-        forkserver: Forkserver = "",
-    ) -> None:
-        """Measure a program on this machine, for `predict` and `advise`.
+    The script runs unchanged, as plain Python, for some of its steps. Besides there are a job of one worker and one
+    server, and two processes that exchange messages.
+    """
+    with refusing():
+        if not program:
+            raise BadInput("no program: give a training script, or -m MODULE")
+        check_program(program)
+        check_writable("--out", out)
+        from topotrain.tools.probe.program_probe import ProbeRequest, measure
 
-        The script runs unchanged, as plain Python, for some of its steps. Besides there are a job of one worker and one
-        server, and two processes that exchange messages.
-        """
-        with refusing():
-            words, more = program_words(module, program, args)
-            if not words:
-                raise BadInput("no program: give a training script, or -m MODULE")
-            check_program(words)
-            check_writable("--out", out)
-            from topotrain.tools.probe.program_probe import ProbeRequest, measure
-
-            request = ProbeRequest(words, tuple(more or ()), seconds, forkserver)
-            began = time.monotonic()
-            with stages(quiet) as progress:
-                found = measure(request, progress)
-            text = found.to_json()
-            try:
-                out.write_text(text, encoding="utf-8")
-            except OSError as error:
-                complain(f"{out}: cannot be written ({error.strerror})")
-                raise typer.Exit(1) from None
-            if as_json:
-                print(text, end="")
-            elif not quiet:
-                print(summary(found))
-            if not quiet:
-                print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        request = ProbeRequest(program, tuple(args or ()), seconds("--seconds", duration), forkserver)
+        began = time.monotonic()
+        with stages(quiet) as progress:
+            found = measure(request, progress)
+        text = found.to_json()
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            complain(f"{out}: cannot be written ({error.strerror})")
+            raise typer.Exit(1) from None
+        if as_json:
+            print(text, end="")
+        elif not quiet:
+            print(summary(found))
+        if not quiet:
+            print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
 class _Line:

@@ -213,7 +213,16 @@ class RehearsedWorker:
             inner = InnerOptimizer(optimizer, cluster, model.named_parameters(), clock=self.clock)
         parts = describe_model(model, (), (optimizer,) if inner is None else inner.optimizers)
         memory = WorkerMemory(PrivateMemory())
-        worker = Worker(self.me, self._job, self._topology, parts, (optimizer,), self._client, memory, inner)
+        worker = Worker(
+            me=self.me,
+            job=self._job,
+            topology=self._topology,
+            parts=parts,
+            optimizers=(optimizer,),
+            client=self._client,
+            memory=memory,
+            local=inner,
+        )
         worker.start()
         self._client.channel.spans.step_done(0)
         return worker

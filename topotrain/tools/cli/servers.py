@@ -1,6 +1,8 @@
-"""The command `topotrain pserver`, with Paddle's flags and the usual exit codes."""
+"""The commands `topotrain store` and `topotrain pserver`, which serve until they are ended."""
 
+import os
 import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -8,13 +10,17 @@ import typer
 from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.monitored_run import complain
 
-EXAMPLE = """\b
+STORE_EXAMPLE = """\b
+Example:
+  topotrain store tcp://127.0.0.1:29400
+"""
+PSERVER_EXAMPLE = """\b
 Example:
   topotrain pserver --use_gpu=False --port=7164 --ports_num=1 --num_of_gradient_servers=2
 """
-HELP = """Serve parameters for trainers that are started by hand (`tt.init`), as Paddle's pserver.
+HELP = """Serve parameters as Paddle's pserver, for trainers started by hand.
 
-Ends when all trainers have ended. Trainers give the same flags to `tt.init`:
+It ends when all trainers have ended. They give the same flags to `tt.init`:
 
 \b
   --num_of_gradient_servers=1  how many trainers there are
@@ -27,11 +33,36 @@ Ends when all trainers have ended. Trainers give the same flags to `tt.init`:
   --use_gpu=False              of the trainers; servers compute on the CPU
 """
 
+SETTINGS = {"ignore_unknown_options": True}
+"""The flags are read below."""
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    settings = {"ignore_unknown_options": True}
-    app.command("pserver", help=HELP, epilog=EXAMPLE, context_settings=settings)(pserver)
+
+def store(
+    url: Annotated[str, typer.Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")],
+) -> None:
+    """Serve a store until Ctrl-C, for the rendezvous of jobs.
+
+    Its values are in memory. Its clients need the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
+    ~/.config/topotrain/token.
+    """
+    from topotrain.comm.security.secret import load_secret
+    from topotrain.comm.store import StoreError, serve_store
+    from topotrain.comm.store.store_url import parse
+
+    # Blocked before the store's threads are made, which inherit that: both signals come to `sigwait` alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        address = parse(url)
+        if address.scheme != "tcp" or address.job:
+            raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
+        served = serve_store(address.host, address.port, load_secret(os.environ))
+    except StoreError as error:
+        complain(str(error))
+        raise typer.Exit(2) from None
+    print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
+    number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    served.close()
+    raise typer.Exit(128 + number)
 
 
 def pserver(

@@ -1,0 +1,175 @@
+"""The commands `topotrain compare`, of several job files, and `topotrain check`, of a job and the plain script."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from topotrain.config.private_files import make_folder
+from topotrain.config.python_module import module_of
+from topotrain.tools.cli.job_arguments import (
+    JOB_ENDINGS,
+    Args,
+    AsJson,
+    BadInput,
+    Conf,
+    Emulate,
+    Forkserver,
+    Program,
+    Quiet,
+    Sets,
+    check_kind,
+    check_writable,
+    job_files_and_scripts,
+    load_job,
+    refusing,
+    with_link,
+)
+from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
+
+if TYPE_CHECKING:
+    from topotrain.tools.check.compared_records import Comparison
+    from topotrain.tools.monitor.job_report import JobResult
+
+COMPARE_EXAMPLE = """\b
+Example:
+  topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
+"""
+CHECK_EXAMPLE = """\b
+Example:
+  topotrain check examples/conf/sandblaster.conf examples/digits.py --epochs 5
+"""
+
+
+def compare(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONF... PROGRAM -- ARGS",
+            help="Files that end with .conf, .yaml or .yml, one that ends with .py (or -m MODULE), and its arguments.",
+            show_default=False,
+            autocompletion=job_files_and_scripts,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all results.")] = Path(
+        "workspace/compare"
+    ),
+    sets: Sets = None,
+    emulate: Emulate = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
+    ] = False,
+    running: Forkserver = "",
+) -> None:
+    """Train one program under several job files, in turn.
+
+    Ends with one table, and with the loss over time: as bars, and as one picture with a line per job. Without
+    matplotlib there is no picture.
+    """
+    with refusing():
+        from topotrain.launch.agent import forkserver
+        from topotrain.tools.cli.resume import asked_for
+        from topotrain.tools.monitor import compare_jobs as side_by_side
+        from topotrain.tools.monitor import loss_plot
+        from topotrain.tools.monitor.result_tables import comparison, console, losses
+
+        confs, program, args = _sort_out(files)
+        # Where one file can be made, the others can be made, too.
+        check_writable("--out", out / side_by_side.DATA, private=True)
+        compared = side_by_side.entries(
+            [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
+        )
+        terminal = console(stderr=True)
+        picture = loss_plot.available()
+        # Before hours of training, and not when the picture is due.
+        if not picture:
+            terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
+
+        def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
+            for entry in compared:
+                terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+                options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
+                yield entry, train(entry.job, entry.topology, terminal, options)
+
+        make_folder(out)
+        with ExitStack() as stack:  # torch is loaded once for all of them
+            own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
+            served_at = own.path if own else running
+            code, rows = side_by_side.compare(results(), out, picture)
+        if as_json:
+            print(json.dumps({"jobs": rows}, indent=2))
+        else:
+            console().print(comparison(rows))
+            drawn_losses = losses(rows)
+            if drawn_losses is not None:
+                console().print(drawn_losses)
+        drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
+        terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
+        raise typer.Exit(code)
+
+
+def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return job files, program and its arguments. Raises BadInput."""
+    at = next((at for at, word in enumerate(words) if word.endswith(".py") or module_of(word)), len(words))
+    confs = list(words[:at])
+    for word in confs:
+        check_kind(Path(word))
+        if not word.endswith(JOB_ENDINGS):
+            raise BadInput(f"{word}: a job file ends with {', '.join(JOB_ENDINGS)}, a program with .py")
+    if not confs:
+        raise BadInput("no job file before the program")
+    if at == len(words):
+        raise BadInput("no program: a file that ends with .py, or -m MODULE, must follow the job files")
+    return confs, words[at], list(words[at + 1 :])
+
+
+def check(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Compare so many steps.")] = 30,
+    whole: Annotated[bool, typer.Option("--whole", help="Compare all steps, and what follows the last.")] = False,
+    eval_mode: Annotated[
+        bool, typer.Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    forkserver: Forkserver = "",
+) -> None:
+    """Compare a job with the plain script, step by step.
+
+    The first steps run as plain Python and as the job. Gradients, values and metrics must be equal up to rounding.
+    Of an asynchronous job one group is checked. Exit code 1: they differ, or one of them fails.
+    """
+    with refusing():
+        job = load_job(conf, sets, program, args)
+        from topotrain.tools.check import check_run
+
+        check_run.skeleton(job)  # refused before anything starts
+
+        def stage(text: str) -> None:
+            if not quiet:
+                print(f"topotrain: checking: {text}", file=sys.stderr, flush=True)
+
+        try:
+            found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, stage)
+        except check_run.RunFailed as failed:
+            complain(str(failed))
+            raise typer.Exit(1) from None
+        print(json.dumps({"equal": not found.what, **asdict(found)}, indent=2) if as_json else sentence(found))
+        raise typer.Exit(1 if found.what else 0)
+
+
+def sentence(found: "Comparison") -> str:
+    """Return the result in words."""
+    if not found.what:
+        return f"equal: {found.steps} steps, {found.parameters} parameters: largest difference {found.largest:.1e}"
+    where = f"step {found.step}: " if found.step else ""
+    lines = [f"different: {where}{found.what} differs by {found.size:.1e}", f"likely cause: {found.cause}"]
+    return "\n  ".join([*lines, *(f"the job said: {text}" for text in found.notices)])

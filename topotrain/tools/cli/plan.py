@@ -1,0 +1,115 @@
+"""The command `topotrain plan`."""
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.job_arguments import Args, BadInput, Conf, Program, Sets, check_writable, load_job, refusing
+from topotrain.tools.monitor.monitored_run import complain
+
+if TYPE_CHECKING:
+    from topotrain.tools.monitor.graph_report import CutPlan
+    from topotrain.tools.plan.layout_plan import PlannedSchema
+
+EXAMPLE = """\b
+Example:
+  topotrain plan examples/conf/hogwild.conf --json
+"""
+
+
+def plan(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg)."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
+    ] = False,
+) -> None:
+    """Show which unit runs which worker and server; nothing is started.
+
+    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`. Where one model is split over the
+    workers of a group, the cut graph is shown, too.
+    """
+    with refusing():
+        from topotrain.tools.plan.layout_plan import plan as rehearse
+
+        job = load_job(conf, sets, program, args, needs_program=False)
+        # Without the model first: a cluster block that cannot work is found before the script runs.
+        found = rehearse(job)
+        if program is None:
+            if plot or measure or inputs:
+                raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
+            print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+            return
+        # Before the script runs, which may take minutes.
+        _drawable(plot)
+        schema, cut = _seen(job, inputs or (), measure)
+        found = rehearse(job, schema)
+        if cut is not None:
+            found = replace(found, memory=())  # the cut has its own estimate, with owners and activations
+        if cut is None and (plot or measure or inputs):
+            raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
+        if as_json:
+            more = {} if cut is None else {"cut": cut.as_data()}
+            print(json.dumps(found.as_data() | more, indent=2))
+        else:
+            print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
+        if cut is not None and plot is not None:
+            from topotrain.tools.monitor import graph_plot
+
+            try:
+                graph_plot.draw(cut.bill, plot, job.name)
+            except OSError as error:
+                complain(f"{plot}: cannot be written ({error.strerror})")
+                raise typer.Exit(1) from None
+
+
+def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
+    """Run the script up to `tt.prepare`; return its model's schema and cut."""
+    from topotrain.parallel.api.dry_run import look
+    from topotrain.tools.plan.layout_plan import PlannedSchema
+
+    try:
+        seen = look(job.program, job.args)
+    except ConfigError:
+        raise
+    # The script's own error, with its traceback: this is no bad input, so the code is 1.
+    except Exception:
+        complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
+        raise typer.Exit(1) from None
+    momentum, names = seen.momentum(job.updater), seen.optimizer_names(job.updater)
+    if job.cluster.nworkers_per_group > 1:
+        from topotrain.tools.plan.model_cut import cut_of
+
+        cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
+        if cut is not None:
+            return PlannedSchema(cut.parameters, seen.state_factor(), momentum, names), cut.plan
+    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum, names, seen.trained()), None
+
+
+def _drawable(file: Path | None) -> None:
+    """Check before the script runs that a picture can be drawn."""
+    from topotrain.tools.monitor import loss_plot
+
+    if file is not None:
+        if file.suffix not in loss_plot.ENDINGS:
+            raise BadInput(f"--plot {file}: must end with {', '.join(loss_plot.ENDINGS)}")
+        if not loss_plot.available():
+            raise BadInput(loss_plot.MISSING)
+        check_writable("--plot", file)

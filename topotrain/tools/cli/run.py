@@ -1,0 +1,197 @@
+"""The command `topotrain run`."""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of
+from topotrain.tools.cli.job_arguments import (
+    Args,
+    AsJson,
+    BadInput,
+    Emulate,
+    Forkserver,
+    Program,
+    Quiet,
+    Sets,
+    check_program,
+    check_writable,
+    job_files,
+    load_job,
+    refusing,
+    with_link,
+)
+from topotrain.tools.cli.performance.automatic_job import chosen
+from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
+from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from topotrain.config.topology import Topology
+    from topotrain.tools.replay.job_record import JobRecord
+
+EXAMPLE = """\b
+Example:
+  topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
+  topotrain run examples/conf/downpour.conf -m package.train --epochs 20
+"""
+REPLAY = "topotrain.tools.replay"
+LECTURE = (
+    "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
+)
+WARM_STEP = 10
+"""The step that `--profile` shows: by then buffers are allocated and caches are warm."""
+
+
+def run(
+    conf: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.conf",
+            help="Protobuf text format, or .yaml; with --resume optional.",
+            autocompletion=job_files,
+        ),
+    ] = None,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    watch_port: WatchPort = None,
+    watch_host: WatchHost = HOST,
+    logs: Logs = None,
+    metrics: Metrics = "",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
+    ] = False,
+    profile_step: Annotated[
+        int | None,
+        typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`."),
+    ] = None,
+    emulate: Emulate = "",
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="A store where the job is listed, not its workspace.")
+    ] = "",
+    forkserver: Forkserver = "",
+    lecture: Annotated[str | None, typer.Option("--lecture", hidden=True, help="It was removed.")] = None,
+) -> None:
+    """Train a job on this machine.
+
+    Starts every process, shows progress, ends them all together, and writes the result.
+    """
+    with refusing(), ExitStack() as stack:
+        from topotrain.config.topology import layout
+        from topotrain.tools.monitor.result_tables import console
+
+        if lecture is not None:  # for the users of an earlier version
+            raise BadInput(LECTURE)
+        job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
+        job = with_link(job, emulate)
+        job = replace(job, rendezvous=rendezvous) if rendezvous else job
+        if report is not None:
+            check_writable("--report", report)
+        job = chosen(job, snapshot, quiet, forkserver)
+        topology = layout(job.cluster)
+        recording = None if record is None else _recording(job, topology, bool(snapshot), record)
+        job = job if recording is None else recording.job
+        stack.enter_context(watched(watch_port, watch_host, job.workspace))
+        exports = stack.enter_context(exports_of(job, logs or (), metrics))
+        from topotrain.launch.shared_forkserver import for_one_job
+
+        # The input is good. From here on torch is loaded, while this process loads its own modules.
+        shared = None if forkserver else stack.enter_context(for_one_job())
+        terminal = console(stderr=True)
+        step = profile_step or (WARM_STEP if profile else 0)
+        announce(exports)
+        options = RunOptions(
+            quiet=quiet,
+            as_json=as_json,
+            forkserver=forkserver,
+            profile=step,
+            resume=snapshot,
+            shared=shared,
+            exports=exports,
+            folder=recording,
+        )
+        result = train(job, topology, terminal, options)
+        show(result, terminal, quiet, as_json, report)
+        if step and result.outcome.code == 0:
+            show_trace(job, terminal, quiet)
+        code = result.outcome.code
+        if recording is not None and record is not None:
+            saved = _save_recording(recording, code == 0, record, terminal if not quiet else None)
+            code = code or (0 if saved else 1)
+        raise typer.Exit(code)
+
+
+def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
+    """Return the recording of a job. Raises ConfigError, BadInput."""
+    if find_spec(REPLAY) is None:
+        raise BadInput(f"--record needs {REPLAY}, which is not in this installation")
+    from topotrain.tools.replay.job_record import JobRecord, check_recordable
+
+    check_recordable(job, topology, resumed)
+    check_writable("--record", file)
+    made = JobRecord(job, topology)
+    if made.drops_snapshots:
+        text = "no snapshots are written with --record, where server groups exchange what they have learned"
+        print(f"topotrain: warning: {text}", file=sys.stderr)
+    return made
+
+
+def _save_recording(recording: "JobRecord", whole: bool, file: Path, terminal: "Console | None") -> bool:
+    """Write a recording; whether that was possible."""
+    try:
+        recording.collect(whole).save(file)
+    except ConfigError as error:
+        complain(str(error))
+        return False
+    except OSError as error:
+        complain(f"{file}: cannot be written ({error.strerror})")
+        return False
+    if terminal is not None:
+        terminal.print(f"recording: {file} ({file.stat().st_size} bytes)", soft_wrap=True, markup=False)
+    return True
+
+
+def _job_and_snapshot(
+    conf: Path | None,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    resume: Path | None,
+) -> "tuple[Job, str]":
+    """Return the requested job, and the folder of the snapshot to resume from, if any."""
+    from topotrain.tools.cli.resume import asked_for, earlier
+
+    if resume is None:
+        if conf is None:
+            raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
+        job = load_job(conf, sets, program, args)
+        return job, asked_for(job)
+    # With a job file the overrides are of that file.
+    found = earlier(resume, sets or () if conf is None else ())
+    if conf is not None:
+        return load_job(conf, sets, program, args), found.path
+    check_program(found.job.program)
+    return found.job, found.path
