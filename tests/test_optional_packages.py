@@ -1,4 +1,4 @@
-"""Packages that nothing else imports can be deleted: automatic placement, TensorFlow's client session, exports.
+"""Packages that nothing else imports can be deleted: automatic placement, TensorFlow's client session.
 
 A test masks the modules of one package, as if its folder were deleted, in a process that has imported torch and forgets
 the package.
@@ -13,19 +13,6 @@ ROOT = Path(__file__).parents[1]
 USERS = {
     "parallel/auto_placement": {"parallel/api/automatic_placement.py"},
     "compat/tensorflow/session": {"compat/tensorflow/train_api.py", "__init__.py"},
-    "tools/dashboard": {"tools/cli/watch.py"},
-    "tools/replay": {"tools/cli/run.py"},
-    "tools/exporters": {
-        "tools/cli/export_arguments.py",
-        "tools/cli/unit.py",
-        "tools/monitor/monitored_run.py",
-        "tools/dashboard/web_routes.py",
-        "__init__.py",
-    },
-    "tools/advice": {
-        *(f"tools/cli/performance/{name}.py" for name in ("advise_command", "automatic_job", "shown_search")),
-        "__init__.py",
-    },
 }
 """By package: the files that may name its modules. They import them inside functions."""
 
@@ -82,73 +69,6 @@ for name in ("minimize", "TrainOp"):
     raise AssertionError(f"{name} is there")
 """
 
-DASHBOARD = """
-from pathlib import Path
-from topotrain.tools.cli.job_arguments import BadInput
-from topotrain.tools.cli.watch import serve, watched, write_page
-
-with watched(None, "127.0.0.1", "."):
-    pass
-open_page = lambda: watched(0, "127.0.0.1", ".").__enter__()
-for use in (open_page, lambda: serve([Path()], 0, ""), lambda: write_page(Path(), ())):
-    try:
-        use()
-    except BadInput as error:
-        assert "this installation has no page (package topotrain.tools.dashboard)" in str(error), error
-    else:
-        raise AssertionError("not refused")
-"""
-
-
-EXPORTS = """
-from topotrain.config.job import ConfigError, Job
-from topotrain.tools.cli.export_arguments import exports_of
-
-with exports_of(Job(), [], "") as none:
-    assert none is None
-for logs, metrics, option in ((["jsonl"], "", "--log"), ([], "0", "--metrics")):
-    try:
-        with exports_of(Job(), logs, metrics):
-            raise AssertionError("was not refused")
-    except ConfigError as error:
-        assert option in str(error) and "needs topotrain.tools.exporters" in str(error), error
-"""
-
-
-REPLAY = """
-from pathlib import Path
-from topotrain.config.job import Job
-from topotrain.config.topology import layout
-from topotrain.tools.cli import app, run
-from topotrain.tools.cli.job_arguments import BadInput
-
-names = [command.name for command in app.app.registered_commands]
-assert "replay" not in names and "run" in names
-try:
-    run._recording(Job(), layout(Job().cluster), False, Path("job.record"))
-except BadInput as error:
-    assert "--record needs topotrain.tools.replay" in str(error), error
-else:
-    raise AssertionError("was not refused")
-"""
-
-
-ADVICE = """
-from topotrain.config.job import Cluster, ConfigError
-from topotrain.tools.cli import app
-
-try:
-    Cluster(auto=True)
-except ConfigError as error:
-    assert "cluster.auto = true: needs topotrain.tools.advice" in str(error), error
-else:
-    raise AssertionError("auto was not refused")
-try:
-    app.main(["advise", "train.py"])
-except SystemExit as ended:
-    assert ended.code == 2, ended.code
-"""
-
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
@@ -156,10 +76,6 @@ except SystemExit as ended:
     [
         ("parallel/auto_placement", PLACEMENT),
         ("compat/tensorflow/session", SESSION),
-        ("tools/dashboard", DASHBOARD),
-        ("tools/exporters", EXPORTS),
-        ("tools/replay", REPLAY),
-        ("tools/advice", ADVICE),
     ],
 )
 def test_the_rest_works_without(package: str, then: str, warm_at: str) -> None:

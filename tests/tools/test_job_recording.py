@@ -7,7 +7,6 @@ import pytest
 from tests.support.recorded_jobs import history, job_of, step
 from topotrain.config.topology import layout
 from topotrain.core import events
-from topotrain.tools import job_recording
 from topotrain.tools.job_recording import JobRecording, recording
 from topotrain.tools.recording.recording_file import FILE, read_recording
 
@@ -95,12 +94,3 @@ def test_a_disk_that_cannot_be_written_is_a_notice(tmp_path: Path) -> None:
         (notice,) = made.notices()
         assert notice.who == "launcher" and "the job continues" in notice.text
         assert not made.notices()
-
-
-def test_without_the_package_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_recording, "PACKAGE", "topotrain.tools.of_the_past")
-    job = job_of(tmp_path)
-    with recording(job, layout(job.cluster), False) as made:
-        made(step())
-        made.end(0)
-    assert list(tmp_path.iterdir()) == [] and made.summary() is None

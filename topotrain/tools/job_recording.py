@@ -1,11 +1,7 @@
-"""Whether and where the events of a job are recorded.
-
-Nothing else in the commands that start a job names `topotrain.tools.recording`, so that it can be deleted.
-"""
+"""Whether and where the events of a job are recorded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +12,6 @@ from topotrain.launch import JobWatch
 
 if TYPE_CHECKING:
     from topotrain.tools.recording.job_recorder import JobRecorder
-
-PACKAGE = "topotrain.tools.recording"
 
 
 class JobRecording(JobWatch):
@@ -46,7 +40,7 @@ class JobRecording(JobWatch):
     def _open(self) -> None:
         with self._lock:
             job, topology, led = self._job, self._topology, self._led
-            if self._made is not None or job is None or topology is None or led is None or not is_installed():
+            if self._made is not None or job is None or topology is None or led is None:
                 return
             from topotrain.tools.recording.job_recorder import JobRecorder
 
@@ -82,11 +76,3 @@ def recording(job: Job, topology: Topology, resumed: bool) -> Iterator[JobRecord
         yield made
     finally:
         made.end(None)
-
-
-def is_installed() -> bool:
-    """Return whether jobs can be recorded, and recordings read."""
-    try:
-        return find_spec(PACKAGE) is not None
-    except ValueError:  # it is masked in a test
-        return False

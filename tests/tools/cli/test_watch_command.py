@@ -12,7 +12,6 @@ import pytest
 from tests.support.recorded_jobs import Clock, header, step
 from topotrain.core import events
 from topotrain.launch.agent.file_locks import locked
-from topotrain.tools import job_recording
 from topotrain.tools.cli import app
 from topotrain.tools.recording.recorded_lines import TimedEvent, to_line
 from topotrain.tools.recording.recorded_workspace import QUIET_S
@@ -121,12 +120,6 @@ def test_a_recording_that_is_no_file_is_refused(ask: Ask, tmp_path: Path) -> Non
     os.mkfifo(tmp_path / FILE)
     code, _, err = ask("watch", str(tmp_path), "--once")
     assert code == 2 and "its recording cannot be read (is a named pipe, must be a file)" in err
-
-
-def test_without_the_package_the_command_says_so(ask: Ask, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_recording, "PACKAGE", "topotrain.tools.of_the_past")
-    code, _, err = ask("watch", str(workspace), "--once")
-    assert code == 2 and "is not installed here" in err
 
 
 def test_words_of_scripts_and_stores_do_not_control_the_terminal() -> None:

@@ -8,7 +8,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -27,6 +26,7 @@ from topotrain.tools.cli import (
 )
 from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand, add_removed
 from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
+from topotrain.tools.replay import replay_command
 
 TRAINS = frozenset({"run", "unit", "launch", "check", "compare", "pserver", "replay"})
 """Commands that train: what they print is not their outcome."""
@@ -91,9 +91,6 @@ _add(
 _add("Think", "predict", predict_command.predict, predict_command.EXAMPLE)
 _add("Think", "advise", advise_command.advise, advise_command.EXAMPLE)
 _add("Think", "probe", probe_command.probe, probe_command.EXAMPLE, hidden=True)  # the two measure by themselves
-if find_spec(run.REPLAY) is not None:  # a tool is deleted with its folder
-    from topotrain.tools.replay import replay_command
-
-    _add("Study", "replay", replay_command.replay, replay_command.EXAMPLE)
+_add("Study", "replay", replay_command.replay, replay_command.EXAMPLE)
 _add("Study", "chaos", chaos.chaos, chaos.EXAMPLE)
 add_removed(app)

@@ -5,7 +5,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +15,6 @@ from topotrain.tools.cli.job_arguments import check_writable
 
 if TYPE_CHECKING:
     from topotrain.tools.exporters.job_exports import JobExports
-
-_PACKAGES = ("topotrain.tools.exporters", "topotrain.tools.recording")
 
 Logs = Annotated[
     list[str] | None,
@@ -39,7 +36,6 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
     if not logs and not metrics:
         yield None
         return
-    _check_packages(logs, metrics)
     for value in logs:
         kind, _, file = value.partition(":")
         if kind == "jsonl" and file:
@@ -88,7 +84,6 @@ def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
     """
     if not logs and not metrics:
         return ()
-    _check_packages(logs, metrics)
     from topotrain.tools.exporters.job_exports import check_values
 
     check_values(logs, metrics)
@@ -112,10 +107,3 @@ def _check_folder(value: str, folder: Path) -> None:
         for each in missing:
             with suppress(OSError):
                 each.rmdir()
-
-
-def _check_packages(logs: Sequence[str], metrics: str) -> None:
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
-            raise ConfigError(option, value, f"needs {package}, which this installation does not have")

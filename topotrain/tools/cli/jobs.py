@@ -22,7 +22,6 @@ from topotrain.config.plain_text import printable
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.command_line import PanelGroup
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
-from topotrain.tools.job_recording import PACKAGE, is_installed
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
@@ -219,8 +218,6 @@ def join(
 
 def print_once(workspace: Path, as_json: bool) -> None:
     """Print the present state of the job of a workspace. Raises ConfigError or BadInput."""
-    if not is_installed():
-        raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
     from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
     from topotrain.tools.summary_text import summary_text
 

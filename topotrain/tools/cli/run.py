@@ -3,7 +3,6 @@
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +41,6 @@ Example:
   topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
   topotrain run examples/conf/downpour.conf -m package.train --epochs 20
 """
-REPLAY = "topotrain.tools.replay"
 LECTURE = (
     "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
 )
@@ -146,8 +144,6 @@ def run(
 
 def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
     """Return the recording of a job. Raises ConfigError, BadInput."""
-    if find_spec(REPLAY) is None:
-        raise BadInput(f"--record needs {REPLAY}, which is not in this installation")
     from topotrain.tools.replay.job_record import JobRecord, check_recordable
 
     check_recordable(job, topology, resumed)

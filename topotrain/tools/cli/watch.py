@@ -1,8 +1,4 @@
-"""The command `watch`, and the page of `run --watch`.
-
-Both show what the recording in a job's workspace says. Only this module of the command line knows the package of the
-page, which may be deleted.
-"""
+"""The command `watch`, and the page of `run --watch`: both show what the recording in a job's workspace says."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +21,6 @@ Example:
 """
 HOST = "127.0.0.1"
 WORKSPACE2 = "WORKSPACE2"
-_MISSING = "this installation has no page (package topotrain.tools.dashboard)"
 
 
 def _port(value: str | int) -> int:
@@ -124,10 +119,8 @@ def watched(port: int | None, host: str, workspace: str) -> Iterator[None]:
             raise BadInput("--watch-host: needs --watch")
         yield
         return
-    try:
-        from topotrain.tools.dashboard.page_server import PageOptions, announce, bind_page, served_page
-    except ImportError:
-        raise BadInput(f"--watch: {_MISSING}") from None
+    from topotrain.tools.dashboard.page_server import PageOptions, announce, bind_page, served_page
+
     bound = bind_page(PageOptions(port, host, "--watch", "--watch-host"))
     with served_page(bound, [Path(workspace).absolute()]) as url:
         announce(bound, url)
@@ -139,19 +132,15 @@ def serve(workspaces: Sequence[Path], port: int, host: str) -> int:
 
     Raises ConfigError or BadInput.
     """
-    try:
-        from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
-    except ImportError:
-        raise BadInput(f"watch: {_MISSING}") from None
+    from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
+
     return serve_until_stopped([workspace.absolute() for workspace in workspaces], PageOptions(port, host))
 
 
 def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     """Write the page of recorded jobs into one file. Raises ConfigError or BadInput."""
-    try:
-        from topotrain.tools.dashboard.mailed_page import page_of
-    except ImportError:
-        raise BadInput(f"watch --html: {_MISSING}") from None
+    from topotrain.tools.dashboard.mailed_page import page_of
+
     text = page_of(workspaces)
     check_writable("--html", file)
     # The user has named this file, so its mode is what the umask gives.

@@ -20,7 +20,6 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
 )
 from topotrain.tools.cli.performance.shown_search import shown_search
-from topotrain.tools.job_recording import PACKAGE, is_installed
 
 if TYPE_CHECKING:
     from topotrain.tools.advice.advice import Advice
@@ -37,7 +36,6 @@ Example:
 """
 TRY_S = 5.0
 """Seconds of steps that a trial measures."""
-_MISSING = "this installation gives no advice (package topotrain.tools.advice)"
 
 
 def advise(
@@ -94,7 +92,6 @@ def advise(
     time, with the servers of a real job.
     """
     with refusing():
-        _check_installed()
         from topotrain.tools.advice.wishes import Wishes
         from topotrain.tools.amounts import seconds
         from topotrain.tools.prediction.machines import parse_machines
@@ -111,14 +108,6 @@ def advise(
             _advise_running(running, found, probe, machines, given, wishes, as_json)
             return
         _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
-
-
-def _check_installed() -> None:
-    """Raise BadInput where the package of advice is not there."""
-    try:
-        import topotrain.tools.advice.advice  # noqa: F401
-    except ImportError:
-        raise BadInput(f"advise: {_MISSING}") from None
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -141,8 +130,6 @@ def _check_options(
             raise BadInput(
                 "--running: hosts and stragglers are those of the job; leave --hosts, --straggler, --try, --out"
             )
-        if not is_installed():
-            raise BadInput(f"{PACKAGE} is not installed here, so there are no recordings")
         return
     if probe is None and not job.program:
         raise BadInput("no program: give PROGRAM, -m MODULE, or --probe FILE, which `topotrain probe` has written")
@@ -150,8 +137,6 @@ def _check_options(
         raise BadInput("--link: needs --hosts of at least 2, because a link is between hosts")
     if tried and not job.program:
         raise BadInput("--try: needs a PROGRAM to run")
-    if tried and not is_installed():
-        raise BadInput(f"--try: {PACKAGE} is not installed here, and steps are counted from recordings")
     if out is not None:
         if out.suffix != ".conf":
             raise BadInput(f"--out {out}: must end in .conf")

@@ -9,7 +9,6 @@ from topotrain.config.job import ConfigError
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
-    BadInput,
     Conf,
     Emulate,
     Forkserver,
@@ -78,19 +77,16 @@ def predict(
             raise ConfigError(
                 "--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts"
             )
-        try:
-            from topotrain.tools.prediction.machines import parse_machines
-            from topotrain.tools.probe.probe_file import load_probe
-        except ImportError:
-            raise BadInput("this installation has no predictions (package topotrain.tools.prediction)") from None
+        from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
+        from topotrain.tools.prediction import predict as predictions
+        from topotrain.tools.prediction.machines import parse_machines
+        from topotrain.tools.prediction.prediction_text import prediction_text
+        from topotrain.tools.probe.probe_file import load_probe
+
         machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
         job = with_link(load_job(conf, sets, program, args, needs_program=False), emulate)
         if trace is not None:
             check_writable("--trace", trace)
-        from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
-        from topotrain.tools.prediction import predict as predictions
-        from topotrain.tools.prediction.prediction_text import prediction_text
-
         if program is not None and probe is None:
             found = probe_of(job.program, job.args, forkserver=forkserver)
         else:
