@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.torch_store.init_method import announce as _announce
 from topotrain.config.combinations import contribute as _contribute
-from topotrain.config.combinations import need as _need
 
 if TYPE_CHECKING:
     from topotrain.compat.caffe2 import parallelize as data_parallel
@@ -66,27 +65,6 @@ _contribute(
     "topotrain.tools.advice.auto_rules",
     "topotrain.extensions.replication.replication_rules",
 )
-# Fields of a job that must have their defaults where a package is deleted.
-_need("topotrain.extensions.backup_workers", "cluster.backup")
-_need("topotrain.extensions.collectives", "cluster.engine", "cluster.algorithm")
-_need("topotrain.extensions.compression", "cluster.compression")
-_need(
-    "topotrain.extensions.outer_optimizer",
-    *(f"cluster.{field}" for field in ("outer", "weigh", "fragments", "overlap", "keep", "blend", "quorum")),
-    *(f"cluster.{field}" for field in ("slack", "merge", "pace")),
-    "updater.delay",
-)
-_need(
-    "topotrain.extensions.group_averaging",
-    "cluster.agreement: kElastic",
-    "cluster.agreement: kGossip",
-    "cluster.moving_rate",
-)
-_need("topotrain.extensions.replication", "cluster.replicas")
-_need("topotrain.extensions.elastic", "start_groups")
-_need("topotrain.parallel", "partition", "microbatches", "schedule")
-_need("topotrain.parallel.auto_placement", "placement")
-_need("topotrain.tools.advice", "cluster.auto")
 
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -442,47 +441,6 @@ def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str
 def test_every_row_belongs_to_a_block() -> None:
     tables = [[*cls.TABLE, *contributed_to(cls.PATH)] for cls in (Job, Cluster, Updater, FixedStep, Partition)]
     assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("package", "module", "given", "field"),
-    [
-        ("extensions.backup_workers", "backup_rules", "Cluster(nworkers_per_group=3, backup=1)", "cluster.backup"),
-        ("extensions.collectives", "collective_rules", "Cluster(algorithm='kRing', **PAIR)", "cluster.algorithm"),
-        ("extensions.compression", "compression_rules", "Cluster(compression='kFp16')", "cluster.compression"),
-        (
-            "extensions.group_averaging",
-            "averaging_rules",
-            "Cluster(2, 2, agreement='kGossip')",
-            "cluster.agreement",
-        ),
-        ("parallel", "split_rules", "Job(microbatches=2)", "microbatches"),
-    ],
-)
-def test_without_a_package_its_combinations_are_gone_and_its_fields_keep_defaults(
-    package: str, module: str, given: str, field: str
-) -> None:
-    """The package is masked in a fresh interpreter, as if its folder were deleted."""
-    masked = [f"topotrain.{package}", f"topotrain.{package}.{module}"]
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({masked}))\n"
-        "from topotrain.config.job import Cluster, ConfigError, Job\n"
-        "from topotrain.config.combinations import contributed\n"
-        f"PAIR = {PAIR}\n"
-        f"for make in (lambda: {given}, lambda: Cluster(n_push=2, nworkers_per_group=2)):\n"
-        "    try: make()\n"
-        "    except ConfigError as error: print(error.field, error.accepted, sep='|')\n"
-        "Job()\n"
-        "print(len([row for row in contributed() if 'this installation' not in row.accepted]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    absent, other, left = done.stdout.splitlines()
-    assert absent == f"{field}|needs topotrain.{package}, which this installation does not have"
-    assert other.startswith("cluster.n_push|")
-    assert int(left) == len(contributed()) - len(import_module(masked[1]).COMBINATIONS)
-    eval(given)
 
 
 @pytest.mark.usefixtures("everything_available")
