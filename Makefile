@@ -10,14 +10,15 @@ CODE   := topotrain tests examples benchmarks scripts docs/site
 SITE   := build/site
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench bench-gpu chaos check docs proto format clean
+.PHONY: help setup run test bench bench-gpu chaos digests check docs proto format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
-	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
-	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
-	@echo "make bench-gpu  measure on a machine with NVIDIA GPUs, at most 10 minutes: benchmarks/RESULTS-GPU.md"
+	@echo "make test    run the tests, JOBS=$(JOBS) files at a time (make test ARGS='-k hogwild' runs some of them)"
+	@echo "make bench   measure beside the peers for some 20 minutes (make bench ARGS='downpour starts' measures some)"
+	@echo "make bench-gpu  measure on a machine with NVIDIA GPUs"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
+	@echo "make digests compare the final bits of 56 synchronous jobs with the record (make digests ARGS='--only table')"
 	@echo "make check   formatting, lint, types, imports; sizes beside their ceilings; what readers stumble over"
 	@echo "make docs    build the documentation with search and API reference: $(SITE)/index.html"
 	@echo "make format  put the code in the usual form"
@@ -59,19 +60,20 @@ $(READY) $(READY)-docs: pyproject.toml constraints.txt Makefile $(BIN)/python
 run: setup
 	$(BIN)/topotrain compare --out workspace/compare $(CONFS) examples/digits.py
 
-# The table of sizes is there to be looked at; nothing is enforced.
 test: setup
-	@find topotrain -name '*.py' -exec wc -l {} + | sort -n
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 bench-gpu: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_training $(ARGS)
 
 chaos: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.chaos $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.chaos $(ARGS)
+
+digests: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.digests $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

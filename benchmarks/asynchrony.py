@@ -39,7 +39,6 @@ from topotrain.extensions.group_averaging.averaging_rules import moving_rate
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
 from topotrain.extensions.group_averaging.gossip_averaging import GossipAveraging
 
-NAME, TITLE, GOALS = "asynchrony", "Momentum, and groups that do not wait", ()
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3
 PROGRAM = Path(__file__).parent / "programs" / "momentum.py"
 
@@ -240,7 +239,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
     def told(what: str, found: Sequence[float]) -> None:
         say(f"{what}: {[f'{one:.3f}' for one in found]}")
-        rows.append(row("", what, Figure(mean(found), min(found), max(found)), "accuracy", note=f"{len(found)} seeds"))
+        rows.append(row(what, Figure(mean(found), min(found), max(found)), "accuracy", note=f"{len(found)} seeds"))
 
     told("the start", [digits.accuracy(digits.start) for digits in map(Digits, seeds)])
     for momentum in (0.0, 0.9):
@@ -259,7 +258,6 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     for momentum in (0.0, 1 / GROUPS, 0.9):
         rows += [
             row(
-                "",
                 f"momentum {momentum:.2g}, 3 groups, others {late} late: limit",
                 limit(momentum, late),
                 "rate x curve",
@@ -270,4 +268,4 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure, declare)
+    run_table("asynchrony", "Momentum, and groups that do not wait", measure, declare)

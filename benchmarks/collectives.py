@@ -383,7 +383,7 @@ def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[Row
         times = Samples(tuple(seconds for seconds, _ in rounds))
         what = f"{size} processes, {way.nbytes / 1e6:g} MB"
         if way.transport == PEER:
-            made.append(row("", f"{what}: Gloo", times.figure.times(1e3), "ms"))
+            made.append(row(f"{what}: Gloo", times.figure.times(1e3), "ms"))
             continue
         peer = found[next(w for w in found if w.transport == PEER and w.nbytes == way.nbytes)]
         sent = max(max(sent) for _, sent in rounds) / 1e6
@@ -391,7 +391,7 @@ def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[Row
         mode = f"buckets of {way.bucket // 1024} KB"
         against = times.over(Samples(tuple(seconds for seconds, _ in peer)))
         made.append(
-            row("", f"{what}: {way.name}", against, "x Gloo", note=f"{times.median * 1e3:.1f} ms, {note}", mode=mode)
+            row(f"{what}: {way.name}", against, "x Gloo", note=f"{times.median * 1e3:.1f} ms, {note}", mode=mode)
         )
     return made
 

@@ -6,9 +6,7 @@ have as many processes on a GPU as "alone", where nothing is exchanged.
 """
 
 import argparse
-import re
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,9 +15,7 @@ from benchmarks.gpus import Gpus, probe
 from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
 from benchmarks.processor import Turn
 from benchmarks.record import run_table, say
-from benchmarks.sides import Refused, Side, Sides, attempt, cluster, refusal
-
-NAME, TITLE = "gpu_training", "A training step on GPUs"
+from benchmarks.sides import Refused, Side, Sides, attempt, cluster
 
 MOST_WORKERS = 4
 TURN_S, MOST_STEPS = 0.3, 64
@@ -29,7 +25,6 @@ TOLERANCE = 1e-3
 ALONE, NCCL, GLOO = "alone", "DDP (NCCL)", "DDP (Gloo)"
 HIDDEN, ARRIVAL = "grads: kHidden", "grads: kHidden apply: kOnArrival"
 MODES = {"": "kVisible, kAtStep", HIDDEN: "kHidden, kAtStep", ARRIVAL: "kHidden, kOnArrival"}
-ON_GPU = "servers keep values and optimizer in host memory: no field of a job places them on a GPU"
 ONE_GPU = "NCCL refuses two ranks on one GPU; with one worker it is measured below"
 OUTER = "sync_freq: 32 outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
 
@@ -113,15 +108,13 @@ def contestants(target: Target) -> list[Contestant]:
     for top, mode in MODES.items():
         conf = cluster(many, servers, top=top)
         found.append(Contestant("Sandblaster, servers on the CPU", many, conf=conf, over=ddp, mode=mode))
-    found.append(Contestant("Sandblaster, servers on the GPU", many, missing=ON_GPU, over=ddp))
     for top, mode in MODES.items():
         if top != HIDDEN:  # with one worker per group nobody waits for a mean
             conf = cluster(1, servers, groups=many, top=top)
             name = f"Downpour, {many} groups, servers on the CPU"
             found.append(Contestant(name, many, conf=conf, mode=mode, rate=True))
-    found.append(Contestant(f"Downpour, {many} groups, servers on the GPU", many, missing=ON_GPU, rate=True))
     islands = cluster(1, servers, groups=many, inside=OUTER)
-    found.append(Contestant(f"{many} islands", many, conf=islands, missing=_unknown(islands), rate=True))
+    found.append(Contestant(f"{many} islands", many, conf=islands, rate=True))
     return found + (_single() if target.crowded else [])
 
 
@@ -145,11 +138,6 @@ def _single() -> list[Contestant]:
         Contestant(ddp, 1, way="ddp+nccl", over=alone),
         Contestant("AllReduce, engine kNccl, one worker", 1, conf=conf, over=ddp, mode=MODES[""]),
     ]
-
-
-def _unknown(conf: str) -> str:
-    """Why a conf is refused, without the place in it and the list of what would be known."""
-    return re.sub(r"^the conf:[\d:]* *", "", refusal(conf).partition(";")[0])
 
 
 class Clock:
@@ -245,16 +233,16 @@ def _row(model: str, one: Contestant, found: Mapping[str, Samples], lost: Mappin
     what, size = f"{model.upper()}, {crowd}: {one.name}", models.megabytes(model)
     unit = "× samples per second of alone" if one.rate else f"× {one.over}"
     if one.key in lost:
-        return absent("", what, unit, lost[one.key], mode=one.mode)
+        return absent(what, unit, lost[one.key], mode=one.mode)
     mine = found[one.key]
     if one.key == one.over:
-        return row("", f"{what}, one step", mine.figure.times(1e3), "ms", note=note).costing(mine, size)
+        return row(f"{what}, one step", mine.figure.times(1e3), "ms", note=note).costing(mine, size)
     if one.over not in found:
-        line = row("", f"{what}, one step", mine.figure.times(1e3), "ms", note=f"{one.over} is missing", mode=one.mode)
+        line = row(f"{what}, one step", mine.figure.times(1e3), "ms", note=f"{one.over} is missing", mode=one.mode)
         return line.costing(mine, size)
     theirs = found[one.over]
     ratio = theirs.over(mine) if one.rate else mine.over(theirs)
-    return row("", what, ratio, unit, note=f"{mine.median * 1e3:.2f} ms", mode=one.mode).costing(mine, size)
+    return row(what, ratio, unit, note=f"{mine.median * 1e3:.2f} ms", mode=one.mode).costing(mine, size)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -264,36 +252,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=0, help=f"0: one for each GPU, at least 2, at most {MOST_WORKERS}"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="sides that are not begun by then are left out")
-    parser.add_argument("--trial", action="store_true", help="on the CPU, with Gloo; writes nothing")
-
-
-def absent_rows(reason: str) -> list[Row]:
-    """The sides of a machine with two GPUs, each with the reason why none is measured."""
-    sides = contestants(Target("cuda", Gpus(("", ""))))
-    return [absent("", one.name, f"× {one.over}", one.missing or reason, mode=one.mode) for one in sides]
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     gpus = Gpus() if options.trial else probe()
     if gpus.reason:
-        say(f"  {gpus.reason}")
-        return absent_rows(gpus.reason)
+        raise SystemExit(f"not measured: {gpus.reason}")
+    # A trial is on the CPU, with Gloo.
     target, clock = Target("cpu" if options.trial else "cuda", gpus, options.workers), Clock(options.seconds)
     rows: list[Row] = []
-    chosen, stopped = contestants(target), ""
     for model in options.models:
-        reason = stopped
-        try:
-            if not stopped:
-                say(f"  {model}")
-                rows += measure_model(model, target, options.rounds, clock, chosen)
-                continue
-        except SystemExit:  # SIGTERM: the time for all tables is over, and what is complete must be saved
-            reason = stopped = "stopped: the time for all tables was over"
-        except Exception as error:  # whatever it is, it must not take the rows of other models along
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {error}"
-        rows += [_row(model, one, {}, {one.key: reason for one in chosen}, "") for one in chosen]
+        say(f"  {model}")
+        rows += measure_model(model, target, options.rounds, clock, contestants(target))
     return rows
 
 
@@ -303,4 +273,4 @@ def hardware() -> str:
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure, declare, hardware)
+    run_table("gpu_training", "A training step on GPUs", measure, declare, hardware)

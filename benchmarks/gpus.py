@@ -28,7 +28,7 @@ class Gpus:
         return len(self.names)
 
     def __str__(self) -> str:
-        """As a page describes them."""
+        """As the record describes them."""
         kinds = dict.fromkeys(self.names)
         words = [f"{self.names.count(kind)} × {kind} ({self.gibibytes:.0f} GiB)" for kind in kinds]
         return ", ".join([*words, f"CUDA {self.cuda}", f"NCCL {self.nccl or 'not there'}"]) if words else "no GPU"
@@ -40,34 +40,26 @@ def gpus_here() -> Gpus:
     from torch import distributed
     from torch.cuda import nccl
 
-    if not torch.version.cuda:
-        return Gpus(reason=f"torch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
-        return Gpus(cuda=torch.version.cuda, reason="torch sees no NVIDIA GPU on this machine")
+        return Gpus(reason=f"torch {torch.__version__} sees no NVIDIA GPU on this machine")
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     for number in range(len(found)):
         torch.ones(8, device=torch.device("cuda", number)).sum().item()  # a GPU that is listed may still not compute
-    there = distributed.is_nccl_available()
-    version = ".".join(map(str, nccl.version())) if there else ""  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, nccl.version())) if distributed.is_nccl_available() else ""  # type: ignore[no-untyped-call]
     least = min(one.total_memory for one in found) / 2**30
-    return Gpus(tuple(one.name for one in found), least, torch.version.cuda, version)
+    return Gpus(tuple(one.name for one in found), least, torch.version.cuda or "", version)
 
 
 def probe(limit_s: float = LIMIT_S, command: tuple[str, ...] = (sys.executable, "-m", "benchmarks.gpus")) -> Gpus:
     """As `gpus_here`, from another process. What goes wrong there is the reason that is returned."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return Gpus(reason=f"the GPUs did not answer within {limit_s:g} s")
-    except OSError as error:
-        return Gpus(reason=f"the GPUs could not be asked: {error}")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode:
-        return Gpus(reason=lines[-1] if lines else f"asking for GPUs ended with exit code {done.returncode}")
-    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        return Gpus(reason=f"asking for GPUs answered {done.stdout[-100:]!r}")
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if line.strip()]
+        return Gpus(reason=lines[-1] if lines else f"asking for GPUs ended with exit code {error.returncode}")
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return Gpus(reason=f"the GPUs could not be asked: {error}")
     return Gpus(**{**found, "names": tuple(found["names"])})
 
 

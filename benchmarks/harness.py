@@ -1,8 +1,8 @@
 """Figures that can be trusted a little: sides in turn, medians, and ratios within one run.
 
-Rule: a figure is a ratio of medians of one run, with the smallest and the largest ratio of a round beside it. Every
-round has its own order of the sides, because a side that always follows the same other one inherits its caches and its
-backlog. Times of different runs are never compared: the machine drifts by up to two times within minutes.
+A figure is a ratio of medians of one run, with the smallest and the largest ratio of a round beside it. Every round has
+its own order of the sides, because a side that always follows the same other one inherits its caches and its backlog.
+Times of different runs are never compared: the machine drifts by up to two times within minutes.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -14,12 +14,6 @@ from benchmarks.processor import Turn
 
 ROUNDS = 5
 """The least number of rounds that a median is taken of."""
-
-_HOLDS: Mapping[str, Callable[[float, float], bool]] = {
-    "<=": lambda figure, limit: figure <= limit,
-    ">=": lambda figure, limit: figure >= limit,
-    "<": lambda figure, limit: figure < limit,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +55,15 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table. `goal` is "P1" to "P12", or empty where a figure is reported without one.
+    """One line of a table.
 
-    `bound` is like "<= 0.85" (empty: none), `met` whether it holds (None: no bound, or no figure); a `figure` of None
-    could not be measured, and the note says why. `processor_ms` is the processor time of a step in all processes of the
-    side, and `megabytes` are those of its parameters.
+    A `figure` of None could not be measured, and the note says why. `processor_ms` is the processor time of a step in
+    all processes of the side, and `megabytes` are those of its parameters.
     """
 
-    goal: str
     what: str
     figure: float | None
     unit: str
-    bound: str = ""
-    met: bool | None = None
     low: float | None = None
     high: float | None = None
     note: str = ""
@@ -87,29 +77,16 @@ class Row:
         return replace(self, processor_ms=spent, megabytes=megabytes)
 
 
-def row(
-    goal: str, what: str, figure: Figure | float, unit: str, bound: str = "", note: str = "", mode: str = ""
-) -> Row:
-    """A measured line, judged."""
-    if not isinstance(figure, Figure):
-        return Row(goal, what, figure, unit, bound, holds(figure, bound), None, None, note, mode)
-    met = holds(figure.value, bound)
-    return Row(goal, what, figure.value, unit, bound, met, figure.low, figure.high, note, mode)
+def row(what: str, figure: Figure | float, unit: str, note: str = "", mode: str = "") -> Row:
+    """A measured line."""
+    if isinstance(figure, Figure):
+        return Row(what, figure.value, unit, figure.low, figure.high, note, mode)
+    return Row(what, figure, unit, note=note, mode=mode)
 
 
-def absent(goal: str, what: str, unit: str, reason: str, bound: str = "", mode: str = "") -> Row:
+def absent(what: str, unit: str, reason: str, mode: str = "") -> Row:
     """A line that could not be measured, and why."""
-    return Row(goal, what, None, unit, bound, None, None, None, reason, mode)
-
-
-def holds(figure: float, bound: str) -> bool | None:
-    """Whether a figure keeps a bound such as "<= 0.85"; None for an empty bound. Raises ValueError for another form."""
-    if not bound:
-        return None
-    sign, _, limit = bound.partition(" ")
-    if sign not in _HOLDS:
-        raise ValueError(f"bound = {bound!r}: must be {', '.join(_HOLDS)}, a space and a number")
-    return _HOLDS[sign](figure, float(limit))
+    return Row(what, None, unit, note=reason, mode=mode)
 
 
 def interleave(
@@ -156,8 +133,3 @@ def interleave(
 def _samples(values: Sequence[float | Turn]) -> Samples:
     walls = tuple(value.wall if isinstance(value, Turn) else value for value in values)
     return Samples(walls, tuple(value.processor for value in values if isinstance(value, Turn)))
-
-
-def fastest(samples: Mapping[str, Samples], names: Sequence[str]) -> str:
-    """The name with the lowest median."""
-    return min(names, key=lambda name: samples[name].median)

@@ -1,4 +1,4 @@
-"""What islands cost in loss: `python -m benchmarks.islands_loss [--seeds 3] [--only diloco-10 diloco-50]`.
+"""What islands cost in loss: `python -m benchmarks.islands --only loss [--seeds 3] [--ways diloco-10 diloco-50]`.
 
 Each way is a real job of four workers that reads 400 steps of 256 characters for each worker. The model is a
 transformer of 0.47 M parameters on the characters of Python's help pages, and the optimizer is AdamW with a cosine.
@@ -8,9 +8,7 @@ speed of the machine, but where no worker waits the order of arrival changes its
 Gaps are to AllReduce with the same seeds, in which every step has the mean gradient of all four.
 """
 
-import argparse
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +18,9 @@ from statistics import mean
 from benchmarks.harness import Figure, Row, absent, row
 from benchmarks.learning import run_program
 from benchmarks.programs.characters import saved_loss
-from benchmarks.record import run_table, say
+from benchmarks.record import say
 from benchmarks.sides import Refused, Sides, cluster
 
-NAME, TITLE, GOALS = "islands_loss", "Islands: held-out loss at equal samples", ()
 PROGRAM = Path(__file__).parent / "programs" / "characters.py"
 WORKERS, STEPS, BATCH, RATE = 4, 400, 4, 3e-3
 LIMIT_S = 900.0
@@ -41,7 +38,6 @@ class Way:
     Attributes:
         what: in the table.
         conf: the job.
-        bound: of the gap to AllReduce, in percent. Empty: none.
         groups: worker groups, which have batches of their own.
         workers: of the job.
         rate: of the script's optimizer.
@@ -50,7 +46,6 @@ class Way:
 
     what: str
     conf: str
-    bound: str = ""
     groups: int = WORKERS
     workers: int = WORKERS
     rate: float = RATE
@@ -73,8 +68,7 @@ def _server_groups(inside: str) -> str:
 
 def _streaming(overlap: int, keep: str) -> Way:
     inside = f"sync_freq: 24 fragments: 6 overlap: {overlap} keep: {keep}"
-    bound = "<= 4.5" if keep == "kAdd" else ""
-    return Way(f"Streaming: sync_freq 24, 6 fragments, overlap {overlap}, {keep}", _islands(inside), bound)
+    return Way(f"Streaming: sync_freq 24, 6 fragments, overlap {overlap}, {keep}", _islands(inside))
 
 
 DECOUPLED = "sync_freq: 24 fragments: 6 quorum: 1"
@@ -85,19 +79,18 @@ WAYS: Mapping[str, Way] = {
     "kmaster": Way("Hogwild, kMaster, sync_freq 10", _server_groups("")),
     "kmaster-quarter": Way("Hogwild, kMaster, sync_freq 10, a quarter of the rate", _server_groups(""), rate=RATE / 4),
     "ring": Way("Hogwild, kRingAverage, sync_freq 10", _server_groups("agreement: kRingAverage")),
-    "diloco-10": Way("DiLoCo, sync_freq 10", _islands("sync_freq: 10"), "<= 4"),
+    "diloco-10": Way("DiLoCo, sync_freq 10", _islands("sync_freq: 10")),
     "diloco-10-paper": Way("DiLoCo, sync_freq 10, outer momentum 0.9", _islands("sync_freq: 10", PAPER)),
-    "diloco-50": Way("DiLoCo, sync_freq 50", _islands("sync_freq: 50"), "<= 6"),
-    "diloco-10-e3m0": Way("DiLoCo, sync_freq 10, kE3M0", _islands("sync_freq: 10 compression: kE3M0"), "<= 4.5"),
+    "diloco-50": Way("DiLoCo, sync_freq 50", _islands("sync_freq: 50")),
+    "diloco-10-e3m0": Way("DiLoCo, sync_freq 10, kE3M0", _islands("sync_freq: 10 compression: kE3M0")),
     "streaming-2-add": _streaming(2, "kAdd"),
     "streaming-2-blend": _streaming(2, "kBlend"),
     "streaming-3-add": _streaming(3, "kAdd"),
     "streaming-3-blend": _streaming(3, "kBlend"),
-    "decoupled": Way("Decoupled: sync_freq 24, 6 fragments, quorum 1", _islands(DECOUPLED), "<= 4.5"),
+    "decoupled": Way("Decoupled: sync_freq 24, 6 fragments, quorum 1", _islands(DECOUPLED)),
     "decoupled-deaths": Way(
         "Decoupled, and three workers die",
         _islands(DECOUPLED),
-        "<= 5",
         deaths=("1:100", "2:200", "3:300"),
     ),
     "in-step": Way("In step: sync_freq 24, 6 fragments", _islands("sync_freq: 24 fragments: 6")),
@@ -145,51 +138,36 @@ def rows_of(found: Mapping[str, Sequence[Trained]], lost: Mapping[str, str]) -> 
     for name in (name for name in WAYS if name in found or name in lost):
         what = WAYS[name].what
         if name in lost:
-            rows.append(absent("I4" if WAYS[name].bound else "", what, "nats", lost[name], WAYS[name].bound))
+            rows.append(absent(what, "nats", lost[name]))
             continue
         losses = [one.loss for one in found[name]]
         words = [f"a worker sent {mean(one.megabytes for one in found[name]):.1f} MB"]
         if best and alone and name not in (ALL, ALONE):
             words.insert(0, f"{(mean(alone) - mean(losses)) / (mean(alone) - mean(best)):.0%} of what 4 workers bring")
         words.append(f"{len(losses)} seeds")
-        rows.append(row("", what, Figure(mean(losses), min(losses), max(losses)), "nats", note="; ".join(words)))
+        rows.append(row(what, Figure(mean(losses), min(losses), max(losses)), "nats", note="; ".join(words)))
         if best and name != ALL:
             gaps = [100 * (loss / least - 1) for loss, least in zip(losses, best, strict=False)]
             gap = Figure(100 * (mean(losses) / mean(best) - 1), min(gaps), max(gaps))
-            goal = "I4" if WAYS[name].bound else ""
-            rows.append(row(goal, f"{what}: gap to AllReduce", gap, "%", WAYS[name].bound))
+            rows.append(row(f"{what}: gap to AllReduce", gap, "%"))
     return rows
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=tuple(WAYS), help="some of the ways; nothing is saved then")
-    parser.add_argument("--trial", action="store_true", help="save nothing")
-
-
-def measure(options: argparse.Namespace) -> Sequence[Row]:
-    options.trial = options.trial or bool(options.only)
-    names = [name for name in WAYS if name in (options.only or WAYS)]
+def measure(names: Sequence[str], seeds: int) -> list[Row]:
+    """Train in each of these ways with so many seeds, in shuffled order."""
     found: dict[str, list[Trained]] = {}
     lost: dict[str, str] = {}
-    began, jobs, order = time.monotonic(), len(names) * options.seeds, Random(1)
+    order = Random(1)
     with Sides(preload=("benchmarks.programs.characters",)) as sides:
-        for seed in range(options.seeds):
-            for number, name in enumerate(order.sample(names, len(names)), 1 + seed * len(names)):
+        for seed in range(seeds):
+            for name in order.sample(names, len(names)):
                 if name in lost:
                     continue
                 try:
-                    trained = train(sides, name, seed)
+                    found.setdefault(name, []).append(train(sides, name, seed))
+                    say(f"  seed {seed}, {WAYS[name].what}: {found[name][-1].loss:.4f}")
                 except Refused as reason:
                     lost[name] = str(reason)
                     found.pop(name, None)
-                    say(f"[{number}/{jobs}] seed {seed}, {WAYS[name].what}: {reason}")
-                    continue
-                found.setdefault(name, []).append(trained)
-                left = (time.monotonic() - began) / number * (jobs - number)
-                say(f"[{number}/{jobs}] seed {seed}, {WAYS[name].what}: {trained.loss:.4f}; {left / 60:.1f} min left")
+                    say(f"  seed {seed}, {WAYS[name].what}: {reason}")
     return rows_of(found, lost)
-
-
-if __name__ == "__main__":
-    run_table(NAME, TITLE, measure, declare)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.sides import Refused, Sides, refusal
+from benchmarks.sides import Refused, Sides, refusal, spawn
 
 LEARNER = Path(__file__).parent / "programs" / "learner.py"
 LIMIT_S = 180
@@ -42,7 +42,7 @@ def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str, l
     command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
     command += ["--set", f"cluster.workspace={folder / 'work'}", "--report", str(folder / "report.json")]
     command += [str(folder / "job.conf"), str(program), "--out", str(folder / "points"), *args]
-    _run(sides, folder, [command], [{}], limit_s)
+    _run(folder, [command], [{}], limit_s)
     return folder / "points"
 
 
@@ -50,7 +50,7 @@ def ddp(sides: Sides, name: str, size: int, *args: str) -> list[Point]:
     """Run DDP to its end. Raises Refused."""
     folder = sides.room(name)
     command = [sys.executable, str(LEARNER), "--peer", "ddp", *_files(folder), *args]
-    _run(sides, folder, [command] * size, sides.meeting(size))
+    _run(folder, [command] * size, sides.meeting(size))
     return _points(folder / "points")
 
 
@@ -60,14 +60,13 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 
 def _run(
-    sides: Sides,
     folder: Path,
     commands: Sequence[Sequence[str]],
     variables: Sequence[dict[str, str]],
     limit_s: float = LIMIT_S,
 ) -> None:
     started = [
-        sides.spawn(folder / f"{number}.err", command, more)
+        spawn(folder / f"{number}.err", command, more)
         for number, (command, more) in enumerate(zip(commands, variables, strict=True))
     ]
     try:

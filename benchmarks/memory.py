@@ -11,8 +11,6 @@ from benchmarks.harness import Row, absent, row
 from benchmarks.record import run_table
 from benchmarks.sides import Side, Sides, attempt, cluster
 
-NAME, TITLE, GOALS = "memory", "Peak resident memory", ()
-
 STEPS = 10
 _MB = 1e6
 
@@ -48,7 +46,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         for name, begin in starts.items():
             side = attempt(begin)
             if isinstance(side, str):
-                rows.append(absent("", f"{name}: a worker", "MB", side))
+                rows.append(absent(f"{name}: a worker", "MB", side))
                 continue
             side.run(STEPS)
             used = side.ask(check=True)
@@ -56,15 +54,15 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
             more = max(answer["peak"] for answer in used) / _MB
             share = sum(answer["share"] for answer in used) / len(used) / _MB
             note = f"share {share:.0f} MB; {more - base:+.0f} MB over a process alone"
-            rows.append(row("", f"{name}: a worker, {STEPS} steps", more, "MB", "", note))
+            rows.append(row(f"{name}: a worker, {STEPS} steps", more, "MB", note))
             if name not in ("alone", "DDP"):
                 found = [_resident(pid) for pid in servers(side)]
                 note = f"share {sum(f['share'] for f in found) / len(found) / _MB:.0f} MB"
-                rows.append(row("", f"{name}: a server", max(f["peak"] for f in found) / _MB, "MB", "", note))
+                rows.append(row(f"{name}: a server", max(f["peak"] for f in found) / _MB, "MB", note))
             side.end()
             del sides.living[side.name]
     return rows
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure)
+    run_table("memory", "Peak resident memory", measure)

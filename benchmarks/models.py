@@ -104,21 +104,6 @@ class CharacterModel(nn.Module):
         return out
 
 
-class ViT(nn.Module):
-    """A vision transformer with 33 narrow blocks: 400 tensors, most of them small."""
-
-    def __init__(self, width: int = 160, heads: int = 5, depth: int = 33, patch: int = 8) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
-        self.places = nn.Parameter(torch.randn((32 // patch) ** 2, width) * 0.02)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
-        return self.head(self.blocks(x).mean(1))
-
-
 class Residual(nn.Module):
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -188,9 +173,6 @@ _RECIPES: Mapping[str, _Recipe] = {
     "char": _Recipe(CharacterModel, 8, lambda n: _tokens(n, 64, CHARACTERS),
                     lambda out, target: F.cross_entropy(out.flatten(0, 1), target)),
     "cnn": _Recipe(cnn, 4, lambda n: _classes(n, 3, 32, 32)),
-    "twenty": _Recipe(lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
-                                            nn.Linear(1024, 10)), 128, lambda n: _classes(n, 1024)),
-    "vit": _Recipe(ViT, 8, lambda n: _classes(n, 3, 32, 32)),
     "small": _Recipe(lambda: nn.Sequential(nn.Linear(1024, 1060), nn.ReLU(), nn.Linear(1060, 32)), 8,
                      lambda n: _classes(n, 1024)),
 }  # fmt: skip

@@ -1,27 +1,31 @@
-"""Where figures go: results/NAME.json, with the command, the commit and the machine that made them.
+"""The record of figures: results/MACHINE.json has all tables of a machine, each with its command and commit.
 
-Rule: nothing that says whose machine it was is written, no host name, no path; only what explains a figure.
+Nothing that says whose machine it was is written, no host name and no path, only what explains a figure.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import ROUNDS, Row
 from benchmarks.processor import MachineLoad
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+MOST_DISTURBANCE = 0.1
+"""Share of the machine's processor time. Sides with more processes lose more of it, so that ratios move, too."""
+FIGURES = ("benchmarks/results", "docs/fault-tolerance.md", "tests/soak/*.json")
+"""Files that measurements write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,6 @@ class Table:
     `others` and `stolen` are as in `processor.Shares`. None: measured before they were recorded.
     """
 
-    name: str
     title: str
     command: str
     commit: str
@@ -41,10 +44,11 @@ class Table:
     others: float | None = None
     stolen: float | None = None
 
-    @property
-    def disturbed(self) -> bool:
-        """Whether the machine did so much else that times of this table say nothing."""
-        return (self.others or 0.0) + (self.stolen or 0.0) > MOST_DISTURBANCE
+
+def environment() -> dict[str, str]:
+    """The environment of processes that are measured: one thread each, and this checkout."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
 
 
 def machine() -> str:
@@ -70,21 +74,11 @@ def _processor() -> str:
     return platform.machine()
 
 
-MOST_DISTURBANCE = 0.1
-"""Share of the machine's processor time. Sides with more processes lose more of it, so that ratios move, too."""
-
-FIGURES = ("benchmarks/results", "benchmarks/RESULTS.md", "docs/fault-tolerance.md")
-"""Where figures stand."""
-
-
 def commit(checkout: Path = ROOT) -> str:
     """The commit, with "+changes" where the tree holds something else (figures themselves do not count)."""
     head = _git(checkout, "rev-parse", "--short=12", "HEAD")
-    if not head:
-        return "unknown"
-    figures = [f":!{path}" for path in FIGURES]
-    dirty = _git(checkout, "status", "--porcelain", "--", ".", *figures)
-    return head + ("+changes" if dirty else "")
+    dirty = _git(checkout, "status", "--porcelain", "--", ".", *(f":!{path}" for path in FIGURES))
+    return (head or "unknown") + ("+changes" if head and dirty else "")
 
 
 def _git(checkout: Path, *words: str) -> str:
@@ -94,23 +88,59 @@ def _git(checkout: Path, *words: str) -> str:
         return ""
 
 
-def save(table: Table, folder: Path = RESULTS) -> Path:
-    """Write a table to folder/NAME.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{table.name}.json"
-    path.write_text(json.dumps(asdict(table), indent=1) + "\n", encoding="utf-8")
+def file_of(machine: str, folder: Path = RESULTS) -> Path:
+    """The file of the machine, by its number of cores and its processor."""
+    cores, _, rest = machine.partition(" cores (")
+    kind = re.sub(r"\((R|TM)\)|\bProcessor\b|\bCPU\b", "", rest.partition("), ")[0])
+    return folder / f"{cores}-cores-{'-'.join(re.findall(r'[a-z0-9]+', kind.lower()))}.json"
+
+
+def load(path: Path) -> dict[str, Table]:
+    """All tables of a machine, by name."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: Table(**{**each, "rows": tuple(Row(**one) for one in each["rows"])}) for name, each in found.items()}
+
+
+def save(name: str, table: Table, folder: Path = RESULTS) -> Path:
+    """Put a table into the file of its machine, where the others stay."""
+    path = file_of(table.machine, folder)
+    path.write_text(written({**load(path), name: table}), encoding="utf-8")
     return path
 
 
-def load(path: Path) -> Table:
-    """Read what `save` wrote."""
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Table(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+def written(tables: Mapping[str, Table]) -> str:
+    """Tables as JSON with a line for each row, without empty fields."""
+    parts = []
+    for name, table in sorted(tables.items()):
+        head = {key: value for key, value in asdict(table).items() if key != "rows"}
+        rows = [{key: value for key, value in asdict(row).items() if value not in (None, "")} for row in table.rows]
+        rows = [{"figure": None, **row} for row in rows]
+        lines = ",\n   ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        start = json.dumps(head, indent=2, ensure_ascii=False)[:-2]
+        parts.append(f' {json.dumps(name)}: {start},\n  "rows": [\n   {lines}\n  ]}}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def say(text: str) -> None:
     """Progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def number(value: float | None) -> str:
+    """Three digits that count; "–" for none."""
+    if value is None:
+        return "–"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def figure(row: Row) -> str:
+    """The median, its unit, and the range over the rounds."""
+    if row.figure is None:
+        return "–"
+    spread = f" ({number(row.low)}–{number(row.high)})" if row.low is not None else ""
+    return f"{number(row.figure)} {row.unit}{spread}"
 
 
 def run_table(
@@ -124,12 +154,13 @@ def run_table(
     """The main function of a table's module: measure, print, save.
 
     Args:
-        add: declares options of the table's own. With one of the name `trial` that is set, nothing is saved.
+        add: declares options of the table's own. If one of the name `trial` or `only` is set, nothing is saved.
         hardware: what the figures depend on, besides what `machine` says.
         module: the module that measures it, if it has another name than the table.
     """
     program = f"python -m benchmarks.{module or name}"
     parser = argparse.ArgumentParser(prog=program, description=title)
+    parser.add_argument("--trial", action="store_true", help="save nothing")
     add(parser)
     options = parser.parse_args()
     if getattr(options, "rounds", ROUNDS) < ROUNDS:
@@ -140,17 +171,14 @@ def run_table(
     shares = load_of_machine.shares()
     # An absolute path would say whose machine it was.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    command = " ".join([program, *words])
-    seconds = round(time.monotonic() - began, 1)
-    on = ", ".join(filter(None, (machine(), hardware())))
-    table = Table(name, title, command, state, on, seconds, rows, round(shares.others, 3), round(shares.stolen, 3))
-    from benchmarks.markdown import section
-
-    print(section(table))
-    if getattr(options, "trial", False):
-        say("a trial: nothing is written")
-        return
-    path = save(table)
-    if table.disturbed:
+    seconds, on = round(time.monotonic() - began, 1), ", ".join(filter(None, (machine(), hardware())))
+    spent = (round(shares.others, 3), round(shares.stolen, 3))
+    for one in rows:
+        print(f"{one.what}{one.mode and f' ({one.mode})'}: {figure(one)}. {one.note}".rstrip(". "))
+    if shares.total > MOST_DISTURBANCE:
         say(f"{shares.total:.0%} of the machine's processor time went elsewhere: measure again when it is quiet")
+    if options.trial or getattr(options, "only", None):
+        say("nothing is written")
+        return
+    path = save(name, Table(title, " ".join([program, *words]), state, on, seconds, rows, *spent))
     say(f"written to {path.relative_to(ROOT)}")

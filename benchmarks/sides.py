@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from benchmarks.processor import Turn, processor_seconds
-from benchmarks.record import ROOT, say
+from benchmarks.record import ROOT, environment, say
 
 STEPPER = Path(__file__).parent / "programs" / "stepper.py"
 START_S = 120.0
@@ -36,12 +36,6 @@ class Closeable(Protocol):
 
 class Refused(Exception):
     """A side cannot be measured; the text says why."""
-
-
-def environment() -> dict[str, str]:
-    """One thread per process, and this folder's modules."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
 
 
 def topotrain(*words: str, folder: Path = ROOT) -> str:
@@ -238,20 +232,14 @@ class Sides:
         model: str,
         transport: str = "",
         cold: bool = False,
-        terminal: bool = False,
         script: Path = STEPPER,
-        checkout: Path = ROOT,
-        options: Sequence[str] = (),
     ) -> Side:
         """A job of topotrain with `workers` workers in all.
 
         Args:
             transport: the value of `cluster.transport`, if not the default.
             cold: with a forkserver of its own, as a user's job has it.
-            terminal: on a pretended terminal, with the live table.
             script: what it runs; one that is no stepper gets `model` as its --way.
-            checkout: another one of topotrain, for before and after; it runs its own copy of the script.
-            options: more of `topotrain run`.
         Raises Refused, also for a conf that topotrain does not take (yet).
         """
         why = refusal(conf)
@@ -260,26 +248,14 @@ class Sides:
         folder = self.room(name)
         file = folder / "job.conf"
         file.write_text(conf)
-        command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",)), *options]
+        command = [sys.executable, "-m", "topotrain", "run", "--quiet"]
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
         command += ["--set", f"cluster.transport={transport}"] if transport else []
-        command += [] if cold or checkout != ROOT else ["--forkserver", self.serve()]
+        command += [] if cold else ["--forkserver", self.serve()]
         word = "--model" if script == STEPPER else "--way"
-        command += [str(file), str(checkout / script.relative_to(ROOT)), "--socket", str(folder / "line"), word, model]
+        command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
         command += self._arguments if script == STEPPER else []
-        return self._start(name, folder, [command], [{"PYTHONPATH": str(checkout)}], workers, terminal)
-
-    def units(self, name: str, conf: str, count: int, workers: int, model: str, host: str) -> Side:
-        """The same as `job`, over TCP, by `topotrain unit`: every process listens at this address. Raises Refused."""
-        folder = self.room(name)
-        file = folder / "job.conf"
-        file.write_text(conf)
-        common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--forkserver", self.serve()]
-        common += ["--set", f"cluster.workspace={folder / 'work'}", "--set", "cluster.transport=kTcp", "--host", host]
-        common += ["--rendezvous", (folder / "meet").as_uri(), "--nprocs", str(count)]
-        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model, *self._arguments]
-        commands = [[*common, "--rank", str(rank), *script] for rank in range(count)]
-        return self._start(name, folder, commands, [{}] * count, workers)
+        return self._start(name, folder, [command], [{}], workers)
 
     def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
         """`size` processes of ordinary PyTorch.
@@ -306,10 +282,6 @@ class Sides:
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size), **more}
         return [{**common, "RANK": str(rank)} for rank in range(size)]
 
-    def spawn(self, errors: Path, command: Sequence[str], more: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """A process whose stderr goes to that file."""
-        return _spawn(errors, command, more, False)
-
     def room(self, name: str) -> Path:
         """A fresh folder, which goes with the rest."""
         self._rooms += 1
@@ -335,7 +307,6 @@ class Sides:
         commands: Sequence[Sequence[str]],
         variables: Sequence[Mapping[str, str]],
         workers: int,
-        terminal: bool = False,
     ) -> Side:
         side = Side(name, [], folder, patience_s=self._patience)
         self.living[name] = side
@@ -343,7 +314,7 @@ class Sides:
             listener.bind(str(folder / "line"))
             listener.listen(64)
             for number, (command, more) in enumerate(zip(commands, variables, strict=True)):
-                side.processes.append(_spawn(folder / f"{number}.err", command, more, terminal))
+                side.processes.append(spawn(folder / f"{number}.err", command, more))
             try:
                 side.meet(listener, workers)
             except Refused:
@@ -353,31 +324,11 @@ class Sides:
         return side
 
 
-def _spawn(errors: Path, command: Sequence[str], more: Mapping[str, str], terminal: bool) -> "subprocess.Popen[bytes]":
-    env = {**environment(), **more}
-    if terminal:
-        return _on_terminal(command, {**env, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"})
+def spawn(errors: Path, command: Sequence[str], more: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """A process whose stderr goes to that file."""
     with errors.open("wb") as file:
+        env = {**environment(), **more}
         return subprocess.Popen(command, env=env, cwd=errors.parent, stdout=subprocess.DEVNULL, stderr=file)
-
-
-def _on_terminal(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start a command on a terminal that somebody reads."""
-    import pty
-    import threading
-
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tempfile.gettempdir())
-    os.close(theirs)
-
-    def read() -> None:
-        with suppress(OSError):
-            while os.read(ours, 65536):
-                pass
-        os.close(ours)
-
-    threading.Thread(target=read, daemon=True).start()
-    return process
 
 
 @contextmanager

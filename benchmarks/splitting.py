@@ -16,10 +16,8 @@ import torch
 
 from benchmarks.harness import ROUNDS, Figure, Row, Samples, absent, interleave, row
 from benchmarks.programs import splitter
-from benchmarks.record import run_table, say
-from benchmarks.sides import ROOT, Side, Sides, attempt, cluster
-
-NAME, TITLE, GOALS = "splitting", "One model split over two workers of a group", ()
+from benchmarks.record import ROOT, run_table, say
+from benchmarks.sides import Side, Sides, attempt, cluster
 
 SCRIPT = ROOT / "benchmarks" / "programs" / "splitter.py"
 STAGES = 2
@@ -184,9 +182,9 @@ def measure_branches(rounds: int, steps: int) -> list[Row]:
     rows = [_apart(turns, "two branches")]
     for mode in BRANCHES:
         if mode in turns.missing:
-            rows.append(absent("", what, "×", turns.missing[mode], "", mode))
+            rows.append(absent(what, "×", turns.missing[mode], mode))
         else:
-            rows.append(row("", what, turns.over(mode), "×", "", _beside(turns, mode), mode))
+            rows.append(row(what, turns.over(mode), "×", _beside(turns, mode), mode))
     return rows + [_moved(turns, "branches", mode, BRANCHES[mode]) for mode in list(BRANCHES)[:2] if mode in turns.told]
 
 
@@ -200,42 +198,33 @@ def measure_pipeline(rounds: int, steps: int) -> list[Row]:
         turns.run(rounds)
     living = [way for way in WAYS if way.name not in turns.missing]
     what = "pipeline of two stages: a step over the same step in one process"
-    rows = [absent("", what, "×", turns.missing[way.name], "", way.name) for way in WAYS if way.name in turns.missing]
+    rows = [absent(what, "×", turns.missing[way.name], way.name) for way in WAYS if way.name in turns.missing]
     for parts in MICROBATCHES[1:]:
         name = one(parts)
-        rows.append(
-            row(
-                "",
-                "one process: a step in parts over a step in one",
-                turns.over(name),
-                "×",
-                "",
-                _beside(turns, name),
-                f"{parts} parts",
-            )
-        )
+        cut = "one process: a step in parts over a step in one"
+        rows.append(row(cut, turns.over(name), "×", _beside(turns, name), f"{parts} parts"))
     for way in living:
         note = f"{way.bound:.2f} if the bubble were all; {_beside(turns, way.name)}"
-        rows.append(row("", what, turns.over(way.name), "×", "", note, way.name))
+        rows.append(row(what, turns.over(way.name), "×", note, way.name))
     for way in living:
         rows.append(_over_bound(turns, way))
     for way in living:
         note = f"the bubble's formula: (S-1)/(M+S-1) = {100 * bubble(way.micros):.0f} %; {_waits(turns, way.name)}"
         idle = turns.share(way.name, lambda told: told.seconds - told.computed)
-        rows.append(row("", "the same: time in which workers do not compute", idle, "%", "", note, way.name))
+        rows.append(row("the same: time in which workers do not compute", idle, "%", note, way.name))
     return rows + [_moved(turns, way.net, way.name, way.top) for way in (*living[:1], *living[-1:])]
 
 
 def _apart(turns: Turns, net: str) -> Row:
     what = f"{net}: two processes that share nothing, half the samples each, over one process"
-    return row("", what, turns.over(HALVES), "×", "", _beside(turns, HALVES), "two cores at once")
+    return row(what, turns.over(HALVES), "×", _beside(turns, HALVES), "two cores at once")
 
 
 def _over_bound(turns: Turns, way: Way) -> Row:
     """What is lost besides the bubble and the smaller parts."""
     figure = turns.over(way.name, one(way.micros)).times(1 / way.bound)
     what = "the same over its bound: one process's step in as many parts, times (M+S-1)/(M·S)"
-    return row("", what, figure, "×", "", "1 if nothing were lost but the bubble", way.name)
+    return row(what, figure, "×", "1 if nothing were lost but the bubble", way.name)
 
 
 def _beside(turns: Turns, name: str) -> str:
@@ -250,7 +239,7 @@ def _moved(turns: Turns, net: str, mode: str, top: str) -> Row:
     """Bytes counted where they are sent, beside the plan's."""
     sent = turns.told[mode][-1].sent
     note = f"{sent:,} bytes counted where they are sent, {planned(net, top):,} by the plan"
-    return row("", f"{net}: bytes from worker to worker per step", sent / 1e6, "MB", "", note, mode)
+    return row(f"{net}: bytes from worker to worker per step", sent / 1e6, "MB", note, mode)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -267,4 +256,4 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure, declare)
+    run_table("splitting", "One model split over two workers of a group", measure, declare)

@@ -1,4 +1,4 @@
-"""P12: each way to start a job against plain `python` with the same script, to the first step of the last worker.
+"""Each way to start a job against plain `python` with the same script, to the first step of the last worker.
 
 The sides are measured in turn, in an order of their own in each round. The processor seconds are those of all processes
 from the command line to the end of a job of few steps. Nothing of a job runs before it; the files, and the compiled
@@ -19,10 +19,8 @@ from pathlib import Path
 
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
 from benchmarks.processor import Turn
-from benchmarks.record import run_table
-from benchmarks.sides import Refused, Sides, cluster, environment
-
-NAME, TITLE, GOALS = "starts", "Starts against plain python", ("P12",)
+from benchmarks.record import environment, run_table
+from benchmarks.sides import Refused, Sides, cluster
 
 SCRIPT = Path(__file__).parent / "programs" / "first_step.py"
 PATIENCE_S = 240.0
@@ -120,15 +118,14 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         found = interleave(calls, options.rounds)
     plain = found[PLAIN]
     note = "the processor time is that of the whole run"
-    rows = [row("", "python, the same script alone", plain.figure, "s", "", note, "cold").costing(plain)]
+    rows = [row("python, the same script alone", plain.figure, "s", note).costing(plain)]
     for way, what in WAYS.items():
-        goal, bound = ("P12", "<= 1.3") if way != "torchrun alone" else ("", "")
         if way in missing:
-            rows.append(absent(goal, what, "x python", f"{_TOOLS[way]} is not installed", bound, "cold"))
+            rows.append(absent(what, "x python", f"{_TOOLS[way]} is not installed"))
         else:
-            rows.append(row(goal, what, found[way].over(plain), "x python", bound, "", "cold").costing(found[way]))
+            rows.append(row(what, found[way].over(plain), "x python").costing(found[way]))
     return rows
 
 
 if __name__ == "__main__":
-    run_table(NAME, TITLE, measure, declare)
+    run_table("starts", "Starts against plain python", measure, declare)

@@ -14,10 +14,8 @@ import subprocess
 import tarfile
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outside_environment import REPOSITORY, CheckFailed, NotRun, OutsideProject, build_packages
 
@@ -55,12 +53,9 @@ def must(holds: object, text: str) -> None:
         raise CheckFailed(text)
 
 
-# ---- packages --------------------------------------------------------------------------------------------------------
-
-
 @check("the wheel has what it needs, and no more", short=True)
 def wheel_contents(project: OutsideProject) -> str:
-    wheel = project.packages.wheel
+    wheel = project.wheel
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
@@ -80,15 +75,15 @@ def wheel_contents(project: OutsideProject) -> str:
 
 @check("the source distribution builds the same wheel", short=True)
 def same_wheel(project: OutsideProject) -> str:
-    unpacked = project.packages.sdist.parent / "unpacked"
-    with tarfile.open(project.packages.sdist) as archive:
+    unpacked = project.sdist.parent / "unpacked"
+    with tarfile.open(project.sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
     missing = [name for name in ("tests", "docs", "examples", "benchmarks", "scripts", "Makefile", "LICENSE")
                if not (source / name).exists()]  # fmt: skip
     must(not missing, f"the source distribution has no {', '.join(missing)}")
-    again = build_packages(unpacked / "dist", source)
-    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (project.packages.wheel, again.wheel)}
+    _, again = build_packages(unpacked / "dist", source)
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (project.wheel, again)}
     must(len(digests) == 1, "the wheel that is built from the source distribution has other bytes")
     return f"sha256 {digests.pop()[:12]}"
 
@@ -115,21 +110,6 @@ def names_without_extras(project: OutsideProject) -> str:
     return f"topotrain {found['version']}"
 
 
-@check("pip finds no conflict")
-def no_conflict(project: OutsideProject) -> str:
-    return project.run("python", "-m", "pip", "check").stdout.strip().splitlines()[-1]
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
-@check("python -m orchard.train, one ordinary process")
-def ordinary_process(project: OutsideProject) -> str:
-    out = project.run("python", "-m", "orchard.train", "--epochs", "3").stdout
-    must("epoch 3 of 3" in out, f"printed {out!r}")
-    return "3 epochs"
-
-
 @check("topotrain run JOB.conf -m package.module, relative imports")
 def run_module(project: OutsideProject) -> str:
     report = project.job("conf/downpour.conf", "-m", "orchard.train", "--epochs", "4")
@@ -142,7 +122,7 @@ def run_module(project: OutsideProject) -> str:
 @check("topotrain compare without matplotlib: the table", short=True)
 def compare_without_matplotlib(project: OutsideProject) -> str:
     jobs = ["conf/downpour.conf"] if project.short else ["conf/allreduce.conf", "conf/downpour.conf"]
-    done = project.topotrain("compare", *jobs, "-m", "orchard.train", "--", "--epochs", "4")
+    done = project.run("topotrain", "compare", *jobs, "-m", "orchard.train", "--", "--epochs", "4")
     must("framework" in done.stdout and "Downpour" in done.stdout, f"no table: {done.stdout!r}")
     told = [line for line in done.stderr.splitlines() if "topotrain[plot]" in line]
     must(len(told) == 1, f"{len(told)} lines name topotrain[plot]")
@@ -157,12 +137,12 @@ def compare_without_matplotlib(project: OutsideProject) -> str:
 def page_of_job(project: OutsideProject) -> str:
     # The job of the check before.
     workspace = "workspace/compare/downpour"
-    project.topotrain("watch", workspace, "--html", "page.html")
+    project.run("topotrain", "watch", workspace, "--html", "page.html")
     text = (project.folder / "page.html").read_text(encoding="utf-8")
     modules = len(list((REPOSITORY / "topotrain/tools/dashboard/page").glob("*.js")))
     found = len(re.findall(r"\bconst module_\w+ = ", text))
     must(found == modules, f"the page has {found} of its {modules} modules")
-    state = json.loads(project.topotrain("watch", workspace, "--once", "--json").stdout)["state"]
+    state = json.loads(project.run("topotrain", "watch", workspace, "--once", "--json").stdout)["state"]
     must(state == "ended", f"the state is {state}")
     return f"{len(text) / 1e6:.1f} MB, {modules} modules"
 
@@ -178,18 +158,6 @@ print("samples", tt.notebook_launch(train.main, block, quiet=True)["samples"])
 """
 
 
-@check("two models with an optimizer each, and weights clamped in tt.assign")
-def several_models(project: OutsideProject) -> str:
-    seen = []
-    for conf in ("allreduce", "downpour"):
-        metrics = project.job(f"conf/{conf}.conf", "-m", "orchard.critic")["metrics"]
-        must(metrics["accuracy"] > 0.9, f"{conf}: accuracy {metrics['accuracy']}")
-        must(0 < metrics["largest"] <= 0.1 + 1e-6, f"{conf}: the largest weight is {metrics['largest']}")
-        seen.append(f"{conf} {metrics['accuracy']:.1%}")
-    project.run("python", "-m", "orchard.critic")
-    return ", ".join(seen)
-
-
 @check("tt.notebook_launch of a function")
 def notebook(project: OutsideProject) -> str:
     out = project.run("python", "-c", NOTEBOOK).stdout
@@ -199,32 +167,29 @@ def notebook(project: OutsideProject) -> str:
 
 @check("topotrain doctor and plan", short=True)
 def asking_commands(project: OutsideProject) -> str:
-    env = json.loads(project.topotrain("doctor", "--json").stdout)
+    env = json.loads(project.run("topotrain", "doctor", "--json").stdout)
     must(Path(env["topotrain"]["folder"]).is_relative_to(project.python.parents[1]), str(env["topotrain"]))
-    checks = json.loads(project.topotrain("doctor", "conf/downpour.conf", "--json").stdout)["checks"]
+    checks = json.loads(project.run("topotrain", "doctor", "conf/downpour.conf", "--json").stdout)["checks"]
     bad = [one["text"] for one in checks if one["state"] == "failed"]
     must(not bad, "; ".join(bad))
-    plan = json.loads(project.topotrain("plan", "conf/downpour.conf", "--json").stdout)
+    plan = json.loads(project.run("topotrain", "plan", "conf/downpour.conf", "--json").stdout)
     must(plan["nprocs"] == 3, f"{plan['nprocs']} processes, must be 3")
     return f"Python {env['python']['version']}, torch {env['torch']['version']}"
 
 
 @check("topotrain init, and its script trains")
 def start_anew(project: OutsideProject) -> str:
-    made = json.loads(project.topotrain("init", "starter", "--framework", "downpour", "--json").stdout)
+    made = json.loads(project.run("topotrain", "init", "starter", "--framework", "downpour", "--json").stdout)
     must(len(made["files"]) == 2, str(made))
-    report = project.job("job.conf", "train.py", "--epochs", "2", within="starter")
+    report = project.job("starter/job.conf", "starter/train.py", "--epochs", "2")
     return f"accuracy {report['metrics']['accuracy']:.1%} after 2 epochs"
 
 
 @check("a typo is an error of one line, code 2", short=True)
 def typos(project: OutsideProject) -> str:
-    err = project.topotrain("run", "conf/downpour.conf", "-m", "orchard.trian", code=2).stderr
+    err = project.run("topotrain", "run", "conf/downpour.conf", "-m", "orchard.trian", code=2).stderr
     must("orchard.train?" in err and len(err.splitlines()) == 1, err)
     return err.strip()
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def processes(project: OutsideProject, workspace: str) -> dict[str, int]:
@@ -244,84 +209,18 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
     raise CheckFailed(f"the job ended before it printed {text!r}:\n{''.join(heard[-10:])}")
 
 
-def report_of(project: OutsideProject, process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Wait for the end of a job, which must be good, and return its report."""
-    said = process.communicate(timeout=300)[0]
-    must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
-    report: dict[str, Any] = json.loads((project.folder / "report.json").read_text(encoding="utf-8"))
-    return report
-
-
 @check("a worker is killed: the job goes on, every sample counts once", short=True)
 def killed_worker(project: OutsideProject) -> str:
     epochs = 100
-    words = ["--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
+    words = ["conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
     with project.training(*words) as process:
         read_until(process, "epoch 5 of")
         os.kill(processes(project, "workspace/downpour")["worker 1/0"], signal.SIGKILL)
-        report = report_of(project, process)
+        said = process.communicate(timeout=300)[0]
+        must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
+    report = project.report()
     must(report["incidents"], "the kill came too late")
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
-    return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
-
-
-@check("a group leaves and joins a job that runs")
-def leave_and_join(project: OutsideProject) -> str:
-    epochs = 200
-    words = ["--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
-    with project.training(*words) as process:
-        read_until(process, "epoch 5 of")
-        for verb in ("leave", "join"):
-            project.topotrain("jobs", verb, "workspace/downpour", "--group", "1")
-        report = report_of(project, process)
-    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
-    return f"{report['samples']:,} samples"
-
-
-@check("a worker of a synchronous group is killed: the other keeps its step")
-def survivor(project: OutsideProject) -> str:
-    epochs = 60
-    settings = ["cluster.nworker_groups=1", "cluster.nworkers_per_group=2", "cluster.workspace=workspace/survivor"]
-    options = [word for setting in settings for word in ("--set", setting)]
-    words = [*options, "--report", "report.json", "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
-    with project.training(*words) as process:
-        read_until(process, "epoch 5 of")
-        os.kill(processes(project, "workspace/survivor")["worker 0/1"], signal.SIGKILL)
-        report = report_of(project, process)
-    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
-    (incident,) = report["incidents"]
-    must("its group continues meanwhile" in incident["action"], incident["action"])
-    return f"{incident['action']}; {report['samples']:,} samples"
-
-
-@check("topotrain unit: unit 0 is lost, another unit leads, and unit 0 starts again")
-def next_leader(project: OutsideProject) -> str:
-    epochs = 100
-    meet = project.folder / "meet"
-    meet.mkdir(mode=0o700)
-
-    def unit(rank: int) -> "AbstractContextManager[subprocess.Popen[str]]":
-        setting = ["--set", "cluster.workspace=workspace/units", "--report", f"report-{rank}.json"]
-        place = ["--rendezvous", meet.as_uri(), "--rank", str(rank), "--nprocs", "3"]
-        words = ["-m", "orchard.train", "--epochs", str(epochs)]
-        return project.started("unit", *place, *setting, "conf/downpour.conf", *words)
-
-    with unit(1) as second, unit(2) as third:
-        with unit(0) as first:
-            read_until(first, "epoch 5 of")
-            first.kill()
-        with unit(0) as again:
-            ends = {
-                name: process.communicate(timeout=300)[0]
-                for name, process in (("0", again), ("1", second), ("2", third))
-            }
-            codes = [process.returncode for process in (again, second, third)]
-    must(codes == [0, 0, 0], f"exit codes {codes}:\n" + "\n".join(said[-600:] for said in ends.values()))
-    # The unit that leads at the end writes the report. The files of the others are empty.
-    texts = [path.read_text(encoding="utf-8") for path in project.folder.glob("report-*.json")]
-    (report,) = (json.loads(text) for text in texts if text)
-    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
-    must(report["incidents"], "unit 0 was lost too late")
     return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
 
 
@@ -351,8 +250,6 @@ def interrupted(project: OutsideProject) -> str:
     return "code 130"
 
 
-# ---- types -----------------------------------------------------------------------------------------------------------
-
 MISSPELLED = "import topotrain as tt\n\ntt.prepair()\n"
 
 
@@ -366,9 +263,6 @@ def types(project: OutsideProject) -> str:
     return said
 
 
-# ---- extras and the README -------------------------------------------------------------------------------------------
-
-
 def install(project: OutsideProject, *names: str) -> None:
     """Install packages from the registry, in the versions of constraints.txt."""
     pip = ("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -378,35 +272,11 @@ def install(project: OutsideProject, *names: str) -> None:
         raise NotRun(str(error).splitlines()[-1]) from None
 
 
-@check("topotrain[plot]: compare draws the picture")
-def compare_with_matplotlib(project: OutsideProject) -> str:
-    install(project, f"{project.packages.wheel}[plot]")
-    done = project.topotrain("compare", "conf/downpour.conf", "-m", "orchard.train")
-    picture = project.folder / "workspace" / "compare" / "frameworks.png"
-    must(picture.read_bytes().startswith(b"\x89PNG") and "topotrain[plot]" not in done.stderr, done.stderr)
-    return f"{picture.stat().st_size:,} bytes"
-
-
-def copy_examples(project: OutsideProject) -> None:
-    """Copy the examples into the project."""
-    ignored = shutil.ignore_patterns("__pycache__", "workspace")
-    shutil.copytree(REPOSITORY / "examples", project.folder / "examples", ignore=ignored, dirs_exist_ok=True)
-
-
-@check("examples of a language model, a GAN and tables, without extras")
-def larger_examples(project: OutsideProject) -> str:
-    copy_examples(project)
-    seen = []
-    for name in ("language_model", "gan", "embedding"):
-        metrics = project.job("examples/conf/sandblaster.conf", f"examples/{name}.py", "--epochs", "1")["metrics"]
-        seen += [f"{metric} {value:.3g}" for metric, value in metrics.items()]
-    return ", ".join(seen)
-
-
 @check("topotrain[examples]: the commands of the README")
 def first_steps(project: OutsideProject) -> str:
-    install(project, f"{project.packages.wheel}[examples]")
-    copy_examples(project)
+    install(project, f"{project.wheel}[examples]")
+    ignored = shutil.ignore_patterns("__pycache__", "workspace")
+    shutil.copytree(REPOSITORY / "examples", project.folder / "examples", ignore=ignored)
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     shown = "\n".join(re.findall(r"^```sh\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE))
     lines = re.findall(r"^((?:python|topotrain) .*?)(?:\s+#.*)?$", shown, re.MULTILINE)

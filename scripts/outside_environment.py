@@ -10,7 +10,7 @@ import sys
 import time
 import venv
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -22,10 +22,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE = Path(__file__).with_name("sample_project")
-CONSTRAINTS = REPOSITORY / "constraints.txt"
 TIMEOUT_S = 900
-LEAST_FREE_GB = 10
-"""For an environment with torch and the NVIDIA libraries that its usual build brings along."""
 SETTLE_S = 15
 """For how long the processes of a job that has ended may still be ending."""
 
@@ -39,75 +36,50 @@ class NotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Packages:
-    """The built source distribution and wheel."""
-
-    sdist: Path
-    wheel: Path
-
-
-@dataclass(frozen=True)
 class OutsideProject:
-    """The project's folder, its interpreter, and the packages that were built for it."""
+    """The project's folder, its interpreter, and the source distribution and wheel that were built for it."""
 
     folder: Path
     python: Path
-    packages: Packages
+    sdist: Path
+    wheel: Path
     short: bool
 
-    def run(
-        self, *words: str, code: int = 0, within: str = "", environ: Mapping[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a command in the folder `within` of the project; raises CheckFailed if it ends with another code."""
-        where = self.folder / within
-        options = {"cwd": where, "env": {**self.environ(), **(environ or {})}, "timeout": TIMEOUT_S}
-        done = subprocess.run(words, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    def run(self, *words: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+        """Run a command in the project's folder; raises CheckFailed if it ends with another code."""
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.environ(), timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+        )
         if done.returncode != code:
             said = "\n".join((done.stdout + done.stderr).rstrip().splitlines()[-15:])
             raise CheckFailed(f"`{' '.join(words)}` ended with code {done.returncode}, must be {code}:\n{said}")
-        result: subprocess.CompletedProcess[str] = done
-        return result
+        return done
 
-    def topotrain(self, *words: str, code: int = 0, within: str = "") -> "subprocess.CompletedProcess[str]":
-        """Run the command `topotrain` of the environment."""
-        return self.run("topotrain", *words, code=code, within=within)
-
-    def job(self, *words: str, within: str = "") -> dict[str, Any]:
+    def job(self, *words: str) -> dict[str, Any]:
         """Train with `topotrain run`, and return the report."""
-        self.topotrain("run", "--report", "report.json", *words, within=within)
-        report: dict[str, Any] = json.loads((self.folder / within / "report.json").read_text(encoding="utf-8"))
-        return report
+        self.run("topotrain", "run", "--report", "report.json", *words)
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        """The report of the last job."""
+        return dict(json.loads((self.folder / "report.json").read_text(encoding="utf-8")))
 
     @contextmanager
     def training(self, *words: str) -> Iterator["subprocess.Popen[str]"]:
-        """A `topotrain run` in the background, see `started`."""
-        with self.started("run", *words) as process:
-            yield process
-
-    @contextmanager
-    def started(self, *words: str) -> Iterator["subprocess.Popen[str]"]:
-        """A command of topotrain in the background; it is killed if it has not ended by the end of the block."""
-        process = subprocess.Popen(
-            ["topotrain", *words],
-            cwd=self.folder,
-            env=self.environ(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.communicate()
+        """A `topotrain run` in the background; it is killed if it has not ended by the end of the block."""
+        command, pipe = ["topotrain", "run", "--report", "report.json", *words], subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=self.folder, env=self.environ(), stdout=pipe, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def environ(self) -> dict[str, str]:
         """Return the variables of a shell in which the environment is active, and nothing of the repository is set."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TOPOTRAIN_", "PYTHON", "COV_", "PYTEST_", "VIRTUAL_ENV"))
-        }
+        ours = ("TOPOTRAIN_", "PYTHON", "COV_", "PYTEST_", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return {**kept, "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"}
 
     def leftovers(self) -> dict[int, str]:
@@ -134,7 +106,7 @@ class OutsideProject:
                 os.kill(pid, signal.SIGKILL)
 
 
-def build_packages(folder: Path, source: Path = REPOSITORY) -> Packages:
+def build_packages(folder: Path, source: Path = REPOSITORY) -> tuple[Path, Path]:
     """Build source distribution and wheel of the repository with hatchling."""
     if find_spec("hatchling") is None:
         raise NotRun(f"hatchling is not installed beside {sys.executable}: pip install hatchling")
@@ -143,7 +115,7 @@ def build_packages(folder: Path, source: Path = REPOSITORY) -> Packages:
     if done.returncode:
         raise CheckFailed(f"`{' '.join(words[1:])}` ended with code {done.returncode}:\n{done.stderr[-2000:]}")
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return Packages(sdist, wheel)
+    return sdist, wheel
 
 
 def make_project(folder: Path) -> None:
@@ -151,14 +123,14 @@ def make_project(folder: Path) -> None:
     shutil.copytree(SAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__", "workspace"))
 
 
-def make_short_environment(folder: Path, project: Path, packages: Packages) -> Path:
+def make_short_environment(folder: Path, project: Path, wheel: Path) -> Path:
     """Make an environment of this interpreter that downloads nothing, and return its interpreter.
 
     The libraries that the wheel requires, and theirs, are linked from the environment of this process. Packages of
     extras are not there.
     """
     try:
-        libraries = sorted(_required(packages.wheel))
+        libraries = sorted(_required(wheel))
     except PackageNotFoundError as error:
         raise NotRun(f"the package {error.name} is not installed beside {sys.executable}") from None
     venv.create(folder, with_pip=False, symlinks=True)
@@ -170,19 +142,16 @@ def make_short_environment(folder: Path, project: Path, packages: Packages) -> P
     # An editable installation of the project does the same.
     (site / "orchard.pth").write_text(f"{project / 'src'}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    _install([*pip, "--disable-pip-version-check", str(packages.wheel)])
+    _install([*pip, "--disable-pip-version-check", str(wheel)])
     return python
 
 
-def make_full_environment(folder: Path, project: Path, packages: Packages, base: str) -> Path:
+def make_full_environment(folder: Path, project: Path, wheel: Path, base: str) -> Path:
     """Make an environment of the interpreter `base` as a user would, and return its interpreter."""
-    free = shutil.disk_usage(folder.parent).free / 1e9
-    if free < LEAST_FREE_GB:
-        raise NotRun(f"an environment with torch needs {LEAST_FREE_GB} GB; {free:.1f} GB are free in {folder.parent}")
     _install([base, "-m", "venv", str(folder)])
     python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(CONSTRAINTS)]
-    _install([*pip, str(packages.wheel)])
+    pip = [str(python), "-m", "pip", "install", "--quiet", "-c", str(REPOSITORY / "constraints.txt")]
+    _install([*pip, str(wheel)])
     _install([*pip, "--editable", str(project)])
     return python
 
@@ -191,30 +160,19 @@ def _install(words: Sequence[str]) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise NotRun(f"`{' '.join(Path(words[0]).name if word == words[0] else word for word in words)}`: {last}")
+        raise NotRun(f"`{' '.join([Path(words[0]).name, *words[1:]])}`: {last}")
 
 
 def _required(wheel: Path) -> set[str]:
     """Return the names of all distributions that the wheel requires without extras, directly or not."""
-    found: set[str] = set()
-    waiting = list(requirements(wheel))
-    while waiting:
-        requirement = waiting.pop()
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name not in found:
-            found.add(name)
-            waiting += _needed_here(distribution(name).requires or ())
-    return found
-
-
-def requirements(wheel: Path) -> list[Requirement]:
-    """Return what the wheel requires without extras."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        text = archive.read(name).decode()
-    return _needed_here(re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE))
-
-
-def _needed_here(texts: Sequence[str]) -> list[Requirement]:
-    needed = map(Requirement, texts)
-    return [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+        (metadata,) = [archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    found: set[str] = set()
+    waiting = re.findall(r"^Requires-Dist: (.+)$", metadata.decode(), re.MULTILINE)
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += distribution(name).requires or ()
+    return found

@@ -11,15 +11,14 @@ The exit code is 0 if nothing failed, 1 if a check failed, 2 for bad input, 3 if
 """
 
 import argparse
-import json
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from outside_checks import CHECKS, Check
@@ -45,15 +44,12 @@ class Row:
     seconds: float
     text: str
 
-
-def progress(text: str) -> None:
-    """Print a line to stderr, so that stdout has the table alone."""
-    print(text, file=sys.stderr, flush=True)
+    def __str__(self) -> str:
+        return f"{self.result:7}  {self.seconds:6.1f} s  {self.check}: {self.text}"
 
 
 def try_one(check: Check, project: OutsideProject) -> Row:
     """Make a check; processes that it leaves behind make it fail."""
-    progress(f"{check.name} …")
     begin = time.monotonic()
     try:
         result, text = PASS, check.function(project)
@@ -64,69 +60,53 @@ def try_one(check: Check, project: OutsideProject) -> Row:
     if left := project.leftovers():
         project.end_leftovers()
         result, text = FAIL, f"{text}\nleft running: {', '.join(left.values())}"
-    row = Row(check.name, result, round(time.monotonic() - begin, 1), text)
-    progress(f"  {row.result} after {row.seconds} s")
-    return row
-
-
-def try_all(project: OutsideProject, names: Sequence[str]) -> list[Row]:
-    """Make the checks that are asked for, in their order."""
-    chosen = [check for check in CHECKS if check.short or not project.short]
-    return [try_one(check, project) for check in chosen if not names or any(name in check.name for name in names)]
+    return Row(check.name, result, round(time.monotonic() - begin, 1), text)
 
 
 def make(folder: Path, python: str, short: bool) -> OutsideProject:
     """Build the packages, and make project and environment. Raises CheckFailed or NotRun."""
-    progress("building wheel and source distribution …")
-    packages = build_packages(folder / "dist")
+    sdist, wheel = build_packages(folder / "dist")
     project = folder / "project"
     make_project(project)
     if short:
-        progress("making an environment without downloads …")
-        interpreter = make_short_environment(folder / "venv", project, packages)
+        interpreter = make_short_environment(folder / "venv", project, wheel)
     else:
-        progress("making an environment from the registry; torch may take minutes and 5 GB …")
-        interpreter = make_full_environment(folder / "venv", project, packages, python)
-    return OutsideProject(project, interpreter, packages, short)
+        print("making an environment from the registry; torch may take minutes and 5 GB …", file=sys.stderr)
+        interpreter = make_full_environment(folder / "venv", project, wheel, python)
+    return OutsideProject(project, interpreter, sdist, wheel, short)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return one line per check, and the whole text of what failed below."""
-    width = max(len(row.check) for row in rows)
-    lines = [
-        f"{row.check:{width}}  {row.result:7}  {row.seconds:6.1f} s  {row.text.partition(chr(10))[0]}" for row in rows
-    ]
-    counts = ", ".join(f"{sum(row.result == kind for row in rows)} {kind}" for kind in (PASS, FAIL, NOT_RUN))
-    failed = [f"\n{row.check}:\n{row.text}" for row in rows if row.result == FAIL]
-    return "\n".join((*lines, counts, *failed))
+def try_all(project: OutsideProject, only: str) -> Iterator[Row]:
+    """Make the checks that are asked for, in their order."""
+    for check in CHECKS:
+        if (check.short or not project.short) and only in check.name:
+            yield try_one(check, project)
 
 
 def main() -> int:
-    opening, _, rest = str(__doc__).partition("\n")
-    parser = argparse.ArgumentParser(
-        description=opening, epilog=rest.strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="interpreter of the environment")
     parser.add_argument("--short", action="store_true", help="a few checks, no download; with this interpreter only")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="checks whose name has the text")
-    parser.add_argument("--keep", action="store_true", help="leave project and environment, and print where they are")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name has the text")
     options = parser.parse_args()
     python = shutil.which(options.python)
     if python is None:
         parser.error(f"--python {options.python}: must be a Python interpreter, and there is no such program")
     if options.short and options.python != sys.executable:
         parser.error("--python: must not be given with --short, which uses the libraries of this interpreter")
-    if options.only and not any(name in check.name for name in options.only for check in CHECKS):
-        parser.error(f"--only {', '.join(options.only)}: must be part of one of: {'; '.join(c.name for c in CHECKS)}")
-
+    if not any(options.only in check.name for check in CHECKS):
+        parser.error(f"--only {options.only}: must be part of one of: {'; '.join(c.name for c in CHECKS)}")
     # So that SIGTERM removes the folder, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="topotrain-outside-")).resolve()
     project = None
     try:
         project = make(folder, python, options.short)
-        rows = try_all(project, options.only)
+        failed = False
+        for row in try_all(project, options.only):
+            print(row, flush=True)
+            failed = failed or row.result == FAIL
+        return int(failed)
     except NotRun as reason:
         print(f"the environment cannot be made, so nothing was tried: {reason}", file=sys.stderr)
         return 3
@@ -138,12 +118,7 @@ def main() -> int:
     finally:
         if project is not None:
             project.end_leftovers()
-        if options.keep:
-            progress(f"kept: {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps([asdict(row) for row in rows], indent=2) if options.json else table(rows))
-    return int(any(row.result == FAIL for row in rows))
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

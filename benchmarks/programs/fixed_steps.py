@@ -1,12 +1,13 @@
 """A script that takes 20 small steps from a fixed seed: everything in it is drawn from that seed, nothing from a clock.
 
-`benchmarks.digests` runs it under many job files. `--model`, `--optimizer` and the other options choose which part of
+`tests.soak.digests` runs it under many job files. `--model`, `--optimizer` and the other options choose which part of
 the package the job exercises.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,6 @@ import topotrain as tt
 SAMPLES, BATCH, EPOCHS = 110, 26, 4
 """Five steps in an epoch: shares of three workers are unequal, and the last batch is a small one."""
 INPUTS, CLASSES, WORDS = 32, 10, 40
-LAST = BATCH * (SAMPLES // BATCH)
 
 
 class Net(nn.Module):
@@ -29,12 +29,8 @@ class Net(nn.Module):
         self.fc1, self.between = nn.Linear(INPUTS, 96), between()
         self.fc2, self.fc3 = nn.Linear(96, 70), nn.Linear(70, CLASSES)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """What the last layer sees."""
-        return torch.relu(self.fc2(self.between(self.fc1(x))))
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc3(self.hidden(x))
+        out: Tensor = self.fc3(torch.relu(self.fc2(self.between(self.fc1(x)))))
         return out
 
 
@@ -50,66 +46,42 @@ class Views(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        tt.place(self.fc1, "/job:worker/task:0")
-        tt.place(self.fc2, "/job:worker/task:1")
-        tt.place(self.fc3, "/job:worker/task:1")
+        for number, layer in ((0, self.fc1), (1, self.fc2), (1, self.fc3)):
+            tt.place(layer, f"/job:worker/task:{number}")
 
 
-class Sparse(Net):
-    """A part of its input is looked up in a weight whose gradient is sparse."""
+class Words(Net):
+    """A part of its input is looked up: in a weight whose gradient is sparse, or in a table of the servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: bool) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, INPUTS, sparse=True)
+        if served:
+            rule = tt.kvstore.Adagrad(lr=0.1)
+            self.words = tt.Embedding(None, INPUTS, init="normal 0 1", optimizer=rule, name="words")
+        else:
+            self.words = nn.Embedding(WORDS, INPUTS, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.words(_ids(x)))
-
-
-class Served(Net):
-    """The same with a table that only the servers have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        rule = tt.kvstore.Adagrad(lr=0.1)
-        self.words = tt.Embedding(None, INPUTS, init="normal 0 1", optimizer=rule, name="words")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.words(_ids(x)))
-
-
-def _ids(x: Tensor) -> Tensor:
-    return (x[:, 0].abs() * 1000).long() % WORDS
-
-
-def _normed() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(96), nn.ReLU())
-
-
-def _noisy() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(96), nn.Dropout(0.3), nn.ReLU())
+        return super().forward(x + self.words((x[:, 0].abs() * 1000).long() % WORDS))
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "plain": Net,
-    "norm": lambda: Net(_normed),
+    "norm": lambda: Net(lambda: nn.Sequential(nn.BatchNorm1d(96), nn.ReLU())),
     "dropout": lambda: Net(lambda: nn.Dropout(0.3)),
-    "noisy": lambda: Net(_noisy),
+    "noisy": lambda: Net(lambda: nn.Sequential(nn.BatchNorm1d(96), nn.Dropout(0.3), nn.ReLU())),
     "loss": WithLoss,
     "views": Views,
-    "sparse": Sparse,
-    "served": Served,
+    "sparse": lambda: Words(served=False),
+    "served": lambda: Words(served=True),
     "bf16": lambda: Net().bfloat16(),
 }
 
 OPTIMIZERS: Mapping[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=3e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
 }
 
@@ -124,25 +96,10 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return iter(self._data)
 
 
-def data(seed: int, dtype: torch.dtype) -> TensorDataset:
-    rng = torch.Generator().manual_seed(seed + 1)
-    inputs = torch.randn(SAMPLES, INPUTS, generator=rng).to(dtype)
-    return TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=rng))
+CLIPS = {"visible": nn.utils.clip_grad_norm_, "hidden": tt.clip_grad_norm_}
 
 
-def _clip(how: str, model: nn.Module) -> None:
-    if how == "visible":
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    elif how == "hidden":
-        tt.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def loop(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    loader: DataLoader[tuple[Tensor, ...]],
-    options: argparse.Namespace,
-) -> nn.Module:
+def loop(model: nn.Module, optimizer: Any, loader: Any, options: argparse.Namespace) -> nn.Module:
     """The usual loop; with `--accumulate`, a step after so many batches; the rate falls with every epoch."""
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     gamma = 0.7 if options.optimizer else 1.0  # a job file's updater has a schedule of its own
@@ -150,11 +107,11 @@ def loop(
     for _ in tt.epochs(EPOCHS):
         optimizer.zero_grad()
         for number, (inputs, labels) in enumerate(loader, 1):
-            loss_inside = isinstance(model, WithLoss)
-            out = model(inputs, labels) if loss_inside else model(inputs)
-            (out if loss_inside else nn.functional.cross_entropy(out, labels)).backward()
+            inside = isinstance(model, WithLoss)
+            (model(inputs, labels) if inside else nn.functional.cross_entropy(model(inputs), labels)).backward()
             if number % options.accumulate == 0:
-                _clip(options.clip, model)
+                if options.clip:
+                    CLIPS[options.clip](model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
         schedule.step()
@@ -166,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=tuple(MODELS), default="plain")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="none: the updater of the job file")
-    parser.add_argument("--clip", choices=("visible", "hidden"))
+    parser.add_argument("--clip", choices=tuple(CLIPS))
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--stream", action="store_true", help="an iterable dataset")
     parser.add_argument("--trainer", action="store_true", help="tt.Trainer instead of the loop")
@@ -175,11 +132,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     model = MODELS[options.model]()
-    samples = data(options.seed, next(model.parameters()).dtype)
-    if options.stream:
-        loader = DataLoader(Stream(samples), batch_size=BATCH)
-    else:
-        loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
+    rng = torch.Generator().manual_seed(options.seed + 1)
+    inputs = torch.randn(SAMPLES, INPUTS, generator=rng).to(next(model.parameters()).dtype)
+    samples = TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=rng))
+    data: Any = Stream(samples) if options.stream else samples
+    loader = DataLoader(data, batch_size=BATCH, shuffle=not options.stream)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters()) if options.optimizer else None
     if options.trainer:
         tt.Trainer(model, loss=nn.CrossEntropyLoss(), train=loader).fit()

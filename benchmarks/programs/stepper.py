@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import topotrain as tt
 from benchmarks.models import Work, build
-from benchmarks.traces import BACKWARD
 
 RATE, MOMENTUM = 0.01, 0.9
 
@@ -109,8 +107,7 @@ class Stepper:
 
     def __init__(self, work: Work, model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> None:
         self._work, self._model, self._optimizer, self._device = work, model, optimizer, device
-        self._done, self._logs = 0, False
-        self._silenced: list[Callable[[], None]] = []
+        self._done = 0
 
     def steps(self, count: int) -> float:
         """Take so many; returns the last loss."""
@@ -120,30 +117,13 @@ class Stepper:
             else:
                 self._optimizer.zero_grad()
             loss = self._work.loss(self._model, self._done)
-            with record_function(BACKWARD):
-                loss.backward()
+            loss.backward()
             if self._optimizer is not None:
                 self._optimizer.step()
-            if self._logs:
-                tt.log(loss=loss)
             self._done += 1
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return loss.item()
-
-    def log(self, yes: bool) -> None:
-        """Log the loss of each step with `tt.log` from now on, or no more."""
-        self._logs = yes
-
-    def traced(self, count: int, file: str) -> None:
-        """Take so many, and write what the profiler saw of them; without a file only take them."""
-        if not file:
-            self.steps(count)
-            return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        with profile(activities=activities) as seen:
-            self.steps(count)
-        seen.export_chrome_trace(file)
 
     def checksum(self) -> float:
         """A number that another result would not have: the mean magnitude of all parameters."""
@@ -162,59 +142,6 @@ def memory() -> dict[str, int]:
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)  # noqa: SIM115
     rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)  # noqa: SIM115
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
-
-
-def link() -> int:
-    """Bytes of messages of this worker over TCP so far, out and in."""
-    from topotrain.training import context
-
-    here = context.current()
-    assert here is not None
-    assert here.connections is not None
-    return sum(here.connections.link_traffic())
-
-
-class Reporting:
-    """What the steps of a job report and check; the table of reporting switches it off, and times it."""
-
-    def __init__(self) -> None:
-        from topotrain.training.step_progress import ProgressReporter
-        from topotrain.training.worker import Worker
-
-        found = ((Worker, "_check"), (ProgressReporter, "after_step"))
-        self._methods = [(owner, name, getattr(owner, name)) for owner, name in found]
-
-    def mute(self, yes: bool) -> None:
-        """Switch it off, or on again."""
-        for owner, name, method in self._methods:
-            setattr(owner, name, _nothing if yes else method)
-
-    def timed(self, stepper: Stepper, count: int) -> float:
-        """Take so many steps; returns the seconds that it took of each."""
-        spent = 0.0
-
-        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(*args: Any) -> Any:
-                nonlocal spent
-                began = time.perf_counter()
-                try:
-                    return call(*args)
-                finally:
-                    spent += time.perf_counter() - began
-
-            return inner
-
-        for owner, name, method in self._methods:
-            setattr(owner, name, watched(method))
-        try:
-            stepper.steps(count)
-        finally:
-            self.mute(False)
-        return spent / count
-
-
-def _nothing(*_: Any) -> None:
-    """Stand for a method that is switched off."""
 
 
 def device_of(kind: str, peer: str, rank: int) -> torch.device:
@@ -254,21 +181,10 @@ def main() -> None:
         line.say(rank=rank, refused=f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
-    reporting = Reporting()
     for order in line.orders():
-        if "mute" in order:
-            reporting.mute(order["mute"])
-            stepper.log(not order["mute"])
-        if "timed" in order:
-            line.say(seconds=reporting.timed(stepper, order["timed"]))
-        elif "steps" in order:
+        if "steps" in order:
             began = time.perf_counter()
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
-        elif "trace" in order:
-            stepper.traced(order["count"], order["trace"] if rank == 0 else "")
-            line.say(rank=rank)
-        elif "link" in order:
-            line.say(link=link())
         elif "check" in order:
             line.say(checksum=stepper.checksum(), **memory())
         else:

@@ -23,7 +23,7 @@ release = version = topotrain.__version__
 language = "en"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["*.md", "docs/*.md", "docs/site/api.rst", "benchmarks/RESULTS.md", "benchmarks/RESULTS-GPU.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/site/api.rst", "benchmarks/RESULTS.md"]
 exclude_patterns = [".*", "build", "workspace", "topotrain", "tests", "scripts"]  # not even looked into
 root_doc = "docs/index"
 html_theme = "furo"
@@ -52,8 +52,7 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
     "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/replay", "docs/security"],
     "Speed": [
-        *("docs/advice", "docs/performance", "docs/profiling", "docs/slow-links", "docs/islands"),
-        *("benchmarks/RESULTS", "benchmarks/RESULTS-GPU"),
+        *("docs/advice", "docs/performance", "docs/profiling", "docs/slow-links", "docs/islands", "benchmarks/RESULTS"),
     ],
     "Other interfaces": [
         *("docs/integrations", "docs/pserver", "docs/clusterspec", "docs/session", "docs/data-parallel"),

@@ -14,9 +14,10 @@ import sys
 import topotrain.extensions
 
 topotrain.extensions.__path__.append(sys.argv[1])  # as if the folder were in topotrain/extensions
+sys.path.insert(0, "tests/support")
 
-import benchmarks.core
-from benchmarks.core import Core
+import server_core
+from server_core import Core
 from topotrain.core import protocol as m
 from topotrain.extensions.update_counter.counter_messages import UpdateCount, UpdateCountRequest
 from topotrain.extensions.update_counter.update_counter import UpdateCounter
@@ -33,8 +34,8 @@ test_a_server_counts_its_updates()
 # The lines for the composition make the extension, and a server has it beside all others.
 (extension,) = composed()
 assert type(extension) is UpdateCounter
-usual = benchmarks.core.server_extensions
-benchmarks.core.server_extensions = lambda *args: (extension, *usual(*args))
+usual = server_core.server_extensions
+server_core.server_extensions = lambda *args: (extension, *usual(*args))
 core = Core()
 core.steps(2)
 worker = core.workers[1]

@@ -68,7 +68,7 @@ def pages(site: Path) -> Iterator[tuple[Path, Page]]:
 @needs_sphinx
 def test_every_page_of_the_repository_is_there(site: Path) -> None:
     expected = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
-    expected |= {path.stem for path in ROOT.glob("*.md")} | {"benchmarks/RESULTS", "benchmarks/RESULTS-GPU", "index"}
+    expected |= {path.stem for path in ROOT.glob("*.md")} | {"benchmarks/RESULTS", "index"}
     built = {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
     assert expected <= built
     contents = Page(site / "docs" / "index.html").links

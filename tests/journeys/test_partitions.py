@@ -1,4 +1,4 @@
-"""The network between two hosts is cut, or the store of a job is lost: a short version of `benchmarks.partitions`."""
+"""The network between two hosts is cut, or the store of a job is lost: a short version of `tests.soak.partitions`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import redis_server
 from job_runner import JobRunner
 from unit_hosts import HostNetwork, Job, hastily
 
-from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
+from tests.soak.partitions import EPOCHS, LEDGER, Ground, trial
 from topotrain.comm.store.store_url import parse
 
 pytestmark = pytest.mark.journey

@@ -2,8 +2,8 @@
 
 import torch
 from reports import SentMessages
+from server_core import Core
 
-from benchmarks.core import Core
 from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import ServerBodyCodec, present_body
 from topotrain.core.server.gradients.backward_means import ReturnedMeans

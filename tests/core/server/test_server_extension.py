@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from reports import SentMessages
+from server_core import HOME, Core
 
-from benchmarks.core import HOME, Core
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m

@@ -15,13 +15,13 @@ from topotrain.tools.probe.probe_file import Probe
 NOTICE_S = 0.4
 """Seconds until a group that has lost a process goes on, without the start of that process.
 
-Measured: benchmarks/RESULTS.md, "pause of the group".
+Measured: benchmarks/results, "pause of the group".
 """
 
 SNAPSHOT_S_PER_BYTE = 0.62e-9
 """Seconds that a snapshot costs all workers, by its bytes.
 
-Measured: benchmarks/RESULTS.md, "What snapshots cost": 78 ms for 126 MB.
+Measured: benchmarks/results, "What snapshots cost": 78 ms for 126 MB.
 """
 
 
