@@ -86,6 +86,11 @@ class Namespaces:
             done = done and all(_run(*step) for step in steps)
         return done
 
+    def sent(self, host: int) -> int:
+        """Return the bytes that a host has sent over the link so far."""
+        file = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        return int(subprocess.run([*self.commands[host], "cat", file], capture_output=True, check=True).stdout)
+
     def close(self) -> None:
         """Take the networks away; what is not there is passed over."""
         for name in self.names:

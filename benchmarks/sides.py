@@ -257,11 +257,30 @@ class Sides:
         command += self._arguments if script == STEPPER else []
         return self._start(name, folder, [command], [{}], workers)
 
+    def units(self, name: str, conf: str, model: str, hosts: Sequence[str], wrap: Sequence[Sequence[str]]) -> Side:
+        """A job of one worker on each host, by `topotrain unit`. Raises Refused.
+
+        Args:
+            hosts: the address of each.
+            wrap: as for `peer`.
+        """
+        folder = self.room(name)
+        file = folder / "job.conf"
+        file.write_text(conf)
+        common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--nprocs", str(len(hosts))]
+        common += ["--set", f"cluster.workspace={folder / 'work'}", "--rendezvous", (folder / "meet").as_uri()]
+        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model, *self._arguments]
+        commands = [
+            [*before, *common, "--host", host, "--rank", str(rank), *script]
+            for rank, (host, before) in enumerate(zip(hosts, wrap, strict=False))
+        ]
+        return self._start(name, folder, commands, [{}] * len(hosts), len(hosts))
+
     def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
         """`size` processes of ordinary PyTorch.
 
         Args:
-            way: "ddp", "ddp+nccl", "zero", "fsdp", "alone" or "no_update".
+            way: "ddp", "ddp+4mb", "ddp+fp16", "averager", "ddp+nccl", "zero", "fsdp", "alone" or "no_update".
             wrap: per process, the beginning of its command line (to put it into a network of its own).
             more: variables for all of them.
         """

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ import topotrain as tt
 from benchmarks.models import Work, build
 
 RATE, MOMENTUM = 0.01, 0.9
+PERIOD = 16
+"""Steps between two averages of the model."""
 
 
 class Line:
@@ -61,9 +64,25 @@ def no_update(model: nn.Module) -> tuple[nn.Module, None]:
     return model, None
 
 
-def ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+def ddp(model: nn.Module, bucket_mb: int | None = None) -> tuple[nn.Module, Optimizer]:
+    how = {"broadcast_buffers": False, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mb}
+    wrapped = nn.parallel.DistributedDataParallel(model, **how)
     return wrapped, sgd(wrapped)
+
+
+def ddp_in_halves(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped, optimizer = ddp(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped, optimizer
+
+
+def averager(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    return model, PostLocalSGDOptimizer(sgd(model), PeriodicModelAverager(period=PERIOD))
 
 
 def zero(model: nn.Module) -> tuple[nn.Module, Optimizer]:
@@ -94,11 +113,14 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer | None]]] = {
     "alone": alone,
     "no_update": no_update,
     "ddp": ddp,
+    "ddp+4mb": partial(ddp, bucket_mb=4),
+    "ddp+fp16": ddp_in_halves,
+    "averager": averager,
     "ddp+nccl": ddp,
     "zero": zero,
     "fsdp": fsdp,
 }
-_MEETING = {"ddp": "gloo", "ddp+nccl": "nccl", "zero": "gloo", "fsdp": "gloo"}
+_MEETING = {**dict.fromkeys(("ddp", "ddp+4mb", "ddp+fp16", "averager", "zero", "fsdp"), "gloo"), "ddp+nccl": "nccl"}
 """Peers whose processes meet, and the backend by which they do."""
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import islands, islands_loss
+from benchmarks import islands, islands_loss, two_hosts
 from benchmarks.goodput import PUBLISHED, ChipFailures, simulated
 from benchmarks.gpu_training import GLOO, NCCL, ONE_GPU, Clock, Contestant, Target, contestants, measure_model
 from benchmarks.gpus import Gpus
@@ -26,7 +26,7 @@ from topotrain.tools.prediction import measured_errors
 def test_every_conf_is_taken() -> None:
     confs = [conf(arrangement, mode) for arrangement in ARRANGEMENTS for mode in MODES]
     confs += [layout.conf(network) for layout in LAYOUTS.values() for network in NETWORKS.values()]
-    confs += [way.conf for way in WAYS.values()]
+    confs += [*(way.conf for way in WAYS.values()), *two_hosts.JOBS.values()]
     confs += [islands.islands(f"{way} {islands.NESTEROV}") for way in (islands.STREAMING, islands.DECOUPLED)]
     assert not any(map(refusal, confs))
     assert "apply" in refusal(cluster(top="apply: kOnArrival"))

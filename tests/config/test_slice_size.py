@@ -11,7 +11,7 @@ TCP = {"nworkers_per_group": 2, "server_worker_separate": True, "transport": Tra
 
 @pytest.mark.parametrize(
     ("mbit", "expected"),
-    [(0.0, SENT_BYTES), (94.0, SLOW_BYTES), (940.0, SLOW_BYTES), (2500.0, SENT_BYTES), (9400.0, FAST_BYTES)],
+    [(0.0, SENT_BYTES), (94.0, SLOW_BYTES), (940.0, SENT_BYTES), (2500.0, SENT_BYTES), (9400.0, FAST_BYTES)],
 )
 def test_large_slices_for_fast_links_and_small_ones_for_slow_links(mbit: float, expected: int) -> None:
     assert slice_bytes(layout(Cluster(**TCP), link_mbit=mbit)) == expected
@@ -44,8 +44,8 @@ def test_shared_memory_has_large_slices() -> None:
 def test_a_plan_says_what_decides_the_size() -> None:
     said = {
         "at most 4 MB in shared memory": Cluster(),
-        "at most 64 kB, 1 MB or 4 MB, by the speed of the link": Cluster(**TCP),
-        "in shared memory; between hosts at most 64 kB": Cluster(**{**TCP, "transport": TransportChoice.kAuto}),
+        "at most 256 kB, 1 MB or 4 MB, by the speed of the link": Cluster(**TCP),
+        "in shared memory; between hosts at most 256 kB": Cluster(**{**TCP, "transport": TransportChoice.kAuto}),
         "at most 131,072 bytes, as slice_bytes says": Cluster(**TCP, slice_bytes=1 << 17),
         "at most 1 MB": Cluster(**TCP, compression=Compression.kInt8),
     }

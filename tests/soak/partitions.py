@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from folder_wipe import block, wipe
 from job_runner import JobRunner
-from unit_hosts import UNIT, HostNetwork, Job
+from unit_hosts import UNIT, HostNetwork, Job, newest
 
 EPOCHS = 4
 LEDGER = ("--epochs", str(EPOCHS), "--step-s", "0.03")
@@ -128,7 +128,7 @@ def _begin(job: Job, command: Sequence[str]) -> None:
     for rank in (0, 1):
         job.start(rank, "--host", job.network.addresses[rank], command=command)
     until = time.monotonic() + BEGINS_S
-    while not any((job.workspace / "manifests").glob("*")):
+    while not newest(job):
         assert time.monotonic() < until, "the job did not begin"
         assert all(unit.process.poll() is None for unit in job.units.values()), job.end()
         time.sleep(0.02)

@@ -5,14 +5,14 @@ A bucket is the unit of every message.
 
 from topotrain.config.topology import Topology
 
-SENT_BYTES, SLOW_BYTES, FAST_BYTES = 1 << 20, 1 << 16, 1 << 22
+SENT_BYTES, SLOW_BYTES, FAST_BYTES = 1 << 20, 1 << 18, 1 << 22
 """Maximum bytes of a bucket: sent over a link, over a slow one, and over a fast one or in shared memory of a host.
 
 A bucket is complete only when the last worker's part has arrived, and before the first complete bucket no result can
 come back. On a slow link, where a megabyte takes a tenth of a second, that wait decides the speed. On a fast one the
 calls of Python for each bucket do.
 """
-SLOW_MBIT, FAST_MBIT = 1000.0, 4000.0
+SLOW_MBIT, FAST_MBIT = 500.0, 4000.0
 """Links up to this speed are slow, and links from this speed on are fast."""
 
 
