@@ -39,11 +39,13 @@ $(BIN)/python:
 said_to_pip = $$($(BIN)/python -m pip config list 2>/dev/null | sed -n "s/^\(global\|install\)\.$(1)='\(.*\)'$$/\2/p" \
   | sed 's/\\n/ /g' | xargs)
 
+# One file for each extra of pyproject.toml that is there: `make run` installs a third of the packages of the tests.
 # What a machine compiles when it imports, and does not keep, is compiled once: dependencies by uv, and our own package.
 EXTRA = dev
+$(READY)-examples: private EXTRA = examples
 $(READY)-docs: private EXTRA = docs
 $(READY)-docs: $(READY)
-$(READY) $(READY)-docs: pyproject.toml constraints.txt Makefile $(BIN)/python
+$(READY) $(READY)-examples $(READY)-docs: pyproject.toml constraints.txt Makefile $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	@links=$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$(call said_to_pip,find-links)}}; \
 	links=$$(echo $$links | tr ' ' ','); \
@@ -55,9 +57,9 @@ $(READY) $(READY)-docs: pyproject.toml constraints.txt Makefile $(BIN)/python
 	  $${extra:+"UV_EXTRA_INDEX_URL=$$extra" UV_INDEX_STRATEGY=unsafe-best-match} $${cert:+"SSL_CERT_FILE=$$cert"} \
 	  $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[$(EXTRA)]'
 	@$(BIN)/python -m compileall -q topotrain
-	@touch $@
+	@touch $@ $(if $(filter dev,$(EXTRA)),$(READY)-examples)
 
-run: setup
+run: $(READY)-examples
 	$(BIN)/topotrain compare --out workspace/compare $(CONFS) examples/digits.py
 
 test: setup
