@@ -33,7 +33,7 @@ _PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request without a body. headers: lower-case names and values, as often as they came."""
+    """A request without a body. headers: lower-case names and values, all of them."""
 
     method: str
     path: str
@@ -167,7 +167,7 @@ class _BoundedServer(ThreadingHTTPServer):
 
 
 class _Head(io.BufferedReader):
-    """The line and the headers of a request. Raises HTTPException if they are too long."""
+    """The line and headers of a request. Raises HTTPException if they are too long."""
 
     def __init__(self, raw: Any) -> None:
         super().__init__(raw)

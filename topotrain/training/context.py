@@ -363,7 +363,7 @@ class PlanRun(BaseException):
 
 
 class PrepareObserver:
-    """Sees the calls of a script in an ordinary process. Each method does nothing here."""
+    """Sees the calls of a script in an ordinary process. Methods do nothing here."""
 
     def prepared(self, call: PreparedObjects) -> None:
         """The script has prepared these objects."""

@@ -67,7 +67,7 @@ def refuse_nested(optimizers: Sequence[Optimizer], imported: str) -> None:
 
 
 def notice_unprepared(here: Context) -> None:
-    """Say on the main worker, at the first step of an optimizer and not only at the end, if it is in no job."""
+    """Say on the main worker, at an optimizer's first step, if it is in no job."""
     thread, stepped = threading.get_ident(), False
 
     def first(optimizer: Optimizer, *_: Any) -> None:

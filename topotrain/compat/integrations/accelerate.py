@@ -34,10 +34,10 @@ except ImportError as error:
 
 
 class PlacedAccelerator(accelerate.Accelerator):
-    """An Accelerator that knows its worker's rank, its group, and that servers may clip."""
+    """An Accelerator that knows its worker's rank and group, and servers that clip."""
 
     def take_place(self) -> None:
-        """Make only the job's main worker a main process, for which the others wait where the script says so."""
+        """Make only the job's main worker a main process."""
         if self.num_processes > 1:
             external_loop.refuse("accelerator.num_processes", self.num_processes, "must be 1: topotrain starts them")
         if (here := process.current()) is None:
@@ -88,7 +88,7 @@ class Accelerator(PlacedAccelerator):
         self.take_place()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as accelerate, in any order and in one call or several, until a batch is read.
+        """Prepare as accelerate, in one call or several, until a batch is read.
 
         The first DataLoader that comes with an optimizer, or after one, is divided: that is the one to train on. So are
         later ones that are shuffled. In `torch.no_grad()`, and of other loaders, each worker reads everything.

@@ -282,7 +282,7 @@ def refuse(field: str, value: object, accepted: str) -> None:
 
 
 def with_final_values(saving: WorkerExtension) -> None:
-    """Let worker (0,0) save the job's result at its end, which comes later where groups go on without each other."""
+    """Let worker (0,0) save the result at the job's end, if groups end one by one."""
     here = process.current()
     if here is not None and here.is_main and here.worker is not None and here.place.topology.worker_groups > 1:
         here.worker.attach(saving)

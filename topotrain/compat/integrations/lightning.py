@@ -134,12 +134,12 @@ class TopotrainStrategy(SingleDeviceStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning reduces what is logged with `sync_dist`. While it reads loaders it would divide them."""
+        """Whether Lightning reduces what is logged: it would divide loaders, too."""
         return self._handing is not None and self._trains and self.lightning_module.trainer.train_dataloader is not None
 
     @property
     def _trains(self) -> bool:
-        """Whether a value is of this worker's share. Each worker validates with the whole data."""
+        """Whether a value is of this worker's share: validation has the whole data."""
         return bool(self.lightning_module.trainer.training)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

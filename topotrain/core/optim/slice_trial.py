@@ -1,4 +1,4 @@
-"""Trial of an optimizer of the script's own: on slices of tensors it may compute something else."""
+"""Trial of the script's own optimizer: on slices it may compute something else."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ TOLERANCE = 1e-4  # relative to the largest change of a value: kernels may round
 
 
 def check_parts(spec: OptimizerSpec, slicing: Slicing, module: str) -> None:
-    """Raise UnsupportedOptimizer if a class is not the same in parts as on whole tensors."""
+    """Raise UnsupportedOptimizer if a class differs on parts of tensors."""
     for name, numbers in spec.optimizers:
         if not name.startswith(f"{module}:"):
             continue
@@ -45,7 +45,7 @@ def _agree(whole: torch.Tensor, parts: torch.Tensor | None) -> bool:
 def _trial(
     spec: OptimizerSpec, module: str, hyper: str, owned: Callable[..., list[list[torch.Tensor]]]
 ) -> torch.Tensor | None:
-    """The change of two tensors by steps of these owners. None: the class raises an error."""
+    """The change of two tensors by steps of these owners; None: it has failed."""
     with torch.random.fork_rng(devices=()):
         values, *gradients = torch.randn(4, 2, 16, 24, generator=torch.Generator().manual_seed(1)).unbind()
         for each in (values, *gradients):

@@ -28,7 +28,7 @@ class StopSignals:
         self.came.append(number)
 
     def clear_wakeup(self) -> bool:
-        """Make `woken` readable at the next signal only; return whether another stop signal has come.
+        """Clear `woken` until the next signal; return whether a stop signal has come.
 
         Also a signal that ends no job wakes, if it has a handler in Python: SIGCHLD has one as soon as a DataLoader had
         processes.

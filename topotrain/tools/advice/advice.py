@@ -47,7 +47,7 @@ class Advice:
 
     @property
     def preferred(self) -> tuple[Rehearsed, ...]:
-        """The layouts in the order to take them: the winner, and the others by their speed."""
+        """The layouts in the order to take them: the winner, then by their speed."""
         return (self.winner, *(each for each in self.rehearsed if each is not self.winner))
 
     @property

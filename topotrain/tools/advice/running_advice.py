@@ -57,7 +57,7 @@ class Change:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the gain is larger than the prediction's error, or than any that was measured."""
+        """Whether the gain is larger than the prediction's error, or any measured one."""
         return self.gain > (LARGEST if self.error is None else self.error)
 
 

@@ -1,4 +1,4 @@
-"""The grammar of `topotrain`: where options end, panels of the help, and commands of earlier versions.
+"""The grammar of `topotrain`: the end of options, panels, and removed commands.
 
 Options end at the program, as those of python and torchrun do.
 """
@@ -29,7 +29,7 @@ STORE = "--rendezvous"
 
 
 class PanelGroup(TyperGroup):
-    """A group whose commands stand below the names of their panels."""
+    """A group with its commands below the names of their panels."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write all commands with their first sentences."""
@@ -46,7 +46,7 @@ class PanelGroup(TyperGroup):
 
 
 class ProgramCommand(TyperCommand):
-    """A command whose words behind PROGRAM, or -m MODULE, all belong to the program."""
+    """A command that gives all words behind PROGRAM, or -m MODULE, to the program."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read options up to the program, and name those of this command behind it."""
@@ -62,7 +62,7 @@ class ProgramCommand(TyperCommand):
         return super().parse_args(ctx, [*words[:at], "--", program, *rest])
 
     def _with_ports(self, args: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the words, with a port for `--watch`, which may stand alone, and the place of the program.
+        """Return the words with a port for a lone `--watch`, and the program's place.
 
         None: there is no program, or a "--" before it.
         """
@@ -106,7 +106,7 @@ def _is_program(places: Sequence[str | None], word: str, positionals: int) -> bo
 
 
 def _program_at(words: Sequence[str], at: int) -> tuple[str, list[str]]:
-    """Return the program as in a job, a script or "-m MODULE", and the words behind it."""
+    """Return the program, a script or "-m MODULE", and the words behind it."""
     if not words[at].startswith("-m"):
         return words[at], list(words[at + 1 :])
     # As with python, the name may follow without a space.

@@ -1,4 +1,4 @@
-"""The commands `topotrain compare`, of several job files, and `topotrain check`, of a job and the plain script."""
+"""The commands `compare`, of job files, and `check`, of a job and plain Python."""
 
 import json
 import sys

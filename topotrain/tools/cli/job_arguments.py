@@ -1,4 +1,4 @@
-"""Arguments that several commands share, what a shell offers for them, and the checks of what they name."""
+"""Arguments that several commands share, with their completion and checks."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def job_files_and_scripts(incomplete: str) -> list[str]:
 
 
 def recordings(incomplete: str) -> list[str]:
-    """Return the files that may be recordings, which are ZIP archives, and folders that begin with a path."""
+    """Return files that may be recordings, which are ZIP archives, and folders."""
     return _paths(incomplete, lambda path: os.path.isfile(path) and zipfile.is_zipfile(path))
 
 

@@ -44,7 +44,7 @@ jobs = typer.Typer(
 
 
 def _removed_option(context: typer.Context, url: str) -> None:
-    """End with the present form of `--rendezvous`, for the users of an earlier version."""
+    """End with the present form of `--rendezvous`, an option of earlier versions."""
     if url:
         verb = context.info_name
         complain(f"--rendezvous was removed: topotrain jobs {verb} {url}{'' if verb == 'list' else ' --job ID'}")
@@ -217,7 +217,7 @@ def join(
 
 
 def print_once(workspace: Path, as_json: bool) -> None:
-    """Print the present state of the job of a workspace. Raises ConfigError or BadInput."""
+    """Print the state of a workspace's job. Raises ConfigError or BadInput."""
     from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
     from topotrain.tools.summary_text import summary_text
 
@@ -245,7 +245,7 @@ def print_record(where: str, job: str, as_json: bool) -> None:
 
 
 def is_folder(where: str, job: str) -> bool:
-    """Return whether a job is named by its workspace, and not by its store. Raises BadInput."""
+    """Whether a job is named by its workspace, not by its store. Raises BadInput."""
     if not where or "://" in where:
         return False
     if job:
@@ -256,7 +256,7 @@ def is_folder(where: str, job: str) -> bool:
 
 
 def _store_url(where: str) -> str:
-    """Return the URL of a store, from the command line or the environment. Raises BadInput."""
+    """Return a store's URL, as given or from the environment. Raises BadInput."""
     url = where or os.environ.get(RENDEZVOUS_VARIABLE, "")
     if not url:
         raise BadInput(f"no store: give its URL, or set {RENDEZVOUS_VARIABLE}")
@@ -266,7 +266,7 @@ def _store_url(where: str) -> str:
 
 
 def _job_of_store(where: str, job: str) -> tuple[str, str]:
-    """Return the URL of a store, and the name of a job there. Raises ConfigError or BadInput."""
+    """Return a store's URL and a job there. Raises ConfigError or BadInput."""
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.store_url import parse
 

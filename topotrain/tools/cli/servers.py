@@ -1,4 +1,4 @@
-"""The commands `topotrain store` and `topotrain pserver`, which serve until they are ended."""
+"""The commands `topotrain store` and `topotrain pserver`."""
 
 import os
 import signal

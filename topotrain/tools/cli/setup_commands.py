@@ -1,4 +1,4 @@
-"""The commands `topotrain init` and `topotrain doctor`: for the first files, and for a check of this machine."""
+"""The commands `topotrain init` and `topotrain doctor`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command `watch`, and the page of `run --watch`: both show what the recording in a job's workspace says."""
+"""The command `watch`, and the page of `run --watch`, on a job's recording."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

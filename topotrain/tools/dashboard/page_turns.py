@@ -30,7 +30,7 @@ class PageTurns:
         self._ending.wait(self._turn_s)
 
     def expect(self) -> None:
-        """Expect a page that is answered now to ask again, unless this was the last answer."""
+        """Expect a page that is answered now to ask again, but for the last answer."""
         if not self._ending.is_set():
             self._expected.append(time.monotonic() + _AGAIN_S)
 

@@ -1,4 +1,7 @@
-"""One run that the page shows: its recording, followed and folded. Several threads may use it."""
+"""One run that the page shows: its recording, followed and folded.
+
+Several threads may use it.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from topotrain.tools.recording.recording_file import FILE, RecordingFollower
 
 @dataclass(frozen=True, slots=True)
 class RunUpdate:
-    """What a page is told. text: JSON. is_last: the job has ended, and nothing will be new."""
+    """An answer to a page. text: JSON. is_last: the job has ended."""
 
     text: str
     is_last: bool

@@ -27,7 +27,7 @@ class CurvePoint:
 
     @property
     def has_worker_step(self) -> bool:
-        """Whether `step` counts steps of workers: a server makes one version for each step of each group."""
+        """Whether `step` counts steps of workers, and not versions of a server."""
         return not self.process.startswith("server ")
 
     @property

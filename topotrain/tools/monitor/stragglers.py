@@ -14,7 +14,7 @@ LEAST_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A straggler, with its own median seconds for a step, and the median of the others."""
+    """A straggler, with its median seconds for a step, and that of the others."""
 
     who: str
     own_s: float

@@ -51,7 +51,7 @@ def sharing_on(machines: Machines, probe: Probe) -> tuple[int, Mapping[int, floa
 
 
 def least_slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
-    """Return how many times longer each computes at least, whenever the processes of a host compute.
+    """Return how many times longer each process of a host computes, at least.
 
     Some may wait while others compute, so that fewer compute at once. Arguments: as for `slowdown`.
     """

@@ -20,7 +20,7 @@ def error_in_words(error: float | None) -> str:
 
 
 def expected_error(job: Job, machines: Machines, topology: Topology, probed_cores: int) -> float | None:
-    """Return the relative error to expect of a rehearsed step; None: no such job was measured.
+    """Return the relative error to expect of a step; None: it was not measured.
 
     0.2 is a fifth more or less.
     """

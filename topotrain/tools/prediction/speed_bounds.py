@@ -111,7 +111,7 @@ class BoundEstimate:
         return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
 
     def _beside(self, group: int) -> int:
-        """Return how many workers compute on the host of a group's first worker, without slow ones."""
+        """Count the workers on the host of a group's first worker, without slow ones."""
         topology = self.topology
         return max(1, self._residents[self.machines.host_of(topology, topology.workers(group)[0])])
 

@@ -1,4 +1,4 @@
-"""The file of a recording: `events.jsonl` in the workspace, which is only ever appended to.
+"""The file of a recording: `events.jsonl` in the workspace, only appended to.
 
 * A recording is written by a thread, so that the launcher waits for no disk.
 * The samples that are not due in it yet stand in a second, small file, which is replaced.
@@ -65,7 +65,7 @@ class NewestSamples:
         self._path.unlink(missing_ok=True)
 
     def read(self, started: float | None = None) -> list[TimedEvent]:
-        """Return the samples if they have changed. started: of the header; None: of whichever start they are."""
+        """Return the samples if they have changed. started: of the header; None: any."""
         # It is replaced while it is looked at, and goes when the job ends.
         with suppress(OSError, ValueError), os.fdopen(open_for_reading(self._path), errors="replace") as file:
             info = os.fstat(file.fileno())

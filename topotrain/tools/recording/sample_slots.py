@@ -1,4 +1,6 @@
-"""Which samples a recording has: of each process and kind one in an interval, which grows with the job's age.
+"""The samples of a recording: of each process and kind one in an interval.
+
+The interval grows with the age of the job.
 
 A sample is an event of which a later one of the same process tells the same of a later time. Other events are written
 at once, and only where one kind repeats hundreds of times they count as samples. This module is pure.
@@ -23,7 +25,7 @@ Key = tuple[Hashable, ...]
 
 
 def sample_key(timed: TimedEvent) -> Key:
-    """Return what is equal for events of which a later one stands for the earlier ones, if they are samples."""
+    """Return the key of an event: a later sample stands for earlier ones of its key."""
     event = timed.event
     values, loss = getattr(event, "values", None), getattr(event, "loss", None)
     names = sorted(map(str, values)) if isinstance(values, Mapping) else ()
@@ -47,7 +49,7 @@ class SampleSlots:
         self._slot_ends: float | None = None
 
     def add(self, timed: TimedEvent) -> list[TimedEvent]:
-        """Hold a sample, or return an event behind the held samples of its process, or of all for one of the job."""
+        """Hold a sample, or return an event behind the held samples of its process."""
         event, key = timed.event, sample_key(timed)
         name = type(event).__name__
         self._counts[name] += 1
@@ -90,14 +92,14 @@ class SampleSlots:
 
 
 class SeenEvents:
-    """The time of the last event of each kind and process: samples come from two files."""
+    """The time of the last event of each kind and process, from two files."""
 
     def __init__(self) -> None:
         self._started: float | None = None
         self._at: dict[Key, float] = {}
 
     def is_new(self, timed: TimedEvent) -> bool:
-        """Return whether the event is later than those of its kind and process so far, and take note of it."""
+        """Note an event; return whether it is later than those of its kind so far."""
         event, key = timed.event, sample_key(timed)
         if isinstance(event, RecordingHeader) and event.started != self._started:
             self._started, self._at = event.started, {}

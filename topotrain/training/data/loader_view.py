@@ -1,4 +1,4 @@
-"""An object in the place of a loader, for a script that asks for the loader's attributes."""
+"""An object in the place of a loader, with the loader's attributes."""
 
 from typing import Any
 

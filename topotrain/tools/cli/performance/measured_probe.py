@@ -1,4 +1,4 @@
-"""A probe for a command: one that is measured now, and notes on stderr about one that was given."""
+"""A probe for a command: measured now, or given, with notes about it on stderr."""
 
 import sys
 from collections.abc import Sequence

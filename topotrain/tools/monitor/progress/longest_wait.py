@@ -199,7 +199,7 @@ def _step(workers: Sequence[ProcessState], cluster: Cluster, now: float) -> Long
 
 
 def _ahead(state: ProcessState, waiting: Sequence[ProcessState], cluster: Cluster) -> int:
-    """Return the step of the worker that is furthest among those that wait for this one; 0 without any."""
+    """Return the furthest step of the workers that wait for this one; 0: none do."""
     # Workers that train alone wait for others only at the end of a round.
     alone = cluster.outer is not None
     steps = [other.step for other in waiting if other.group == state.group and (other.waits or not alone)]
