@@ -528,7 +528,7 @@ def test_the_state_of_another_librarys_loop_comes_back(job):
     left = WorkerState(2, 7, kept={"loop of the library": pack({"count": 5}, {})}, groups=[{"lr": 0.1}])
     here = job(Past({(0, 0): left.to_bytes()}, {2: ((0, 2),)}), on_failure="kContinue")
     model, state = mlp(), Counted()
-    share, _ = tie(model, sgd(model), loader(), counted=True, state=state)
+    share, _ = tie(model, [sgd(model)], loader(), counted=True, state=state)
     position = going_on()
     assert state.restored == {"count": 5} and position is not None
     assert (position.first, position.steps, position.batches_left(2), len(share)) == (2, 7, 3, 5)
@@ -540,12 +540,12 @@ def test_a_loop_that_counts_batches_does_not_come_back_where_they_have_no_number
     model, batches = mlp(), loader() if why else DataLoader(Stream(40), 8)
     here = job()
     here.context.place = replace(here.context.place, identity=replace(here.context.place.identity, incarnation=0))
-    tie(model, sgd(model), batches, counted=True, unrepeatable=why)
+    tie(model, [sgd(model)], batches, counted=True, unrepeatable=why)
     assert here.heard(events.Unrepeatable)[0].text == why or "the loader has no length" in here.told[0].text
     assert here.context.continuing is None
     job()  # its worker is of a later incarnation
     with pytest.raises(ConfigError, match=r"restart.*must not happen here: (this version|the library's loop counts)"):
-        tie(model, sgd(model), batches, counted=True, unrepeatable=why)
+        tie(model, [sgd(model)], batches, counted=True, unrepeatable=why)
 
 
 def test_a_trainer_goes_on_with_the_step_that_is_next(job):
