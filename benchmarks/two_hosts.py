@@ -31,7 +31,9 @@ JOBS: Mapping[str, str] = {
     "topotrain, kFp16": _pair("compression: kFp16"),
     "topotrain, kHidden": _pair(top="grads: kHidden"),
     "topotrain, kHidden, kFp16": _pair("compression: kFp16", "grads: kHidden"),
-    f"topotrain, islands of {ROUND} steps": _pair(f"sync_freq: {ROUND} {OUTER}"),
+    f"topotrain, islands of {ROUND} steps": cluster(
+        workers=1, servers=2, groups=2, separate=False, inside=f"sync_freq: {ROUND} {OUTER}"
+    ),
 }
 
 
