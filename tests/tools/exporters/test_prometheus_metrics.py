@@ -181,7 +181,7 @@ def test_ipv6_and_names_of_this_machine() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "find_spec", lambda name: None)
+    monkeypatch.setattr(prometheus_metrics, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[metrics\]'"):
         parse_address("9400", {})
 

@@ -15,7 +15,7 @@ _LOOK_S = 0.01
 class PageTurns:
     """Holds each request for a turn, so that pages ask about once a second.
 
-    The end of the server ends all turns. So a page gets the last news of a job whose launcher serves it.
+    The end of the server ends all turns, so that each page is answered once more: with the end of a job.
     """
 
     def __init__(self, turn_s: float = TURN_S) -> None:

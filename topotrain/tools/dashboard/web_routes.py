@@ -11,7 +11,6 @@ GET  /metrics             the figures for Prometheus
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from urllib.parse import parse_qs
 
 from topotrain.tools.dashboard.page_access import PageAccess, PageRequest
@@ -19,6 +18,7 @@ from topotrain.tools.dashboard.page_files import INDEX, page_files
 from topotrain.tools.dashboard.page_turns import PageTurns
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.watched_run import WatchedRun
+from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
 
 FIRST = "A"
@@ -130,11 +130,7 @@ class PageRoutes:
 
     def _metrics(self, request: HttpRequest, query: Mapping[str, str]) -> HttpAnswer:
         """Return the figures of a run for Prometheus."""
-        try:
-            from topotrain.tools.exporters.prometheus_metrics import MISSING, exposition
-        except ImportError:
-            raise HttpError(404, "this installation has no metrics") from None
-        if find_spec("prometheus_client") is None:
+        if not available():
             raise HttpError(404, f"the page {MISSING}")
         found = exposition(self._run(query).summary(), request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)

@@ -6,7 +6,6 @@ It listens on loopback, unless another address is given. There it speaks TLS, an
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from topotrain.comm.security.tls import Certificate
@@ -14,7 +13,7 @@ from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.tcp import ListenAddress, local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
-from topotrain.tools.exporters.prometheus_metrics import MISSING, exposition
+from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, HttpServer, plain_text
 from topotrain.tools.recording.job_history import JobHistory
 
@@ -57,7 +56,7 @@ def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
         raise ConfigError(OPTION, text, str(error)) from None
     if not token and not listen.loopback:
         raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
-    if find_spec("prometheus_client") is None:
+    if not available():
         raise ConfigError(OPTION, text, MISSING)
     return MetricsAddress(listen, port, token)
 

@@ -6,10 +6,16 @@ counters. The label `process` is the name of a worker or server, and `group` the
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 MISSING = "needs prometheus_client: pip install 'topotrain[metrics]'"
 STATES = ("starting", "computes", "waits", "applies", "stopped", "dead", "restarts", "away", "finished")
+
+
+def available() -> bool:
+    """Return whether prometheus_client is installed, without importing it."""
+    return find_spec("prometheus_client") is not None
 
 
 @dataclass(frozen=True, slots=True)
