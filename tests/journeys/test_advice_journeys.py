@@ -1,4 +1,4 @@
-"""Advice with real jobs: a job that chooses its layout, layouts that are tried, and advice for a job that runs."""
+"""Advice with real jobs: a job that chooses its layout, and layouts that are tried."""
 
 import json
 import os
@@ -87,30 +87,3 @@ def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
     asked.communicate(timeout=60)
     assert asked.returncode == 130
     wait_for(lambda: not marked(mark), 30)
-
-
-def test_advice_for_a_job_that_runs(shells: Shells, served_at: str) -> None:
-    cluster = 'nworker_groups: 2 server_worker_separate: true workspace: "job"'
-    (shells.folder / "job.conf").write_text(f"cluster {{ {cluster} }}\n")
-    probe = probe_in(shells.folder)
-    job = topotrain(
-        shells, "run", "--forkserver", served_at, "job.conf", STEADY, "--epochs", "100000", "--step-s", "0.01"
-    )
-    events = shells.folder / "job" / "events.jsonl"
-
-    def trains() -> bool:
-        text = events.read_text() if events.exists() else ""
-        times = [float(time) for time in re.findall(r'"event":"StepDone".*?"time":([\d.]+)', text)]
-        return bool(times) and max(times) > 8
-
-    wait_for(trains, 90)
-    asked = topotrain(shells, "advise", "--running", "job", "--probe", probe, "--within", "2s")
-    (said,) = ended([asked], [0])
-    assert "\nnow: Downpour, 2 groups of 1 worker, 1 server apart: " in said
-    assert "warning: probe.json was not made here, so its figures may not hold: cpu made, here " in said
-    assert "topotrain jobs leave WORKSPACE --group 1: " in said
-    assert "advised: " in said
-    os.kill(job.pid, signal.SIGINT)
-    job.communicate(timeout=60)
-    (said,) = ended([topotrain(shells, "advise", "--running", "job", "--probe", probe)], [2])
-    assert "its job does not run" in said

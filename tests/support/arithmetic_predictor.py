@@ -5,10 +5,12 @@ from typing import Any
 
 from made_probe import made_probe
 
-from topotrain.config.job import Job
+from topotrain.config.job import Grads, Job
 from topotrain.config.topology import Topology
+from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.prediction.failures import HostFailures
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
@@ -33,7 +35,7 @@ def timed_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **more
 
 
 @dataclass
-class ArithmeticPredictor:
+class ArithmeticPredictor(Predictor):
     """Adds computing and the time of the busiest link, and remembers what it was asked.
 
     error: of its predictions. asked: the jobs, in order.
@@ -46,6 +48,7 @@ class ArithmeticPredictor:
         """As `Predictor.predict`."""
         self.asked.append(job)
         topology = machines.topology(job)
+        planned_memory(job, probe, machines, topology)
         members, groups = topology.workers_per_group, topology.worker_groups
         samples = probe.batch.size / (1 if job.per_worker_batch else members)
         numbers = [[machines.stragglers.get(g * members + i, 1.0) for i in range(members)] for g in range(groups)]
@@ -84,5 +87,5 @@ class ArithmeticPredictor:
         places = len({topology.host_of(server) for server in topology.servers(0)})
         share = size * max(hosts, far) / places / often
         # Gradients, values, and with several workers in a group their means.
-        copies = 3 if topology.workers_per_group > 1 else 2
+        copies = 3 if topology.workers_per_group > 1 and job.grads is Grads.kVisible else 2
         return copies * share / (machines.link.bandwidth * MBIT_BYTES), topology.shards

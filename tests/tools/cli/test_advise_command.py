@@ -13,6 +13,7 @@ from topotrain.config import job_file
 from topotrain.config.topology import layout
 from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.tools.cli import app
+from topotrain.tools.cli.performance import shown_search
 from topotrain.tools.diagnostics.environment_report import processor_name
 from topotrain.tools.probe.probe_origin import unlike_this_machine
 
@@ -24,6 +25,7 @@ FAST = ("--probe", "probe.json", "--within", "1s", "--sync")
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs the command in a folder with probe.json and train.py: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shown_search, "LINES_S", 600.0)
     (tmp_path / "probe.json").write_text(timed_probe(elements=4000, batch=8).to_json())
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
     (tmp_path / "job.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 nserver_groups: 1 }\n')
@@ -58,10 +60,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ([*FAST, "--out", "gone/../train.py/best.conf"], "cannot be written"),
         ([*FAST, "--try", "1"], "--try: needs a PROGRAM to run"),
         ([*FAST, "--job", "gone.conf"], "gone.conf"),
-        (["--running", "gone"], "--running: needs --probe FILE"),
-        (["--running", "gone", "--probe", "probe.json"], "--running = 'gone': there is no such folder"),
-        (["--running", ".", "--probe", "probe.json"], "has no recording"),
-        (["--running", ".", "--probe", "probe.json", "--hosts", "2"], "leave --hosts, --straggler, --try, --out"),
+        (["--running", "workspace/digits", "--probe", "probe.json"], "--running was removed: `topotrain predict` says"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(ask: Ask, words: list[str], told: str) -> None:

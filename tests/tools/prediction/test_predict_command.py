@@ -24,6 +24,7 @@ Ask = Callable[..., tuple[int, str, str]]
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs the command in a folder with job.conf and probe.json: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shown_search, "LINES_S", 600.0)
     (tmp_path / "job.conf").write_text(CONF)
     (tmp_path / "probe.json").write_text(made_probe((10_000,) * 3).to_json())
 

@@ -1,23 +1,121 @@
-"""The advice: the rehearsed candidates, the other ones, and the winner."""
+"""The advice: the named blocks with their predictions, and the block to take."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.advice_reasons import reason
-from topotrain.tools.advice.candidate import Candidate, LeftOut
-from topotrain.tools.advice.candidate_list import CandidateSource
-from topotrain.tools.advice.layout_search import LayoutSearch, Rehearsed, SearchListener, SilentListener
+from topotrain.tools.advice.candidate import Candidate
+from topotrain.tools.advice.candidate_list import CandidateSource, LeftOut, not_considered
 from topotrain.tools.advice.predictor import Predictor, RehearsalPredictor
-from topotrain.tools.advice.wishes import SearchClock, Wishes, search_time
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.prediction import Prediction
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, processes_of
+from topotrain.tools.prediction.speed_bounds import BoundEstimate, SpeedBound
 from topotrain.tools.probe.probe_file import Probe
 
 VERSION = 1
 EVEN = 0.02
 """Layouts with speeds that differ by less are equally fast: the one that changes nothing, or is smaller, is taken."""
+BUSY = 0.7
+"""The share of the time from which on a resource is what the others wait for."""
+WAITS = 0.2
+"""The share of a step from which on waiting for one process is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A candidate with its prediction, and its bound by arithmetic."""
+
+    candidate: Candidate
+    prediction: Prediction
+    bound: SpeedBound
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second that are left of failures."""
+        return self.prediction.useful_samples_per_s
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the updates are those of one process."""
+        return not self.candidate.changes and self.prediction.same_as_one_process
+
+    @property
+    def reason(self) -> str:
+        """Why it is as fast as it is. `topotrain run --profile` shows such figures, too."""
+        found = self.prediction
+        parts, total = found.parts, found.parts.total or found.step_s or 1.0
+        if found.busiest and found.busiest[0].share >= BUSY:
+            resource = found.busiest[0]
+            verb = "are" if resource.name.endswith("cores") else "is"
+            return f"{resource.name} {verb} busy {resource.share:.0%} of the step"
+        if found.waits and found.waits[0].seconds / total >= WAITS:
+            wait, computes = found.waits[0], f"computing takes {parts.compute / total:.0%}"
+            return f"workers wait {wait.seconds / total:.0%} of the step for {wait.process}; {computes}"
+        shares = {"push": parts.push, "apply": parts.apply, "pull": parts.pull, "waiting": parts.wait}
+        most = max(shares, key=lambda name: shares[name])
+        rest = f"; most of the rest is {most}, {shares[most] / total:.0%}" if shares[most] / total >= 0.01 else ""
+        return f"workers compute {parts.compute / total:.0%} of the step{rest}"
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of training state on the fullest host."""
+        places = self.candidate.topology
+        hosts = {str(each): places.host_of(each) for unit in places.units for each in (*unit.workers, *unit.servers)}
+        needed: dict[int, int] = {}
+        for each in self.prediction.memory:
+            host = hosts.get(each.process, 0)
+            needed[host] = needed.get(host, 0) + each.nbytes
+        return max(needed.values(), default=0)
+
+    @property
+    def traffic_bytes(self) -> float:
+        """The bytes that all processes send to other hosts, per worker step.
+
+        If there is one host, these are the bytes that they send to each other.
+        """
+        links = self.prediction.links
+        between = [link for link in links if link.between_hosts]
+        return sum(link.nbytes for link in (between if between or self.candidate.given > 1 else links))
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data for `--json`."""
+        candidate, found = self.candidate, self.prediction
+        return {
+            "layout": candidate.label,
+            "framework": candidate.topology.framework,
+            "hosts": candidate.used,
+            "block": dumps_cluster(candidate.job.cluster),
+            "samples_per_s": self.samples_per_s,
+            "error": found.error,
+            "step_s": found.step_s,
+            "at_most_samples_per_s": self.bound.samples_per_s,
+            "memory_bytes": self.memory_bytes,
+            "traffic_bytes": self.traffic_bytes,
+            "staleness": {"mean": found.staleness.mean, "p95": found.staleness.p95, "max": found.staleness.max},
+            "goodput": found.goodput,
+            "changes": list(candidate.changes),
+            "needs": candidate.needs,
+            "same_as_one_process": self.is_exact,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A candidate that was not rehearsed, and how fast it is at most."""
+
+    candidate: Candidate
+    bound: SpeedBound
+
+    @property
+    def in_words(self) -> str:
+        """The bound in words."""
+        return f"at most {self.bound.samples_per_s:,.0f} samples/s: {self.bound.limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,131 +124,141 @@ class Advice:
 
     Attributes:
         machines: where the job is to run.
-        wishes: of the user.
         rehearsed: with predictions; never empty.
+        bounded: of more processes than can be rehearsed, or after the time. The fastest first.
         refused: layouts that do not fit into memory.
-        left_out: layouts and settings that were not rehearsed.
-        late: layouts that were not rehearsed because the time was over.
+        left_out: layouts and settings that were not considered.
     """
 
     machines: Machines
-    wishes: Wishes
     rehearsed: tuple[Rehearsed, ...]
+    bounded: tuple[Bounded, ...]
     refused: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
-    late: int = 0
 
     @property
     def winner(self) -> Rehearsed:
-        """The layout to take."""
-        return _winner(self.rehearsed)
+        """The layout to take: a script need allow nothing for it."""
+        return _winner([each for each in self.rehearsed if not each.candidate.needs] or self.rehearsed)
 
     @property
     def preferred(self) -> tuple[Rehearsed, ...]:
         """The layouts in the order to take them: the winner, then by their speed."""
-        return (self.winner, *(each for each in self.rehearsed if each is not self.winner))
+        winner = self.winner
+        return (winner, *(each for each in self.rehearsed if each is not winner))
 
     @property
     def best_exact(self) -> Rehearsed | None:
-        """The fastest layout with the updates of one process. None: there is none."""
-        exact = [each for each in self.rehearsed if each.is_exact]
-        return _winner(exact) if exact else None
-
-    def reason(self, one: Rehearsed) -> str:
-        """Return why a layout is as fast as it is."""
-        return reason(one, self.rehearsed)
+        """The fastest layout with the updates of one process, for any script. None: there is none."""
+        exact = [each for each in self.rehearsed if each.is_exact and not each.candidate.needs]
+        if not exact:
+            return None
+        # Without the others, slower ones are even with it.
+        return self.winner if self.winner in exact else _winner(exact)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        winner = self.winner
+        exact = self.best_exact
         return {
             "version": VERSION,
             "hosts": max(1, self.machines.hosts),
-            "ended_by_time": bool(self.late),
-            "winner": self._row(winner),
-            "candidates": [self._row(each) for each in self.rehearsed],
+            "winner": self.winner.as_data(),
+            "fastest_exact": None if exact is None else exact.candidate.label,
+            "candidates": [each.as_data() for each in self.rehearsed],
+            "bounds": [
+                {
+                    "layout": each.candidate.label,
+                    "at_most_samples_per_s": each.bound.samples_per_s,
+                    "limit": each.bound.limit,
+                }
+                for each in self.bounded
+            ],
             "refused": [{"layout": each.what, "why": each.why} for each in self.refused],
             "not_considered": [{"what": each.what, "why": each.why} for each in self.left_out],
         }
 
-    def _row(self, one: Rehearsed) -> dict[str, Any]:
-        candidate, found = one.candidate, one.prediction
-        return {
-            "layout": candidate.label,
-            "framework": candidate.topology.framework,
-            "hosts": candidate.used,
-            "block": dumps_cluster(candidate.job.cluster),
-            "samples_per_s": one.samples_per_s,
-            "error": found.error,
-            "step_s": found.step_s,
-            "at_most_samples_per_s": one.bound.samples_per_s,
-            "memory_bytes": host_memory(one),
-            "traffic_bytes": host_traffic(one),
-            "staleness": {"mean": found.staleness.mean, "p95": found.staleness.p95, "max": found.staleness.max},
-            "goodput": found.goodput,
-            "changes": list(candidate.changes),
-            "same_as_one_process": one.is_exact,
-            "reason": self.reason(one),
-        }
+
+class AdviceListener(Protocol):
+    """Is told how far an advice is."""
+
+    def rehearsing(self, number: int, of: int, candidate: Candidate) -> None:
+        """Take note that a candidate is rehearsed.
+
+        number: from 1. of: how many there are.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The wishes of a user for an advice.
+
+    Attributes:
+        sync: only layouts with the updates of one process.
+        own_fields: the fields of the job around its block stay as they are.
+        within_s: seconds after which no further candidate is rehearsed. The first one always is.
+    """
+
+    sync: bool = False
+    own_fields: bool = False
+    within_s: float = 60.0
 
 
 def advise(
     probe: Probe,
     machines: Machines,
-    job: Job | None = None,
+    job: Job,
     wishes: Wishes | None = None,
     predictor: Predictor | None = None,
-    listener: SearchListener | None = None,
-    clock: SearchClock | None = None,
+    listener: AdviceListener | None = None,
 ) -> Advice:
-    """Rehearse the layouts for a program on machines.
+    """Rehearse the named blocks for a program on machines.
 
     Args:
         probe: of the program.
         machines: where the job is to run.
-        job: its other fields are kept, and its block is a candidate unless it is `auto`. None: a job with defaults.
+        job: its other fields are kept, and its block is a candidate unless it is `auto`.
         wishes: of the user.
         predictor: of the layouts; None: a rehearsal.
         listener: is told about each rehearsal.
-        clock: of the search. None: that of this machine.
 
     Raises:
         ConfigError: no layout fits, or a straggler is none of the hosts.
     """
-    wanted = wishes or Wishes()
-    own = job is not None and not job.cluster.auto
-    source = CandidateSource(probe, machines, job or Job(), wanted, own)
-    used = predictor or RehearsalPredictor()
-    # What comes before the first rehearsal takes time, too.
-    time = search_time(wanted.within_s, clock)
-    found = source.collect(time)
-    search = LayoutSearch(used, probe, wanted, time, listener or SilentListener())
-    search.run(found.candidates)
-    if not search.rehearsed:
-        raise _nothing(found.candidates, found.refused, search.left_out)
-    left_out = (*search.left_out, *found.left_out)
-    return Advice(machines, wanted, tuple(search.rehearsed), found.refused, left_out, search.late + found.late)
+    wanted, used = wishes or Wishes(), predictor or RehearsalPredictor()
+    began = time.monotonic()
+    left_out: list[LeftOut] = []
+    refused: list[LeftOut] = []
+    rehearsed: list[Rehearsed] = []
+    bounded: list[Bounded] = []
+    found = [each for each in CandidateSource(probe, machines, job).candidates(left_out) if _is_wanted(each, wanted)]
+    for number, each in enumerate(found, 1):
+        bound = BoundEstimate(each.job, each.topology, each.machines, probe).bound()
+        is_late = bool(rehearsed) and time.monotonic() - began >= wanted.within_s
+        try:
+            if is_late or processes_of(each.topology) > MOST_PROCESSES:
+                if machines.memory_bytes is not None:
+                    planned_memory(each.job, probe, each.machines, each.topology)
+                bounded.append(Bounded(each, bound))
+                continue
+            if listener is not None:
+                listener.rehearsing(number, len(found), each)
+            rehearsed.append(Rehearsed(each, used.predict(each.job, probe, each.machines), bound))
+        except ConfigError as error:
+            (refused if error.field == "--memory" else left_out).append(LeftOut(each.label, str(error)))
+    if not rehearsed:
+        raise _nothing(refused, left_out)
+    return Advice(
+        machines,
+        rehearsed=tuple(sorted(rehearsed, key=lambda one: -one.samples_per_s)),
+        bounded=tuple(sorted(bounded, key=lambda one: -one.bound.samples_per_s)),
+        refused=tuple(refused),
+        left_out=(*left_out, *not_considered(machines)),
+    )
 
 
-def host_memory(one: Rehearsed) -> int:
-    """Return the bytes of training state on the fullest host."""
-    places = one.candidate.topology
-    hosts = {str(each): places.host_of(each) for unit in places.units for each in (*unit.workers, *unit.servers)}
-    needed: dict[int, int] = {}
-    for each in one.prediction.memory:
-        host = hosts.get(each.process, 0)
-        needed[host] = needed.get(host, 0) + each.nbytes
-    return max(needed.values(), default=0)
-
-
-def host_traffic(one: Rehearsed) -> float:
-    """Return the bytes that all processes send to other hosts, per worker step.
-
-    If there is one host, these are the bytes that they send to each other.
-    """
-    links = one.prediction.links
-    between = [link for link in links if link.between_hosts]
-    return sum(link.nbytes for link in (between if between or one.candidate.given > 1 else links))
+def _is_wanted(candidate: Candidate, wishes: Wishes) -> bool:
+    return not (wishes.sync and candidate.changes) and not (wishes.own_fields and candidate.needs)
 
 
 def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:
@@ -159,10 +267,9 @@ def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:
     return min(even, key=lambda each: (not each.is_exact, each.candidate.processes, -each.samples_per_s))
 
 
-def _nothing(candidates: Sequence[Candidate], refused: Sequence[LeftOut], left_out: Sequence[LeftOut]) -> ConfigError:
+def _nothing(refused: Sequence[LeftOut], left_out: Sequence[LeftOut]) -> ConfigError:
     """Return the error of an advice without any layout."""
-    if not candidates and refused:
-        least = refused[0]
-        return ConfigError("--memory", None, f"no layout fits: {least.what}: {least.why}")
+    if refused:
+        return ConfigError("--memory", None, f"no layout fits: {refused[0].what}: {refused[0].why}")
     why = f": {left_out[0].what}: {left_out[0].why}" if left_out else ""
     return ConfigError("advice", None, f"no layout can be rehearsed{why}")

@@ -1,67 +1,52 @@
-"""An advice as text.
-
-The text has one table, a sentence for each layout, and the winner's job file.
-"""
+"""An advice as text: one table, a sentence for each layout, and the advised one's job file."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from topotrain.config.job import Job
 from topotrain.config.job_file import dumps
-from topotrain.tools.advice.advice import Advice, host_memory, host_traffic
-from topotrain.tools.advice.candidate import LeftOut
-from topotrain.tools.advice.layout_search import Rehearsed
+from topotrain.tools.advice.advice import Advice, Rehearsed
+from topotrain.tools.advice.candidate_list import LeftOut
 from topotrain.tools.plan.layout_plan import MB, columns
 from topotrain.tools.prediction.measured_errors import error_in_words
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 
 WIDTH = 120
-SHOWN = 24
-"""Layouts that are listed at most; `--json` has all."""
 _HEAD = ("layout", "samples/s", "±", "memory MB", "traffic MB", "staleness", "changes")
+_BOUNDS = f"bounds by arithmetic (above {MOST_PROCESSES} workers and servers, or after --within, nothing is rehearsed):"
 
 
 def explain(advice: Advice) -> str:
     """Return the advice as text."""
-    shown = advice.rehearsed[:SHOWN]
-    lines = [*_table(advice, shown), ""]
-    if len(advice.rehearsed) > len(shown):
-        lines += [f"{len(advice.rehearsed) - len(shown)} slower layouts: see --json", ""]
-    lines += [_units(advice), ""]
-    lines += [*_section("does not fit into memory:", advice.refused)]
-    lines += [*_section("not considered:", _grouped(advice.left_out))]
-    return "\n".join([*lines, *_verdict(advice)])
-
-
-def _table(advice: Advice, shown: Sequence[Rehearsed]) -> Iterator[str]:
-    head, *rows = columns(_HEAD, [_cells(each) for each in shown])
-    yield head
-    for row, each in zip(rows, shown, strict=True):
-        yield row
-        yield from _wrapped(advice.reason(each), "    ")
-
-
-def _cells(one: Rehearsed) -> tuple[str, ...]:
-    staleness = one.prediction.staleness
-    stale = f"{staleness.mean:.1f}, ≤ {staleness.max:.0f}" if staleness.max else "0"
-    return (
-        one.candidate.label,
-        f"{one.samples_per_s:,.0f}",
-        "–" if one.prediction.error is None else f"{one.prediction.error * 100:.0f} %",
-        f"{host_memory(one) / MB:,.1f}",
-        f"{host_traffic(one) / MB:,.2f}",
-        stale,
-        ", ".join(one.candidate.changes) or "–",
-    )
-
-
-def _units(advice: Advice) -> str:
+    exact = advice.best_exact
+    head, *rows = columns(_HEAD, [_cells(each, each is exact) for each in advice.rehearsed])
+    lines = [head]
+    for row, each in zip(rows, advice.rehearsed, strict=True):
+        lines += [row, *_wrapped(each.reason, "    ")]
     where = "to other hosts" if advice.machines.hosts > 1 else "between processes"
     text = (
+        "*: the fastest that changes nothing, for any script. "
         "memory: training state on the fullest host, without activations and torch itself. "
         f"traffic: sent {where} by all processes for each step of a worker. staleness: mean and most, in updates. "
         "changes: what makes the updates others than those of one process"
     )
-    return "\n".join(_wrapped(text, ""))
+    lines += ["", *_wrapped(text, ""), ""]
+    lines += _section(_BOUNDS, [LeftOut(each.candidate.label, each.in_words) for each in advice.bounded])
+    lines += _section("does not fit into memory:", advice.refused)
+    lines += _section("not considered:", _grouped(advice.left_out))
+    return "\n".join([*lines, *_verdict(advice)])
+
+
+def _cells(one: Rehearsed, is_marked: bool) -> tuple[str, ...]:
+    staleness, error = one.prediction.staleness, one.prediction.error
+    return (
+        one.candidate.label + " *" * is_marked,
+        f"{one.samples_per_s:,.0f}",
+        "–" if error is None else f"{error * 100:.0f} %",
+        f"{one.memory_bytes / MB:,.1f}",
+        f"{one.traffic_bytes / MB:,.2f}",
+        f"{staleness.mean:.1f}, ≤ {staleness.max:.0f}" if staleness.max else "0",
+        ", ".join(one.candidate.changes) or "–",
+    )
 
 
 def _section(title: str, found: Sequence[LeftOut]) -> Iterator[str]:
@@ -81,19 +66,25 @@ def _grouped(found: Sequence[LeftOut]) -> list[LeftOut]:
 
 
 def _verdict(advice: Advice) -> Iterator[str]:
-    winner = advice.winner
-    if advice.late:
-        text = (
-            f"the time has ended the search: within {advice.wishes.within_s:g} s {advice.late} layouts were not looked "
-            "at, and one of them may be faster; a longer --within looks at more"
-        )
+    winner, exact = advice.winner, advice.best_exact
+    if advice.bounded and advice.bounded[0].bound.samples_per_s > winner.samples_per_s:
+        yield "a layout that was not rehearsed may be faster: see its bound"
+    yield from _wrapped(f"advised: {winner.candidate.label}: {speed(winner)}; {winner.reason}", "")
+    for text in _conditions(winner):
         yield from _wrapped(text, "")
-    yield from _wrapped(f"advised: {winner.candidate.label}: {speed(winner)}; {advice.reason(winner)}", "")
-    exact = advice.best_exact
-    if not winner.is_exact:
-        changes = ", ".join(winner.candidate.changes)
-        other = "" if exact is None else f"; --sync advises {exact.candidate.label}: {speed(exact)}"
-        yield from _wrapped(f"it changes the statistics of the training ({changes}){other}", "")
+    if exact is not None and exact is not winner:
+        yield from _wrapped(f"--sync advises {exact.candidate.label}: {speed(exact)}", "")
+    for each in advice.rehearsed:
+        if each.candidate.needs and each.is_exact and exact is not None and each.samples_per_s > exact.samples_per_s:
+            text = f"with the same updates, if the script allows {each.candidate.needs}: {speed(each)}"
+            yield from _wrapped(text, "")
+
+
+def _conditions(one: Rehearsed) -> list[str]:
+    """Return what a user must know before a layout is taken."""
+    changes, needs = ", ".join(one.candidate.changes), one.candidate.needs
+    found = [f"it changes the statistics of the training: {changes}"] if changes else []
+    return found + ([f"the script must allow its {needs}"] if needs else [])
 
 
 def speed(one: Rehearsed) -> str:
@@ -101,22 +92,18 @@ def speed(one: Rehearsed) -> str:
     return f"{one.samples_per_s:,.0f} samples/s {error_in_words(one.prediction.error)}"
 
 
-def job_text(advice: Advice, job: Job) -> str:
-    """Return the text of a job file, with the reason as a comment.
-
-    job: that of the winner, with its program.
-    """
+def job_text(advice: Advice) -> str:
+    """Return the text of the advised job's file, with the reason as a comment."""
     winner = advice.winner
     hosts = winner.candidate.used
     where = "one host" if hosts == 1 else f"{hosts} hosts, one unit on each"
     said = [
         f"Advised by `topotrain advise` for {where}: {winner.candidate.label}.",
-        f"Predicted: {speed(winner)}; {advice.reason(winner)}.",
+        f"Predicted: {speed(winner)}; {winner.reason}.",
     ]
-    if not winner.is_exact:
-        said.append(f"It changes the statistics of the training: {', '.join(winner.candidate.changes)}.")
+    said += [f"{text[0].upper()}{text[1:]}." for text in _conditions(winner)]
     comments = [line for text in said for line in textwrap.wrap(text, WIDTH - 2)]
-    return "".join(f"# {line}\n" for line in comments) + dumps(job)
+    return "".join(f"# {line}\n" for line in comments) + dumps(winner.candidate.job)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -7,18 +7,15 @@ from dataclasses import dataclass, replace
 
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.advice import Advice, advise
+from topotrain.tools.advice.advice import Advice, AdviceListener, Wishes, advise
 from topotrain.tools.advice.advice_text import speed
 from topotrain.tools.advice.auto_rules import without_layout
-from topotrain.tools.advice.layout_search import SearchListener
 from topotrain.tools.advice.predictor import Predictor
-from topotrain.tools.advice.wishes import Wishes
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 
-WITHIN_S = 10.0
-"""Seconds for rehearsals: the job waits for them."""
-MOST = 12
+WISHES = Wishes(sync=True, own_fields=True, within_s=10.0)
+"""The job waits for the rehearsals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +34,13 @@ class AutomaticLayout:
         block = " ".join(["cluster {", *(line.strip() for line in lines), "}"])
         following = "".join(f"; next: {each.candidate.label}, {speed(each)}" for each in self.advice.preferred[1:2])
         return (
-            f"auto: {winner.candidate.label}: {speed(winner)}; {self.advice.reason(winner)}{following}\n"
+            f"auto: {winner.candidate.label}: {speed(winner)}; {winner.reason}{following}\n"
             f"auto: by hand this is {block}"
         )
 
 
 def choose(
-    job: Job, probe: Probe, predictor: Predictor | None = None, listener: SearchListener | None = None
+    job: Job, probe: Probe, predictor: Predictor | None = None, listener: AdviceListener | None = None
 ) -> AutomaticLayout:
     """Choose the layout of a job on the machine of the probe.
 
@@ -51,5 +48,5 @@ def choose(
     """
     memory = probe.machine.memory_bytes or None
     machines = replace(Machines(hosts=0, cores=probe.machine.cores).with_job(job), memory_bytes=memory)
-    advice = advise(probe, machines, job, Wishes(True, MOST, WITHIN_S), predictor, listener)
+    advice = advise(probe, machines, job, WISHES, predictor, listener)
     return AutomaticLayout(advice.winner.candidate.job, advice)

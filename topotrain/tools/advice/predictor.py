@@ -20,16 +20,13 @@ class Predictor(ABC):
 
 
 class RehearsalPredictor(Predictor):
-    """Predicts by a rehearsal with the product's own servers and clients.
+    """Predicts by a rehearsal with the product's own servers and clients."""
 
-    seed: of the random draws.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         # Now and not in the first prediction, whose time is limited: it imports torch.
         from topotrain.tools.prediction.predict import predict
 
-        self._predict, self._seed = predict, seed
+        self._predict = predict
 
     def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
-        return self._predict(job, probe, machines, self._seed)
+        return self._predict(job, probe, machines)

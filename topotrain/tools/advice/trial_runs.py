@@ -20,7 +20,7 @@ from typing import Any
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps
 from topotrain.core.events import StepDone
-from topotrain.tools.advice.layout_search import Rehearsed
+from topotrain.tools.advice.advice import Rehearsed
 from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe

@@ -19,12 +19,12 @@ from topotrain.tools.cli.job_arguments import (
     load_job,
     refusing,
 )
+from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
 from topotrain.tools.cli.performance.shown_search import shown_search
 
 if TYPE_CHECKING:
-    from topotrain.tools.advice.advice import Advice
+    from topotrain.tools.advice.advice import Advice, Wishes
     from topotrain.tools.advice.trial_runs import Trial
-    from topotrain.tools.advice.wishes import Wishes
     from topotrain.tools.prediction.machines import Machines
     from topotrain.tools.probe.probe_file import Probe
 
@@ -32,10 +32,13 @@ EXAMPLE = """\b
 Example:
   topotrain advise --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf train.py
   topotrain advise --probe probe.json --hosts 8 --link 1gbit,1ms --sync
-  topotrain advise --running workspace/digits --probe probe.json
 """
 TRY_S = 5.0
 """Seconds of steps that a trial measures."""
+RUNNING = (
+    "--running was removed: `topotrain predict` says how fast a block would be, and `topotrain compare` runs several; "
+    "`topotrain jobs leave` and `join` change a job that runs"
+)
 
 
 def advise(
@@ -48,19 +51,10 @@ def advise(
         typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; nothing is measured."),
     ] = None,
     hosts: Annotated[str, typer.Option("--hosts", metavar="N", help="How many hosts; 1 without it.")] = "",
-    link: Annotated[
-        str, typer.Option("--link", metavar="LINK", help="Of each host, such as 1gbit,1ms; needs --hosts.")
-    ] = "",
-    cores: Annotated[
-        str, typer.Option("--cores", metavar="N", help="Of each host; without it as the probed machine has.")
-    ] = "",
-    memory: Annotated[
-        str,
-        typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB; what needs more is refused."),
-    ] = "",
-    mtbf: Annotated[
-        str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")
-    ] = "",
+    link: LinkOption = "",
+    cores: Cores = "",
+    memory: Memory = "",
+    mtbf: Mtbf = "",
     straggler: Annotated[
         str,
         typer.Option("--straggler", metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4."),
@@ -77,37 +71,32 @@ def advise(
         int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
     ] = 0,
     within: Annotated[
-        str, typer.Option("--within", metavar="TIME", help="After it no further layout is rehearsed.")
+        str, typer.Option("--within", metavar="TIME", help="After it no further block is rehearsed.")
     ] = "60s",
-    running: Annotated[
-        Path | None,
-        typer.Option("--running", metavar="WORKSPACE", help="Of a job that runs: would another layout be faster?"),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
     forkserver: Forkserver = "",
+    running: Annotated[str | None, typer.Option("--running", hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Say which layout trains a program fastest on some hosts, and why.
 
-    The program is measured in one process, unless there is a probe. Each candidate is then rehearsed in virtual
+    The program is measured in one process, unless there is a probe. About a dozen blocks are then rehearsed in virtual
     time, with the servers of a real job.
     """
     with refusing():
-        from topotrain.tools.advice.wishes import Wishes
+        if running is not None:  # for the users of an earlier version
+            raise BadInput(RUNNING)
+        from topotrain.tools.advice.advice import Wishes
         from topotrain.tools.amounts import seconds
         from topotrain.tools.prediction.machines import parse_machines
 
         machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
         wishes = Wishes(sync, within_s=seconds("--within", within))
         given = _job(job, program, args)
-        _check_options(given, probe, machines, out, tried, running)
-        found = _probe(given, probe, forkserver)
-        if probe is not None:
-            _check_origin(found, probe, given, tried, running, forkserver)
-        if running is not None:
-            assert probe is not None
-            _advise_running(running, found, probe, machines, given, wishes, as_json)
-            return
-        _advise(found, machines, given, job is not None, wishes, out, tried, as_json)
+        _check_options(given, probe, machines, out, tried)
+        found = _probe(given, probe, tried, forkserver)
+        # Without a job file there is no block to compare with.
+        base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
+        _advise(found, machines, base, wishes, out, tried, as_json)
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -119,18 +108,8 @@ def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
     return Job(program=program or "", args=tuple(args or ()))
 
 
-def _check_options(
-    job: Job, probe: Path | None, machines: "Machines", out: Path | None, tried: int, running: Path | None
-) -> None:
+def _check_options(job: Job, probe: Path | None, machines: "Machines", out: Path | None, tried: int) -> None:
     """Raise BadInput for options that do not fit together."""
-    if running is not None:
-        if probe is None:
-            raise BadInput("--running: needs --probe FILE, of the job's program: `topotrain probe PROGRAM --out FILE`")
-        if machines.hosts or machines.stragglers or tried or out is not None:
-            raise BadInput(
-                "--running: hosts and stragglers are those of the job; leave --hosts, --straggler, --try, --out"
-            )
-        return
     if probe is None and not job.program:
         raise BadInput("no program: give PROGRAM, -m MODULE, or --probe FILE, which `topotrain probe` has written")
     if machines.link is not None and machines.hosts < 2:
@@ -143,35 +122,27 @@ def _check_options(
         check_writable("--out", out)
 
 
-def _probe(job: Job, file: Path | None, forkserver: str) -> "Probe":
-    if file is not None:
-        from topotrain.tools.probe.probe_file import load_probe
+def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
+    """Return the probe of a file, checked where the program runs, or measure the program."""
+    from topotrain.tools.cli.performance import measured_probe
 
-        return load_probe(file)
-    from topotrain.tools.cli.performance.measured_probe import probe_of
+    if file is None:
+        return measured_probe.probe_of(job.program, job.args, forkserver=forkserver)
+    from topotrain.tools.probe.probe_file import load_probe
 
-    return probe_of(job.program, job.args, forkserver=forkserver)
-
-
-def _check_origin(probe: "Probe", file: Path, job: Job, tried: int, running: Path | None, forkserver: str) -> None:
-    """Check that a given probe is of the program that runs, and say its origin.
-
-    The model of a job that runs is in its recording, and is checked with it.
-    """
-    from topotrain.tools.cli.performance.measured_probe import check_model_of, note_not_run, note_other_machine
-
+    found = load_probe(file)
     if tried:
-        check_model_of(probe, job.program, job.args, forkserver)
-        note_other_machine(probe, file)
-    elif running is None:
-        note_not_run(probe, file, job.program)
+        measured_probe.check_model_of(found, job.program, job.args, forkserver)
+        measured_probe.note_other_machine(found, file)
+    else:
+        measured_probe.note_not_run(found, file, job.program)
+    return found
 
 
 def _advise(
     probe: "Probe",
     machines: "Machines",
     job: Job,
-    own: bool,
     wishes: "Wishes",
     out: Path | None,
     tried: int,
@@ -180,18 +151,13 @@ def _advise(
     """Print the advice, and write and try what is asked for."""
     from topotrain.tools.advice.advice import advise
     from topotrain.tools.advice.advice_text import explain, job_text
-    from topotrain.tools.advice.auto_rules import without_layout
-    from topotrain.tools.advice.predictor import RehearsalPredictor
 
-    predictor = RehearsalPredictor()
-    # Without a job file there is no block to compare with.
-    base = job if own else replace(without_layout(job), cluster=replace(job.cluster, auto=True))
     with shown_search() as listener:
-        advice = advise(probe, machines, base, wishes, predictor, listener)
+        advice = advise(probe, machines, job, wishes, listener=listener)
     if not as_json:
         print(explain(advice))
     if out is not None:
-        _write(out, job_text(advice, advice.winner.candidate.job))
+        _write(out, job_text(advice))
         if not as_json:
             print(f"written: {out}")
     trials = list(trials_of(advice, probe, tried, as_json))
@@ -220,21 +186,3 @@ def _write(out: Path, text: str) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"--out {out}: cannot be written ({error.strerror})") from None
-
-
-def _advise_running(
-    workspace: Path, probe: "Probe", file: Path, machines: "Machines", job: Job, wishes: "Wishes", as_json: bool
-) -> None:
-    """Print whether another layout would be faster for a job that runs."""
-    from topotrain.tools.advice.job_measurements import check_probe_of, measured
-    from topotrain.tools.advice.predictor import RehearsalPredictor
-    from topotrain.tools.advice.running_advice import RunningComparison
-    from topotrain.tools.cli.performance.measured_probe import note_other_machine
-
-    measurement = measured(workspace, "--running")
-    check_probe_of(measurement, probe)
-    note_other_machine(probe, file)
-    with shown_search() as listener:
-        comparison = RunningComparison(measurement, probe, machines, job, RehearsalPredictor())
-        found = comparison.compare(wishes, listener)
-    print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())

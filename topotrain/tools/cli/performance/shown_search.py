@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from topotrain.tools.monitor.live_terminal import redraws
@@ -49,49 +49,28 @@ class ProgressLine:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-class SearchLine:
-    """Shows which layout a search rehearses."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self._line = ProgressLine(quiet)
+class RehearsalLine(ProgressLine):
+    """Shows which layout is rehearsed, or how far one rehearsal is."""
 
     def rehearsing(self, number: int, of: int, candidate: "Candidate") -> None:
-        self._line.show(f"rehearsing {number} of at most {of}: {candidate.label}")
-
-    def end(self) -> None:
-        """Clear the line."""
-        self._line.end()
-
-
-class RehearsalLine:
-    """Shows how far a rehearsal is that takes some seconds."""
-
-    def __init__(self) -> None:
-        self._line = ProgressLine(late_s=LATE_S)
+        """Show a layout of an advice."""
+        self.show(f"rehearsing {number} of {of}: {candidate.label}")
 
     def stepped(self, made: int, most: int) -> None:
-        self._line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
-
-    def end(self) -> None:
-        """Clear the line."""
-        self._line.end()
+        """Show the steps of a rehearsal."""
+        self.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
 
 
 @contextmanager
-def shown_search(quiet: bool = False) -> Iterator[SearchLine]:
-    """Show a search while it lasts."""
-    line = SearchLine(quiet)
+def shown_search(quiet: bool = False, late_s: float = 0.0) -> Iterator[RehearsalLine]:
+    """Show rehearsals while they last. late_s: as for `ProgressLine`."""
+    line = RehearsalLine(quiet, late_s)
     try:
         yield line
     finally:
         line.end()
 
 
-@contextmanager
-def shown_rehearsal() -> Iterator[RehearsalLine]:
-    """Show a rehearsal while it lasts."""
-    line = RehearsalLine()
-    try:
-        yield line
-    finally:
-        line.end()
+def shown_rehearsal() -> AbstractContextManager[RehearsalLine]:
+    """Show a rehearsal that takes some seconds."""
+    return shown_search(late_s=LATE_S)
