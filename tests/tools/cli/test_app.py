@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer.main
@@ -20,6 +21,7 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.launch import EventListener, JobOutcome
+from topotrain.launch.launchers import LAUNCHERS
 from topotrain.tools.cli import app
 from topotrain.tools.cli.command_line import PRESENT
 from topotrain.tools.monitor import job_report
@@ -140,13 +142,12 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         ("run a.conf -- t.py --watch", "t.py --watch", {"watch_port": None}),
         ("run a.conf -m p.t --lr 1 -m x", "-m p.t --lr 1 -m x", {}),
         ("run --set x=1 a.conf -mp.t -- --json", "-m p.t --json", {"sets": ["x=1"], "as_json": False}),
-        ("launch srun a.conf -m p.t x.py", "-m p.t x.py", {"name": "srun"}),
+        ("launch srun --id a a.conf -m p.t x.py", "-m p.t x.py", {"job_id": "a"}),
         ("unit --rank 0 a.conf -m p.t", "-m p.t", {"rank": 0}),
     ],
 )
 def test_what_follows_the_program_is_the_programs(argv: str, program: str, given: dict[str, object]) -> None:
-    name, *words = argv.split()
-    found = commands()[name].make_context(name, words).params
+    found = parsed(argv.split())
     assert " ".join([found["program"] or "", *(found["args"] or [])]) == program
     assert {key: found[key] for key in given} == given
 
@@ -171,7 +172,7 @@ def test_a_comparison_has_any_number_of_job_files(argv: str, files: list[str], o
         ("run down.conf train.py --lr 1 --report=r.json --json", "--report, --json", "run"),
         ("plan down.conf train.py --plot a.png", "--plot", "plan"),
         ("compare down.conf train.py --out d", "--out", "compare"),
-        ("launch srun down.conf train.py --dry-run", "--dry-run", "launch"),
+        ("launch srun down.conf train.py --dry-run", "--dry-run", "launch srun"),
         ("chaos down.conf train.py --seed 7 -- --quiet", "--seed", "chaos"),
     ],
 )
@@ -207,16 +208,16 @@ def test_what_the_script_wants_is_left_alone(ask: Ask, here: Path, monkeypatch: 
 
 
 def test_the_help_has_panels_and_whole_sentences(ask: Ask) -> None:
-    out = ask("--help")[1] + ask("jobs", "--help")[1]
+    out = "".join(ask(*group, "--help")[1] for group in ((), ("jobs",), ("launch",)))
     shown = [line.split(maxsplit=1)[0] for line in out.split("Start:")[1].splitlines() if line.startswith("  ")]
-    panels = ("init", "run", "plan", "compare", "check"), ("watch", "jobs"), ("launch", "unit", "store", "doctor")
+    panels = ("init", "run", "plan", "compare", "check"), ("watch", "jobs"), ("unit", "store", "doctor", "pserver")
     assert shown[:11] == [name for panel in panels for name in panel]
-    assert re.findall(r"^(\w+):$", out, re.M) == ["Options", *PANELS, "Options", "Commands"]
+    assert re.findall(r"^(\w+):$", out, re.M) == ["Options", *PANELS, *("Options", "Commands") * 2]
     assert "..." not in out.replace("[ARGS]...", "") and "leave " not in out.split("Study:")[0]
-    for name, command in {**commands(), **commands()["jobs"].commands}.items():  # type: ignore[attr-defined]
+    for command in (each for found in (commands(), below("jobs"), below("launch")) for each in found.values()):
         if command.hidden:
             continue
-        (line,) = re.findall(rf"^  {name} +(\S.*)$", out, re.M)
+        (line,) = re.findall(rf"^  {command.name} +(\S.*)$", out, re.M)
         assert line == command.get_short_help_str(1000), "on one line"
 
 
@@ -224,6 +225,20 @@ def commands() -> dict[str, typer.core.TyperCommand]:
     """Those that still do something."""
     found = typer.main.get_command(app.app).commands.items()  # type: ignore[attr-defined]
     return {name: command for name, command in found if name not in PRESENT}
+
+
+def below(group: str) -> dict[str, typer.core.TyperCommand]:
+    """Those of a group."""
+    return dict(commands()[group].commands)  # type: ignore[attr-defined]
+
+
+def parsed(words: Sequence[str]) -> dict[str, Any]:
+    """The parameters that a command, or one of a group, has read."""
+    name, *rest = words
+    command = commands()[name]
+    if hasattr(command, "commands"):
+        name, command, rest = rest[0], command.commands[rest[0]], rest[1:]
+    return command.make_context(name, rest).params
 
 
 def options(command: typer.core.TyperCommand) -> Iterator[str]:
@@ -237,14 +252,17 @@ def options(command: typer.core.TyperCommand) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["run", "plan", "compare", "unit", "launch", "chaos", "advise", "predict", "watch", "init", "doctor"],
+    [
+        *("run", "plan", "compare", "unit", "chaos", "advise", "predict", "watch", "init", "doctor"),
+        *(f"launch {name}" for name in LAUNCHERS),
+    ],
 )
 def test_every_command_helps_with_an_example(ask: Ask, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    code, out, _ = ask(name, "--help")
+    code, out, _ = ask(*name.split(), "--help")
     assert code == 0
-    example = out[out.index("Example:") :].split("\n")[1].split()
-    assert example[:2] == ["topotrain", name]
-    commands()[name].make_context(name, example[2:])
+    example = out[out.index("Example:") :].split("\n")[1].strip()
+    assert f"{example} ".startswith(f"topotrain {name} ")
+    parsed(example.split()[1:])
     assert capsys.readouterr().err == ""  # nothing of ours went to the script
 
 

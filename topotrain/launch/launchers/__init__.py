@@ -9,48 +9,46 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Topology
+from topotrain.config.job import ConfigError
 from topotrain.launch import UnitPlace, arguments
-from topotrain.launch.agent.workspace import STORE
-from topotrain.launch.launchers.submission import (
-    LauncherTool,
-    LaunchOptions,
-    LaunchResult,
-    submission,
-    without_password,
-)
+
+# The rest is imported where it is used: `topotrain --help` reads the names of the launchers, and answers at once.
+if TYPE_CHECKING:
+    from topotrain.config.job import Job
+    from topotrain.config.topology import Topology
+    from topotrain.launch.launchers.submission import LauncherTool, LaunchOptions
 
 LOCAL, KUBERNETES = "local", "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherEntry:
-    """A launcher: its module, its description for the user, and its special options."""
+    """A launcher: its description for the user, and the fields of `LaunchOptions` that it accepts."""
 
-    module: str
     says: str
     takes: tuple[str, ...] = ()
 
 
+_MEETING = ("rendezvous", "id", "extra")
+_NODES = (*_MEETING, "nodes", "hosts")
+_QUEUED = (*_NODES, "wait", "requeue")
 LAUNCHERS = {
-    LOCAL: LauncherEntry("", "this machine, as `topotrain run`"),
-    "torchrun": LauncherEntry("torchrun", "torch.distributed.run, on one node or started on each of several"),
-    "slurm": LauncherEntry("slurm", "a batch job of Slurm", ("requeue",)),
-    "srun": LauncherEntry("srun", "a step of Slurm, in front, inside an allocation or with one of its own"),
-    "submitit": LauncherEntry("submitit", "a batch job of Slurm through submitit", ("requeue",)),
-    "mpirun": LauncherEntry("mpirun", "Open MPI, in front"),
-    "ray": LauncherEntry("ray", "actors in a Ray cluster, in front", ("max_restarts",)),
+    LOCAL: LauncherEntry("On this machine, as `topotrain run`."),
+    "torchrun": LauncherEntry("With torch.distributed.run, started on each node.", _NODES),
+    "slurm": LauncherEntry("In a batch job of Slurm.", _QUEUED),
+    "srun": LauncherEntry("In a step of Slurm, in front, with or without an allocation.", _NODES),
+    "submitit": LauncherEntry("In a batch job of Slurm, through submitit.", _QUEUED),
+    "mpirun": LauncherEntry("With Open MPI, in front.", (*_MEETING, "hosts")),
+    "ray": LauncherEntry("In actors of a Ray cluster, in front.", (*_MEETING, "max_restarts")),
     KUBERNETES: LauncherEntry(
-        "kubernetes",
-        "writes manifests: a TrainJob of Kubeflow, or a JobSet",
-        ("max_restarts", "image", "namespace", "format", "output", "with_secret"),
+        "Write manifests: a TrainJob of Kubeflow, or a JobSet.",
+        (*_MEETING, "max_restarts", "image", "namespace", "format", "output", "with_secret"),
     ),
 }
-SPECIAL = tuple(dict.fromkeys(option for entry in LAUNCHERS.values() for option in entry.takes))
-"""The options that only some launchers accept."""
+OPTIONS = tuple(dict.fromkeys(option for entry in LAUNCHERS.values() for option in entry.takes))
+"""The options that not all launchers accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +71,17 @@ class Launched:
 
 
 def launch(
-    name: str, job: Job, topology: Topology, options: LaunchOptions, environ: Mapping[str, str], dry_run: bool
+    name: str, job: "Job", topology: "Topology", options: "LaunchOptions", environ: Mapping[str, str], dry_run: bool
 ) -> Launched:
     """Start a job with the launcher `name`, or show what it would submit.
 
     Raises ConfigError or StoreError.
     """
+    from topotrain.launch.launchers.submission import LaunchResult, submission, without_password
+
     check_name(name)
-    check_special(name, options)
+    check_options(name, options)
     if name == LOCAL:
-        check_local(options)
         return Launched(name, "", "", len(topology.units), 0, local_command(job, topology), {}, dry_run)
     tool = find_tool(name)
     if name == KUBERNETES:  # where there is no folder that all units can read
@@ -100,11 +99,11 @@ def launch(
     return Launched(name, at.id, shown, at.units, ended.code, text, ended.said, dry_run)
 
 
-def find_tool(name: str) -> LauncherTool:
+def find_tool(name: str) -> "LauncherTool":
     """Return the module of a launcher but the local one. Raises ConfigError."""
     check_name(name)
     # Imported by name: most launchers need a library that only their users have.
-    return cast(LauncherTool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
+    return cast("LauncherTool", importlib.import_module(f"topotrain.launch.launchers.{name}"))
 
 
 def check_name(name: str) -> None:
@@ -114,27 +113,27 @@ def check_name(name: str) -> None:
         raise ConfigError("launcher", name, f"must be one of these:{known}")
 
 
-def check_special(name: str, options: LaunchOptions) -> None:
-    """Raise ConfigError for an option that only other launchers accept."""
-    for option in SPECIAL:
+def check_options(name: str, options: "LaunchOptions") -> None:
+    """Raise ConfigError for an option that this launcher does not accept."""
+    from topotrain.launch.launchers.submission import without_password
+
+    for option in OPTIONS:
         value = getattr(options, option)
         if value and option not in LAUNCHERS[name].takes:
-            takers = " and ".join(known for known, entry in LAUNCHERS.items() if option in entry.takes)
-            raise ConfigError("--" + option.replace("_", "-"), value, f"is not for {name}, but for {takers}")
+            shown = without_password(value) if isinstance(value, str) else value
+            takers = ", ".join(known for known, entry in LAUNCHERS.items() if option in entry.takes)
+            raise ConfigError(flag_of(option), shown, f"is not for {name}, but for {takers}")
 
 
-def check_local(options: LaunchOptions) -> None:
-    """Raise ConfigError for an option that the local launcher does not have."""
-    for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--pass", options.extra)):
-        if value and value != 1:
-            raise ConfigError(option, value, "is not for the local launcher, which starts all units on this machine")
-    for option, text in (("--rendezvous", options.rendezvous), ("--id", options.id)):
-        if text:
-            raise ConfigError(option, without_password(text), "is not for the local launcher, which has its own")
+def flag_of(option: str) -> str:
+    """Return the command's option for a field of `LaunchOptions`."""
+    return "--pass" if option == "extra" else "--" + option.replace("_", "-")
 
 
-def local_command(job: Job, topology: Topology) -> str:
+def local_command(job: "Job", topology: "Topology") -> str:
     """Return the commands of the local launcher's units, without their forkserver."""
+    from topotrain.launch.agent.workspace import STORE
+
     run_dir = Path(job.workspace).absolute() / "run"
     lines = []
     for unit in topology.units:

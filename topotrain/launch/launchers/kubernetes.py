@@ -76,9 +76,6 @@ def passed(extra: Sequence[str]) -> dict[str, str]:
 def order(at: Submission) -> ManifestConfig:
     """Return the settings of the manifests. Raises ConfigError or StoreError."""
     options = at.options
-    for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--wait", options.wait)):
-        if value:
-            raise ConfigError(option, value, "is not for kubernetes, where manifests are only written")
     if not options.image:
         raise ConfigError("--image", "", "must be given: a container with Python, topotrain[tls] and the program in it")
     if options.format and options.format not in FORMATS:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from topotrain.config.job import ConfigError
 from topotrain.launch.launchers.foreground_tool import CommandTool
 from topotrain.launch.launchers.submission import Submission
 
@@ -22,9 +21,7 @@ class Mpirun(CommandTool):
     install = INSTALL
 
     def words(self, submission: Submission) -> list[str]:
-        """Return the command. Raises ConfigError for --nodes, which mpirun does not have."""
-        if submission.options.nodes:
-            raise ConfigError("--nodes", submission.options.nodes, "is not for mpirun: name the machines with --hosts")
+        """Return the command."""
         # Without binding: Open MPI would bind each unit to one core, and a unit is several processes.
         line = ["mpirun", "-np", str(submission.units), "--bind-to", "none", "--wdir", os.getcwd()]
         line += ["--host", _slots(submission.options.hosts)] if submission.options.hosts else []

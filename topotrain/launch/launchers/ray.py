@@ -83,11 +83,7 @@ def _is_number(text: str) -> bool:
 
 
 def bundles(submission: Submission, asked: RayOptions) -> list[dict[str, float]]:
-    """Return the resources of each unit, by rank. Raises ConfigError."""
-    options = submission.options
-    for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts)):
-        if value:
-            raise ConfigError(option, value, "is not for ray, which finds the nodes: choose how with --pass=strategy=")
+    """Return the resources of each unit, by rank."""
     gpus = {"GPU": asked.gpus} if asked.gpus else {}
     units = submission.topology.units
     return [{"CPU": asked.cpus or len(unit.workers) + bool(unit.servers), **gpus} for unit in units]

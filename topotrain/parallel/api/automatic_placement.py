@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.config.job import ConfigError, Schedule
+from topotrain.config.job import Schedule
 from topotrain.parallel.api.example_inputs import inputs_of
 from topotrain.parallel.api.split_costs import PlacementRequest, call_of
 from topotrain.parallel.estimate.memory_check import MemoryLimits, memory_limits
@@ -36,7 +36,7 @@ def place_modules(asked: PlacementRequest, loader: Any) -> AutomaticPlacement:
         loader: the loader of the script, before it is divided among the workers.
 
     Raises:
-        ConfigError: shapes are not known, or no placement fits, or the package is missing.
+        ConfigError: shapes are not known, or no placement fits.
     """
     given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
     return place_call(replace(asked, call=call_of(asked.job, asked.model, given)), memory_limits())
@@ -52,13 +52,11 @@ def place_call(
         real: arguments to measure the modules with; without them times are estimated.
 
     Raises:
-        ConfigError: no placement fits, or the package is missing.
+        ConfigError: no placement fits.
     """
-    # Nothing else needs `auto_placement`. Without the package only jobs with kAuto are refused.
-    try:
-        from topotrain.parallel.auto_placement.auto_modules import measure
-        from topotrain.parallel.auto_placement.placement_search import placed
-    except ImportError:
-        raise ConfigError("placement", "kAuto", "needs the package topotrain.parallel.auto_placement") from None
+    # Nothing else needs `auto_placement`.
+    from topotrain.parallel.auto_placement.auto_modules import measure
+    from topotrain.parallel.auto_placement.placement_search import placed
+
     found, chosen = placed(asked, here, None if real is None else measure(asked.model, *real))
     return AutomaticPlacement(found, chosen.explain(), chosen.conf())

@@ -99,17 +99,21 @@ SNAPSHOT_EXAMPLE = """\b
 Example:
   topotrain jobs snapshot workspace/digits
 """
-LEAVE_EXAMPLE = """\b
+CHANGE_EXAMPLE = """\b
 Example:
-  topotrain jobs leave workspace/digits --group 2
-  topotrain jobs leave workspace/digits --workers 1
-  topotrain jobs leave redis://store/0 --job night7 --group 2
+  topotrain jobs {verb} workspace/digits --group 2
+  topotrain jobs {verb} workspace/digits --workers 1
+  topotrain jobs {verb} redis://store/0 --job night7 --group 2
 """
-JOIN_EXAMPLE = """\b
-Example:
-  topotrain jobs join workspace/digits --group 2
-  topotrain jobs join workspace/digits --workers 1
-  topotrain jobs join redis://store/0 --job night7 --group 2
+LEAVE = """Let a worker group, or workers, leave a running job.
+
+A group: the others train on and get the data that it has not read; returns when its processes have ended. A worker: the
+job takes a snapshot and continues from it with one worker less. The command returns when it trains again.
+"""
+JOIN = """Let a worker group, or workers, join a running job.
+
+A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more. The
+command returns when it trains again.
 """
 
 
@@ -179,8 +183,8 @@ def snapshot(
         _request(where, job, TakeSnapshot(seconds("--within", within)), as_json)
 
 
-@jobs.command("leave", epilog=LEAVE_EXAMPLE)
-def leave(
+def _change(
+    context: typer.Context,
     where: Where = "",
     job: JobName = "",
     group: Group = None,
@@ -188,32 +192,12 @@ def leave(
     within: Within = "10s",
     as_json: AsJson = False,
 ) -> None:
-    """Let a worker group, or workers, leave a running job.
-
-    A group: the others train on and get the data that it has not read; returns when its processes have ended. A
-    worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
-    again.
-    """
     with refusing():
-        _request(where, job, _resize("leave", group, workers, within), as_json)
+        _request(where, job, _resize(context.info_name or "", group, workers, within), as_json)
 
 
-@jobs.command("join", epilog=JOIN_EXAMPLE)
-def join(
-    where: Where = "",
-    job: JobName = "",
-    group: Group = None,
-    workers: Workers = None,
-    within: Within = "10s",
-    as_json: AsJson = False,
-) -> None:
-    """Let a worker group, or workers, join a running job.
-
-    A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more. The
-    command returns when it trains again.
-    """
-    with refusing():
-        _request(where, job, _resize("join", group, workers, within), as_json)
+jobs.command("leave", help=LEAVE, epilog=CHANGE_EXAMPLE.format(verb="leave"))(_change)
+jobs.command("join", help=JOIN, epilog=CHANGE_EXAMPLE.format(verb="join"))(_change)
 
 
 def print_once(workspace: Path, as_json: bool) -> None:

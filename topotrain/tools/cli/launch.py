@@ -1,13 +1,16 @@
-"""The command `topotrain launch`."""
+"""The commands `topotrain launch NAME`, one for each launcher."""
 
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from topotrain.config.job import Job
+from topotrain.launch.launchers import KUBERNETES, LAUNCHERS, LOCAL, OPTIONS, check_name, check_options, flag_of
+from topotrain.launch.launchers import launch as start
+from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of, words_for_unit
 from topotrain.tools.cli.job_arguments import (
     Args,
@@ -27,14 +30,49 @@ from topotrain.tools.monitor.monitored_run import RunOptions, show, train
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
 
-EXAMPLE = """\b
-Example:
-  topotrain launch slurm --nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py
-"""
+HELP = "Train a job under another tool that starts processes."
+EXAMPLES = {
+    LOCAL: "local examples/conf/allreduce.conf train.py",
+    "torchrun": "torchrun --hosts node1,node2 --id night7 examples/conf/hogwild.conf train.py",
+    "slurm": "slurm --nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py",
+    "srun": "srun --pass=--partition=cpu examples/conf/allreduce.conf train.py",
+    "submitit": "submitit --pass=timeout_min=60 examples/conf/allreduce.conf train.py",
+    "mpirun": "mpirun --hosts node1,node2 examples/conf/allreduce.conf train.py",
+    "ray": "ray --pass=strategy=STRICT_SPREAD examples/conf/hogwild.conf train.py",
+    KUBERNETES: "kubernetes --image registry/train:1 --output job.yaml examples/conf/downpour.conf train.py",
+}
 
 
-def launch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a launcher; a wrong one lists the known ones.")],
+class LauncherCommand(ProgramCommand):
+    """The command of one launcher, whose help has no options of the others."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters; those of other launchers are hidden, and refused by name."""
+        known = {flag_of(option) for option in OPTIONS}
+        taken = {flag_of(option) for option in LAUNCHERS[self.name or ""].takes}
+        found: list[Any] = list(super().get_params(ctx))
+        for parameter in found:
+            if parameter.opts[0] in known - taken:
+                parameter.hidden = True
+        return found
+
+
+class LauncherGroup(PanelGroup):
+    """The group of launchers; a wrong name lists them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of the first word, a launcher's name."""
+        if not ctx.resilient_parsing:
+            with refusing():
+                check_name(args[0])
+        return super().resolve_command(ctx, args)
+
+
+launch = typer.Typer(cls=LauncherGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _launch(
+    context: typer.Context,
     conf: Conf,
     program: Program = None,
     args: Args = None,
@@ -51,39 +89,34 @@ def launch(
     ] = None,
     job_id: Annotated[str, typer.Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Follow a queued job to its end, and end with its code.")
+        bool, typer.Option("--wait", help="Follow the queued job to its end, and end with its code.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="ray, kubernetes: all may restart N times.")
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="All may restart N times.")
     ] = 0,
-    image: Annotated[str, typer.Option("--image", help="kubernetes: of the container, with the script in it.")] = "",
-    namespace: Annotated[str, typer.Option("--namespace", help="kubernetes: instead of `default`.")] = "",
-    form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
-    output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
-    with_secret: Annotated[bool, typer.Option("--with-secret", help="kubernetes: include the job's secret.")] = False,
+    image: Annotated[str, typer.Option("--image", help="Of the container, with the script in it.")] = "",
+    namespace: Annotated[str, typer.Option("--namespace", help="Instead of `default`.")] = "",
+    form: Annotated[str, typer.Option("--format", metavar="KIND", help="trainjob or jobset.")] = "",
+    output: Annotated[str, typer.Option("--output", metavar="FILE", help="Instead of stdout.")] = "",
+    with_secret: Annotated[bool, typer.Option("--with-secret", help="Include the job's secret.")] = False,
     requeue: Annotated[
         bool,
-        typer.Option("--requeue", help="slurm, submitit: before the time limit save, queue the job again, and go on."),
+        typer.Option("--requeue", help="Before the time limit save, queue the job again, and go on."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     logs: Logs = None,
     metrics: Metrics = "",
     as_json: AsJson = False,
 ) -> None:
-    """Train a job under another tool that starts processes.
-
-    A batch job is queued, and its number printed; all others run in front.
-    """
+    name = context.info_name or ""
     with refusing():
         from topotrain.comm.store import StoreError
         from topotrain.config.topology import layout
-        from topotrain.launch import launchers
         from topotrain.launch.launchers.submission import LaunchOptions
         from topotrain.tools.cli.resume import asked_for
 
-        launchers.check_name(name)
-        job = with_link(load_job(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
-        if name == launchers.LOCAL and not dry_run:
+        job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
+        if name == LOCAL and not dry_run:
             job = chosen(job, asked_for(job))
         topology = layout(job.cluster)
         options = LaunchOptions(
@@ -104,14 +137,13 @@ def launch(
             unit_words=words_for_unit(logs or (), metrics),
         )
         try:
-            if name == launchers.LOCAL and not dry_run:
+            if name == LOCAL and not dry_run:
                 # Options of other launchers must not be ignored in silence.
-                launchers.check_special(name, options)
-                launchers.check_local(options)
+                check_options(name, options)
                 with exports_of(job, logs or (), metrics) as exports:
                     announce(exports)
                     raise typer.Exit(_launch_here(job, topology, RunOptions(as_json=as_json, exports=exports)))
-            started = launchers.launch(name, job, topology, options, os.environ, dry_run)
+            started = start(name, job, topology, options, os.environ, dry_run)
         except StoreError as error:
             raise BadInput(str(error)) from None
         print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
@@ -126,3 +158,8 @@ def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
     result = train(job, topology, terminal, replace(options, resume=asked_for(job)))
     show(result, terminal, False, options.as_json, None)
     return result.outcome.code
+
+
+for _name, _entry in LAUNCHERS.items():
+    _example = f"\b\nExample:\n  topotrain launch {EXAMPLES[_name]}\n"
+    launch.command(_name, cls=LauncherCommand, help=_entry.says, epilog=_example)(_launch)
