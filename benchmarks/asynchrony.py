@@ -4,8 +4,8 @@ Accuracies, no times. Handwritten digits, SGD with rate 0.05, from a start that 
 
     in step   a plain loop of three groups, each with a copy and a momentum of its own; all that the others add arrives
               so many steps late
-    in turn   three groups in virtual time, and between them the product's own way to agree; a message takes so
-              many times as long as a step
+    in turn   three groups in virtual time, and between them the product's master group; a message takes so many times
+              as long as a step
     job       real processes, with and without the job's `correction`
     limit     the largest learning rate times curvature at which three such groups are stable on a quadratic: from the
               roots of the recursion
@@ -15,11 +15,9 @@ import argparse
 import heapq
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,15 +29,13 @@ from torch import nn
 from benchmarks.harness import Figure, Row, row
 from benchmarks.programs.momentum import accuracy, build, read_digits, warm_up
 from benchmarks.record import ROOT, run_table, say
-from topotrain.config.job import Agreement, Cluster
+from benchmarks.sides import topotrain
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.model.schema import BucketValues, FlatBuffers, PrivateMemory
-from topotrain.core.server.group_sync import GroupSync, MasterSync, RingSync
-from topotrain.extensions.group_averaging.averaging_rules import moving_rate
-from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
-from topotrain.extensions.group_averaging.gossip_averaging import GossipAveraging
+from topotrain.core.server.group_sync import MasterSync
 
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3
+LATE = (0, 1, 2, 4)
 PROGRAM = Path(__file__).parent / "programs" / "momentum.py"
 
 
@@ -88,33 +84,20 @@ def in_step(seed: int, momentum: float, late: int) -> float:
     return digits.accuracy(digits.start + sum(added, torch.zeros(size)))
 
 
-def in_turn(
-    seed: int,
-    momentum: float,
-    trip: tuple[float, float],
-    sync_freq: int = 1,
-    agreement: Agreement = Agreement.kMaster,
-    adam: float = 0.0,
-) -> float:
-    """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`.
-
-    adam: the rate of torch's Adam in each group, instead of SGD with that momentum.
-    """
+def in_turn(seed: int, momentum: float, trip: tuple[float, float], sync_freq: int = 1) -> float:
+    """Distributed Hogwild in virtual time: a step takes 0.8 to 1.2, a message `trip`."""
     digits, rng, numbers = Digits(seed), random.Random(seed), count()
     size = digits.start.numel()
     velocity = [torch.zeros(size) for _ in range(GROUPS)]
     slice_map = cut([Parameter("w", (size,), (1,), "float32", True)], 1, groups=GROUPS)
     buckets = slice_map.buckets
-    values, optimizers = [], []
-    agreements: list[GroupSync] = []
+    values = []
+    agreements: list[MasterSync] = []
     for group in range(GROUPS):
         flats = FlatBuffers(slice_map, 0, PrivateMemory())
         values.append(flats.flat("values", 0))
         values[group][:size] = digits.start
-        # In place: the parameter is the group's own buffer.
-        optimizers.append(torch.optim.Adam([nn.Parameter(values[group][:size])], lr=adam) if adam else None)
-        here = BucketValues(flats, buckets)
-        agreements.append(_group_sync(agreement, group, here, sync_freq, seed))
+        agreements.append(MasterSync(group, BucketValues(flats, buckets), sync_freq))
         agreements[-1].begin()
     ahead: list[tuple[float, int, tuple[Any, ...]]] = []
     arrived: dict[tuple[int, int], float] = {}
@@ -142,54 +125,22 @@ def in_turn(
                 if more.body is not None:
                     post(now, group, agreements[group].meet(what, more, more.body.clone()))
                 continue
-            gradient, optimizer = digits.gradient(more, what), optimizers[group]
-            if optimizer is None:
-                velocity[group] = momentum * velocity[group] + gradient
-                values[group][:size] -= RATE * velocity[group]
-            else:
-                optimizer.param_groups[0]["params"][0].grad = gradient
-                optimizer.step()
+            velocity[group] = momentum * velocity[group] + digits.gradient(more, what)
+            values[group][:size] -= RATE * velocity[group]
             post(now, group, agreements[group].updated([bucket.id for bucket in buckets]))
             begin(now, group)
-    if agreements[0].averages:
-        return digits.accuracy((sum(values, torch.zeros(len(values[0]))) / GROUPS)[:size])
     ends = (agreements[b.master].result(b.id, values[b.master][b.lo : b.hi]) for b in buckets)
     return digits.accuracy(torch.cat(list(ends))[:size])
-
-
-def _group_sync(agreement: Agreement, group: int, here: BucketValues, sync_freq: int, seed: int) -> GroupSync:
-    """The synchronization of a group under an agreement."""
-    match agreement:
-        case Agreement.kRingAverage:
-            return RingSync(group, GROUPS, here, sync_freq)
-        case Agreement.kElastic:
-            return ElasticAveraging(group, GROUPS, here, sync_freq, moving_rate(Cluster(GROUPS, GROUPS)))
-        case Agreement.kGossip:
-            return GossipAveraging(group, GROUPS, here, sync_freq, seed)
-    return MasterSync(group, here, sync_freq)
-
-
-def one_group(seed: int, adam: float, share: int = 1) -> float:
-    """One process with Adam, on every `share`-th batch."""
-    digits = Digits(seed)
-    values = nn.Parameter(digits.start.clone())
-    optimizer = torch.optim.Adam([values], lr=adam)
-    for batch in list(digits.batches)[::share]:
-        values.grad = digits.gradient(values.detach().clone(), batch)
-        optimizer.step()
-    return digits.accuracy(values.detach())
 
 
 def job(seed: int, momentum: float, conf: str, *settings: str) -> float:
     """A real one; its accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "topotrain", "run", str(ROOT / "examples" / "conf" / f"{conf}.conf")]
-        for setting in (f"cluster.workspace={folder}/workspace", *settings):
-            command += ["--set", setting]
-        command += ["--report", str(report), "--quiet", str(PROGRAM)]
-        command += ["--seed", str(seed), "--momentum", str(momentum)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+        sets = [word for each in (f"cluster.workspace={folder}/workspace", *settings) for word in ("--set", each)]
+        file = ROOT / "examples" / "conf" / f"{conf}.conf"
+        script = (str(PROGRAM), "--seed", str(seed), "--momentum", str(momentum))
+        topotrain("run", "--quiet", "--report", str(report), *sets, str(file), *script)
         return float(json.loads(report.read_text())["metrics"]["accuracy"])
 
 
@@ -212,19 +163,16 @@ def _stable(rate: float, momentum: float, others: int, late: int) -> bool:
     return bool(np.abs(np.roots(polynomial)).max() < 1 + 1e-6)
 
 
-SIX = ("cluster.nworker_groups=6",)
+SIX = "cluster.nworker_groups=6"
+MASTERS = (SIX, "cluster.nserver_groups=6")
+AS_IS = "correction=kNone"
 JOBS: Sequence[tuple[str, float, str, tuple[str, ...]]] = (
-    ("Downpour, 6 groups of 2", 0.9, "downpour", SIX),
-    ("Downpour, 6 groups of 2, correction: kRate", 0.9, "downpour", (*SIX, "correction=kRate")),
-    ("Downpour, 6 groups of 2, correction: kMomentum", 0.9, "downpour", (*SIX, "correction=kMomentum")),
-    ("Downpour, 6 groups of 2", 0.0, "downpour", SIX),
-    ("Distributed Hogwild, 6 groups", 0.9, "hogwild", (*SIX, "cluster.nserver_groups=6")),
-    (
-        "Distributed Hogwild, 6 groups, correction: kMomentum",
-        0.9,
-        "hogwild",
-        (*SIX, "cluster.nserver_groups=6", "correction=kMomentum"),
-    ),
+    ("Downpour, 6 groups of 2", 0.9, "downpour", (SIX, AS_IS)),
+    ("Downpour, 6 groups of 2, correction: kRate", 0.9, "downpour", (SIX, "correction=kRate")),
+    ("Downpour, 6 groups of 2, correction: kMomentum", 0.9, "downpour", (SIX, "correction=kMomentum")),
+    ("Downpour, 6 groups of 2", 0.0, "downpour", (SIX, AS_IS)),
+    ("Distributed Hogwild, 6 groups", 0.9, "hogwild", (*MASTERS, AS_IS)),
+    ("Distributed Hogwild, 6 groups, correction: kMomentum", 0.9, "hogwild", (*MASTERS, "correction=kMomentum")),
     ("AllReduce, 1 group of 3", 0.9, "allreduce", ()),
 )
 
@@ -243,27 +191,19 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
     told("the start", [digits.accuracy(digits.start) for digits in map(Digits, seeds)])
     for momentum in (0.0, 0.9):
-        for late in (0, 1, 2, 4):
-            what = f"momentum {momentum:g}, in step, others {late} late"
-            told(what, [in_step(seed, momentum, late) for seed in seeds])
+        start = f"momentum {momentum:g}"
+        for late in LATE:
+            told(f"{start}, in step, others {late} late", [in_step(seed, momentum, late) for seed in seeds])
         for trip in ((0.0, 0.001), (0.1, 0.4), (0.5, 1.0), (1.0, 2.0)):
-            what = f"momentum {momentum:g}, in turn, a message takes {trip[0]:g} to {trip[1]:g} steps"
+            what = f"{start}, in turn, a message takes {trip[0]:g} to {trip[1]:g} steps"
             told(what, [in_turn(seed, momentum, trip) for seed in seeds])
-        told(
-            f"momentum {momentum:g}, in turn, 0.1 to 0.4, sync_freq 4",
-            [in_turn(seed, momentum, (0.1, 0.4), 4) for seed in seeds],
-        )
+        rare = [in_turn(seed, momentum, (0.1, 0.4), sync_freq=4) for seed in seeds]
+        told(f"{start}, in turn, 0.1 to 0.4, sync_freq 4", rare)
     for what, momentum, conf, settings in JOBS:
         told(f"momentum {momentum:g}, job: {what}", [job(seed, momentum, conf, *settings) for seed in seeds])
-    for momentum in (0.0, 1 / GROUPS, 0.9):
-        rows += [
-            row(
-                f"momentum {momentum:.2g}, 3 groups, others {late} late: limit",
-                limit(momentum, late),
-                "rate x curve",
-            )
-            for late in (0, 1, 2, 4)
-        ]
+    for momentum, late in product((0.0, 1 / GROUPS, 0.9), LATE):
+        what = f"momentum {momentum:.2g}, {GROUPS} groups, others {late} late: limit"
+        rows.append(row(what, limit(momentum, late), "rate x curve"))
     return rows
 
 

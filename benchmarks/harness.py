@@ -89,6 +89,23 @@ def absent(what: str, unit: str, reason: str, mode: str = "") -> Row:
     return Row(what, None, unit, note=reason, mode=mode)
 
 
+def ratio(
+    what: str,
+    found: Mapping[str, Samples],
+    missing: Mapping[str, str],
+    side: str,
+    over: str,
+    unit: str,
+    note: str = "",
+    mode: str = "",
+) -> Row:
+    """The ratio of two sides of a table, or why one of them is missing."""
+    for name in (side, over):
+        if name not in found:
+            return absent(what, unit, missing[name], mode)
+    return row(what, found[side].over(found[over]), unit, note, mode)
+
+
 def interleave(
     sides: Mapping[str, Callable[[], float | Turn]],
     rounds: int = ROUNDS,

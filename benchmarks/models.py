@@ -1,11 +1,11 @@
-"""The work that is timed: an MLP of 10.5 M parameters, a GPT of 12.2 M, a CNN of 11.2 M, and memory with no work.
+"""The work that is timed: an MLP of 10.5 M parameters, a GPT of 12.2 M, a CNN of 11.2 M, memory, and what is split.
 
 Batches are drawn once, from the worker's own seed. Their sizes are chosen so that computing is most of a step: with two
 workers on two cores DistributedDataParallel takes about 1.2 to 1.4 times what computing alone takes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -24,12 +24,12 @@ class Work:
     model: nn.Module
     samples: int
     batches: tuple[tuple[Tensor, Tensor], ...]
-    loss_of: Callable[[Tensor, Tensor], Tensor]
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss of `model` (this one, or a wrapper of it) on the batch of a step."""
         inputs, targets = self.batches[step % len(self.batches)]
-        return self.loss_of(model(inputs), targets)
+        return self.loss_of(model, inputs, targets)
 
     def to(self, device: torch.device) -> "Work":
         """The same work on another device."""
@@ -146,6 +146,48 @@ class Memory(nn.Module):
         return torch.stack([part.dot(self.ones[: part.numel()]) for part in self.parts]).sum() * scale
 
 
+SPLIT_SAMPLES = 1024
+"""Of each of two workers that share a model of the width below."""
+_INPUTS, _WIDTH, _CLASSES = 64, 512, 10
+
+
+def _tower(*layers: nn.Module) -> nn.Sequential:
+    """Layers, and three wide ones after them."""
+    wide = [layer for _ in range(3) for layer in (nn.ReLU(), nn.Linear(_WIDTH, _WIDTH))]
+    return nn.Sequential(*layers, *wide)
+
+
+class Branches(nn.Module):
+    """Two equal towers over the same input, and a small head over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = _tower(nn.Linear(_INPUTS, _WIDTH)), _tower(nn.Linear(_INPUTS, _WIDTH))
+        self.head = nn.Linear(2 * _WIDTH, _CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.left(x), self.right(x)], 1).relu())
+
+
+class Stages(nn.Module):
+    """Two towers of equal work, one after the other, the first behind a small layer and the second before one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _tower(nn.Linear(_INPUTS, _WIDTH)), _tower()
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(_WIDTH, _CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class StagesWithLoss(Stages):
+    """The same with the loss inside, as `schedule: k1F1B` takes it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
 def _classes(samples: int, *shape: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, *shape), torch.randint(10, (samples,))
 
@@ -159,36 +201,46 @@ def _memory(samples: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(1e-3), torch.tensor(0.0)
 
 
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets)
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     model: Callable[[], nn.Module]
     samples: int
     batch: Callable[[int], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor] = field(default=F.cross_entropy)
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _loss
 
 
 _RECIPES: Mapping[str, _Recipe] = {
     "mlp": _Recipe(mlp, 80, lambda n: _classes(n, 1024)),
-    "gpt": _Recipe(GPT, 2, _tokens, lambda out, target: F.cross_entropy(out.flatten(0, 1), target)),
-    "char": _Recipe(CharacterModel, 8, lambda n: _tokens(n, 64, CHARACTERS),
-                    lambda out, target: F.cross_entropy(out.flatten(0, 1), target)),
+    "gpt": _Recipe(GPT, 2, _tokens),
+    "char": _Recipe(CharacterModel, 8, lambda n: _tokens(n, 64, CHARACTERS)),
     "cnn": _Recipe(cnn, 4, lambda n: _classes(n, 3, 32, 32)),
     "small": _Recipe(lambda: nn.Sequential(nn.Linear(1024, 1060), nn.ReLU(), nn.Linear(1060, 32)), 8,
                      lambda n: _classes(n, 1024)),
+    "branches": _Recipe(Branches, SPLIT_SAMPLES, lambda n: _classes(n, _INPUTS)),
+    "stages": _Recipe(Stages, SPLIT_SAMPLES, lambda n: _classes(n, _INPUTS)),
+    "stages with loss": _Recipe(StagesWithLoss, SPLIT_SAMPLES, lambda n: _classes(n, _INPUTS),
+                                lambda model, inputs, targets: model(inputs, targets)),
 }  # fmt: skip
 TRAINED = ("mlp", "gpt", "cnn")
 
 
 def build(name: str, rank: int, times: int = 1) -> Work:
-    """The work of that name for worker `rank`, the same model for all; "memory:4000000" has so many bytes.
+    """The work of that name for worker `rank`, the same model for all.
 
     Args:
+        name: "memory:4000000" has so many bytes, and "stages/2" has twice the samples of "stages".
         times: so many times the samples that suit a core of a processor.
     """
+    name, _, more = name.partition("/")
+    times *= int(more or 1)
     torch.manual_seed(0)
     if name.startswith("memory:"):
         size = int(name.partition(":")[2])
-        recipe = _Recipe(lambda: Memory(size), 1, _memory, lambda out, _: out)
+        recipe = _Recipe(lambda: Memory(size), 1, _memory, lambda model, scale, _: model(scale))
     else:
         recipe = _RECIPES[name]
     model = recipe.model()

@@ -157,7 +157,7 @@ def probe(model: str, folder: Path, seconds: float) -> "Probe":
     from topotrain.tools.probe.probe_file import load_probe
 
     file = folder / f"{model}.json"
-    words = ("probe", "--seconds", f"{seconds:g}", "--quiet", "--out", str(file), str(PROGRAM), "--way", model)
+    words = ("probe", "--seconds", f"{seconds:g}", "--quiet", "--out", str(file), str(PROGRAM), "--model", model)
     topotrain(*words, folder=folder)
     return load_probe(file)
 

@@ -239,7 +239,7 @@ class Sides:
         Args:
             transport: the value of `cluster.transport`, if not the default.
             cold: with a forkserver of its own, as a user's job has it.
-            script: what it runs; one that is no stepper gets `model` as its --way.
+            script: what it runs.
         Raises Refused, also for a conf that topotrain does not take (yet).
         """
         why = refusal(conf)
@@ -252,9 +252,7 @@ class Sides:
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
         command += ["--set", f"cluster.transport={transport}"] if transport else []
         command += [] if cold else ["--forkserver", self.serve()]
-        word = "--model" if script == STEPPER else "--way"
-        command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
-        command += self._arguments if script == STEPPER else []
+        command += [str(file), str(script), "--socket", str(folder / "line"), "--model", model, *self._arguments]
         return self._start(name, folder, [command], [{}], workers)
 
     def units(self, name: str, conf: str, model: str, hosts: Sequence[str], wrap: Sequence[Sequence[str]]) -> Side:
@@ -276,25 +274,29 @@ class Sides:
         ]
         return self._start(name, folder, commands, [{}] * len(hosts), len(hosts))
 
-    def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
+    def peer(
+        self,
+        name: str,
+        way: str,
+        size: int,
+        model: str,
+        wrap: Sequence[Sequence[str]] = (),
+        script: Path = STEPPER,
+        **more: str,
+    ) -> Side:
         """`size` processes of ordinary PyTorch.
 
         Args:
             way: "ddp", "ddp+4mb", "ddp+fp16", "averager", "ddp+nccl", "zero", "fsdp", "alone" or "no_update".
             wrap: per process, the beginning of its command line (to put it into a network of its own).
+            script: what each of them runs.
             more: variables for all of them.
         """
         folder = self.room(name)
-        command = [sys.executable, str(STEPPER), "--socket", str(folder / "line"), "--model", model, "--peer", way]
+        command = [sys.executable, str(script), "--socket", str(folder / "line"), "--model", model, "--peer", way]
         command += self._arguments
         commands = [[*(wrap[rank] if wrap else ()), *command] for rank in range(size)]
         return self._start(name, folder, commands, self.meeting(size, **more), size)
-
-    def plain(self, name: str, script: Path, way: str, size: int) -> Side:
-        """`size` processes of a script of the benchmarks' own, with the variables of torch.distributed."""
-        folder = self.room(name)
-        command = [sys.executable, str(script), "--socket", str(folder / "line"), "--way", way]
-        return self._start(name, folder, [command] * size, self.meeting(size), size)
 
     def meeting(self, size: int, **more: str) -> list[dict[str, str]]:
         """The variables of torch.distributed, for each of `size` processes."""

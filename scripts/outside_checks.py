@@ -1,4 +1,4 @@
-"""What is tried in a project outside the repository. A new check is a function with the decorator `check`.
+"""A project outside the repository, and what is tried in it. A new check is a function with the decorator `check`.
 
 A check gets the project and returns what it has seen, in a few words. It raises CheckFailed where a promise is not
 kept, and NotRun where it cannot be made.
@@ -11,18 +11,116 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from outside_environment import REPOSITORY, CheckFailed, NotRun, OutsideProject, build_packages
-
+REPOSITORY = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 900
+SETTLE_S = 15
+"""For how long the processes of a job that has ended may still be ending."""
 EXTRAS = ("matplotlib", "yaml", "redis", "cryptography", "submitit", "transformers", "pytorch_lightning", "ray")
 """Modules that only the extras bring along."""
 SAMPLES = 480
 """Of an epoch of the sample project."""
+
+
+class CheckFailed(Exception):
+    """A promise that was not kept."""
+
+
+class NotRun(Exception):
+    """A check that cannot be made here, and why."""
+
+
+@dataclass(frozen=True)
+class OutsideProject:
+    """The project's folder, its interpreter, and the source distribution and wheel that were built for it."""
+
+    folder: Path
+    python: Path
+    sdist: Path
+    wheel: Path
+    short: bool
+
+    def run(self, *words: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+        """Run a command in the project's folder; raises CheckFailed if it ends with another code."""
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.environ(), timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+        )
+        if done.returncode != code:
+            said = "\n".join((done.stdout + done.stderr).rstrip().splitlines()[-15:])
+            raise CheckFailed(f"`{' '.join(words)}` ended with code {done.returncode}, must be {code}:\n{said}")
+        return done
+
+    def job(self, *words: str) -> dict[str, Any]:
+        """Train with `topotrain run`, and return the report."""
+        self.run("topotrain", "run", "--report", "report.json", *words)
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        """The report of the last job."""
+        return dict(json.loads((self.folder / "report.json").read_text(encoding="utf-8")))
+
+    @contextmanager
+    def training(self, *words: str) -> Iterator["subprocess.Popen[str]"]:
+        """A `topotrain run` in the background; it is killed if it has not ended by the end of the block."""
+        command, pipe = ["topotrain", "run", "--report", "report.json", *words], subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=self.folder, env=self.environ(), stdout=pipe, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables of a shell in which the environment is active, and nothing of the repository is set."""
+        ours = ("TOPOTRAIN_", "PYTHON", "COV_", "PYTEST_", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        return {**kept, "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def leftovers(self) -> dict[int, str]:
+        """Return the processes of this project that still run, after time to end: command line by process id."""
+        deadline = time.monotonic() + SETTLE_S
+        while (found := dict(self._processes())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                # A process may end meanwhile, or belong to another user.
+                with suppress(OSError):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    there = os.readlink(entry / "cwd")
+                    if str(self.folder) in words or Path(there).is_relative_to(self.folder):
+                        yield int(entry.name), words.strip()
+
+    def end_leftovers(self) -> None:
+        """Kill every process of this project."""
+        for pid, _ in self._processes():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def build_packages(folder: Path, source: Path = REPOSITORY) -> tuple[Path, Path]:
+    """Build source distribution and wheel of the repository with hatchling."""
+    if find_spec("hatchling") is None:
+        raise NotRun(f"hatchling is not installed beside {sys.executable}: pip install hatchling")
+    words = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    done = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise CheckFailed(f"`{' '.join(words[1:])}` ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
 
 
 @dataclass(frozen=True)
@@ -147,24 +245,6 @@ def page_of_job(project: OutsideProject) -> str:
     return f"{len(text) / 1e6:.1f} MB, {modules} modules"
 
 
-NOTEBOOK = """
-import sys
-import topotrain as tt
-from orchard import train
-
-sys.argv = ["notebook", "--epochs", "2"]
-block = "cluster { nworkers_per_group: 2 server_worker_separate: true workspace: 'workspace/cells' }"
-print("samples", tt.notebook_launch(train.main, block, quiet=True)["samples"])
-"""
-
-
-@check("tt.notebook_launch of a function")
-def notebook(project: OutsideProject) -> str:
-    out = project.run("python", "-c", NOTEBOOK).stdout
-    must(f"samples {2 * SAMPLES}" in out, f"printed {out!r}")
-    return "2 workers, 2 epochs"
-
-
 @check("topotrain doctor and plan", short=True)
 def asking_commands(project: OutsideProject) -> str:
     env = json.loads(project.run("topotrain", "doctor", "--json").stdout)
@@ -175,21 +255,6 @@ def asking_commands(project: OutsideProject) -> str:
     plan = json.loads(project.run("topotrain", "plan", "conf/downpour.conf", "--json").stdout)
     must(plan["nprocs"] == 3, f"{plan['nprocs']} processes, must be 3")
     return f"Python {env['python']['version']}, torch {env['torch']['version']}"
-
-
-@check("topotrain init, and its script trains")
-def start_anew(project: OutsideProject) -> str:
-    made = json.loads(project.run("topotrain", "init", "starter", "--framework", "downpour", "--json").stdout)
-    must(len(made["files"]) == 2, str(made))
-    report = project.job("starter/job.conf", "starter/train.py", "--epochs", "2")
-    return f"accuracy {report['metrics']['accuracy']:.1%} after 2 epochs"
-
-
-@check("a typo is an error of one line, code 2", short=True)
-def typos(project: OutsideProject) -> str:
-    err = project.run("topotrain", "run", "conf/downpour.conf", "-m", "orchard.trian", code=2).stderr
-    must("orchard.train?" in err and len(err.splitlines()) == 1, err)
-    return err.strip()
 
 
 def processes(project: OutsideProject, workspace: str) -> dict[str, int]:
@@ -236,18 +301,6 @@ def resumed(project: OutsideProject) -> str:
     report = project.job("--resume", "workspace/resumed")
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     return f"{report['samples']:,} samples, accuracy {report['metrics']['accuracy']:.1%}"
-
-
-@check("Ctrl-C ends the job with code 130 and leaves no process")
-def interrupted(project: OutsideProject) -> str:
-    with project.training("conf/allreduce.conf", "-m", "orchard.train", "--epochs", "100000") as process:
-        read_until(process, "epoch 2 of")
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[0]
-        must(process.returncode == 130, f"exit code {process.returncode}:\n{said[-1000:]}")
-    left = project.leftovers()
-    must(not left, f"still running: {left}")
-    return "code 130"
 
 
 MISSPELLED = "import topotrain as tt\n\ntt.prepair()\n"

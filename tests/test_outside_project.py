@@ -5,11 +5,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import outside_environment
+import outside_checks
 import outside_project
 import pytest
-from outside_checks import CHECKS, Check
-from outside_environment import CheckFailed, NotRun, OutsideProject
+from outside_checks import CHECKS, Check, CheckFailed, NotRun, OutsideProject
 
 
 def script(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -41,7 +40,7 @@ def test_bad_input_is_refused() -> None:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutsideProject:
     (tmp_path / "project").mkdir()
-    monkeypatch.setattr(outside_environment, "SETTLE_S", 0.2)
+    monkeypatch.setattr(outside_checks, "SETTLE_S", 0.2)
     return OutsideProject(tmp_path / "project", Path(sys.executable), tmp_path / "a.tar.gz", tmp_path / "a.whl", True)
 
 
@@ -51,8 +50,8 @@ def raises(error: Exception) -> str:
 
 def test_a_check_passes_fails_or_is_not_run_and_leaves_no_process(project: OutsideProject) -> None:
     def tried(function) -> tuple[str, str]:
-        row = outside_project.try_one(Check("one", True, function), project)
-        return row.result, row.text.strip()
+        result, text = outside_project.try_one(Check("one", True, function), project)
+        return result, text.strip()
 
     assert tried(lambda project: "fine") == ("PASS", "fine")
     assert tried(lambda project: raises(CheckFailed("seen: 1\nmust be 2"))) == ("FAIL", "seen: 1\nmust be 2")

@@ -60,7 +60,7 @@ def own_seconds(work: Work, model: nn.Module, x: Tensor, y: Tensor) -> float:
     times = []
     for _ in range(5):
         began = time.thread_time()
-        torch.autograd.grad(work.loss_of(model(x), y), [p for p in model.parameters() if p.requires_grad])
+        torch.autograd.grad(work.loss_of(model, x, y), [p for p in model.parameters() if p.requires_grad])
         times.append(time.thread_time() - began)
     return median(times)
 
@@ -100,10 +100,10 @@ class Orders:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", default="")
-    parser.add_argument("--way", required=True, help="of models, or mlp/3x4: and worker 3 is 4 times slower")
+    parser.add_argument("--model", required=True, help="of models, or mlp/3x4: and worker 3 is 4 times slower")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    name, _, straggler = options.way.partition("/")
+    name, _, straggler = options.model.partition("/")
     slow, _, factor = straggler.partition("x")
     rank = tt.rank()
     orders = Orders(Line(options.socket) if options.socket else None, rank)
@@ -118,7 +118,7 @@ def main() -> None:
             y = y.flatten()
             slowness.rest(work, model, x, y)
             optimizer.zero_grad()
-            work.loss_of(model(x), y).backward()
+            work.loss_of(model, x, y).backward()
             optimizer.step()
             orders.made()
 

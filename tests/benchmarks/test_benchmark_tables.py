@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import islands, islands_loss, two_hosts
-from benchmarks.goodput import PUBLISHED, ChipFailures, simulated
+from benchmarks.goodput import PUBLISHED, Failures, simulated
 from benchmarks.gpu_training import GLOO, NCCL, ONE_GPU, Clock, Contestant, Target, contestants, measure_model
 from benchmarks.gpus import Gpus
 from benchmarks.harness import Figure
@@ -52,9 +52,9 @@ def test_the_code_path_of_gpus_measures_on_cpus_and_keeps_what_works() -> None:
 
 @pytest.mark.simulated
 def test_groups_that_never_wait_have_the_goodput_of_the_formula() -> None:
-    for (chips, groups), paper in PUBLISHED.items():
-        assert ChipFailures(chips).formula(groups) == pytest.approx(paper, abs=0.02)
-    assert simulated(ChipFailures(2_400_000), 8, pushes=4000).share == pytest.approx(0.8, abs=0.02)
+    for layout, paper in PUBLISHED.items():
+        assert Failures(*layout).formula == pytest.approx(paper, abs=0.02)
+    assert simulated(Failures(2_400_000, 8), pushes=4000) == pytest.approx(0.8, abs=0.02)
 
 
 def test_gaps_of_islands_are_to_allreduce() -> None:
