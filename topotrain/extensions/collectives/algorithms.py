@@ -78,25 +78,6 @@ def slots(algorithm: Algorithm, size: int, rank: int, home: int) -> tuple[str, .
     return (MEAN, NEW, SCRATCH, *(f"up{n}" for n in range(count)))
 
 
-def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (sent, received) payload bytes of every rank for one all-reduce.
-
-    `per_home` has the bytes of the buckets of each home.
-    """
-    size = len(per_home)
-    sent, received = [0] * size, [0] * size
-    for home, nbytes in enumerate(per_home):
-        for rank, parent in enumerate(up(algorithm, size, home)):
-            if rank != parent:
-                sent[rank] += nbytes
-                received[parent] += nbytes
-        for rank, parent in enumerate(down(algorithm, size, home)):
-            if rank != parent:
-                sent[parent] += nbytes
-                received[rank] += nbytes
-    return tuple(zip(sent, received, strict=True))
-
-
 # --- inputs and outputs ------------------------------------------------------------------------------------------
 
 
