@@ -23,6 +23,7 @@ from topotrain.core.events import Event, Notice, Output, Resized, Resources, Ser
 from topotrain.tools.exporters import export_thread, tensorboard_export
 from topotrain.tools.exporters.job_exports import JobExports
 from topotrain.tools.exporters.tracker_export import TrackerExport, load
+from topotrain.tools.recording import history_series
 
 CALLS: list[tuple[Any, ...]] = []
 GO = threading.Event()
@@ -204,19 +205,31 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert "--log jsonl:" in notice.text and "File exists" in notice.text
 
 
-def test_a_tracker_that_stands_still_costs_the_job_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_thread, "MOST_WAITING", 100)
-    made = exports(tmp_path, "python:remembering:Stands")
+def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_series, "MOST_POINTS", 64)
+    made = exports(tmp_path, "python:remembering:Stands", "jsonl")
+    path = tmp_path / "curves.jsonl"
     with closing(made), ended_after(60):
         for number in range(1, 1001):
             made(step("worker 0/0", number))
             made(Output("worker 0/0", "stdout", "not exported\n"))
+        while not (path.exists() and '"step": 1000' in path.read_text()):
+            time.sleep(0.01)
         GO.set()
         made.end(0)
-        (notice,) = made.notices()
+        assert made.notices() == []
+    steps = [call[1] for call in CALLS if call[0] == "log" and "loss/worker 0/0" in call[2]]
+    # The tracker gets what is left of the curve: its beginning, each n-th point, and the last ones.
+    assert (steps[0], steps[-1]) == (1, 1000) and len(steps) <= 64
     assert CALLS[-1] == ("end", 0)
-    dropped = int(notice.text.split(" events")[0].rsplit(" ", 1)[1])
-    assert "was too slow" in notice.text and 900 <= dropped <= 901
+
+
+def test_the_curve_of_a_group_is_exported_to_its_end(tmp_path: Path) -> None:
+    run(exports(tmp_path, "jsonl"), [step("worker 0/0", number, 1 / number) for number in range(1, 6)])
+    losses = [line["step"] for line in lines(tmp_path / "curves.jsonl") if line["process"] == "group 0"]
+    assert (losses[0], losses[-1]) == (1, 5)
 
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,22 @@
-"""The thread of an export, beside the launcher's loop."""
+"""The threads of exports, beside the launcher's loop: one for their history, and one for each export."""
 
-from contextlib import suppress
-from queue import Empty, Full, Queue
-from threading import Lock, Thread
+from collections import deque
+from collections.abc import Mapping
+from threading import Event as Flag
+from threading import Thread
 from time import monotonic
 from typing import Protocol
 
-from topotrain.core.events import Event, Notice, Output
+from topotrain.core.events import Notice, Output
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.recorded_lines import RecordingHeader, TimedEvent
+from topotrain.tools.recording.recorded_lines import Recorded, RecordingEnd, RecordingHeader, TimedEvent
 
 EVERY_S = 0.5
 """Seconds between two looks at the history."""
 MOST_WAITING = 20_000
-"""Events that wait for a slow export. Further ones are dropped: counters in events are cumulative."""
+"""Events that wait to be added to the history. Of more the oldest ones are dropped: counters are cumulative."""
 END_S = 30.0
-"""Seconds that the end of a job waits for an export to write what is left."""
+"""Seconds that the end of a job waits for its exports to write what is left."""
 _LONGEST = 300  # characters of an error
 
 
@@ -23,7 +24,7 @@ class Export(Protocol):
     """Passes the history of a job on to another tool, on a thread of its own."""
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        """Begin; the history has the job and no events yet.
+        """Begin; the history has the job already.
 
         resumed: the job goes on from a snapshot.
         """
@@ -38,89 +39,93 @@ class Export(Protocol):
         ...
 
 
-class ExportThread:
-    """Keeps the history of a job for one export.
+class ExportThreads:
+    """Keeps one history of a job for all its exports.
 
-    An exception of the export ends it, and not the job.
+    An export that is slow finds fewer points of the older parts of curves, and delays neither the job nor the others.
 
     Args:
-        name: of the export, for notices.
-        export: what to call.
+        exports: by their names in notices.
         header: of the job.
     """
 
-    def __init__(self, name: str, export: Export, header: RecordingHeader) -> None:
-        self._name, self._export, self._resumed = name, export, header.resumed
-        self._began = monotonic()
-        self._queue: Queue[TimedEvent | int] = Queue(MOST_WAITING)
-        self._lock, self._notices, self._failed, self._dropped = Lock(), list[Notice](), False, 0
-        self._queue.put(TimedEvent(0.0, header))
-        self._thread = Thread(target=self._run, name=f"export {name}", daemon=True)
+    def __init__(self, exports: Mapping[str, Export], header: RecordingHeader) -> None:
+        self._began, self._history = monotonic(), JobHistory()
+        self._history.add(TimedEvent(0.0, header))
+        self._waiting: deque[TimedEvent] = deque(maxlen=MOST_WAITING)
+        self._closing, self._notices = Flag(), deque[Notice]()
+        self._threads = [
+            _ExportThread(name, export, self._history, header.resumed, self._notices)
+            for name, export in exports.items()
+        ]
+        self._thread = Thread(target=self._run, name="history of exports", daemon=True)
         self._thread.start()
 
-    def put(self, event: Event | RecordingHeader) -> None:
+    def put(self, event: Recorded) -> None:
         """Take an event; never waits."""
-        if self._failed or isinstance(event, Output):
-            return
-        try:
-            self._queue.put_nowait(TimedEvent(monotonic() - self._began, event))
-        except Full:
-            self._dropped += 1
+        if not isinstance(event, Output):
+            self._waiting.append(TimedEvent(monotonic() - self._began, event))
 
     def notices(self) -> list[Notice]:
         """Return what the user should know, once."""
-        if not self._notices:
-            return []
-        with self._lock:
-            found, self._notices = self._notices, []
-        return found
+        return [self._notices.popleft() for _ in range(len(self._notices))]
 
     def end(self, code: int) -> None:
-        """Let the export write what is left; wait for it, but not for ever."""
+        """Let the exports write what is left; wait for them, but not for ever."""
         until = monotonic() + END_S
-        # A queue that stays full is that of an export that stands still, which is said below.
-        with suppress(Full):
-            self._queue.put(code, timeout=END_S)
+        # The end lets the history give the last points of its curves.
+        self.put(RecordingEnd(code))
+        self._closing.set()
+        self._thread.join()
+        for thread in self._threads:
+            thread.end(code)
+        for thread in self._threads:
+            thread.join(until)
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(EVERY_S / 2)
+            while self._waiting:
+                self._history.add(self._waiting.popleft())
+
+
+class _ExportThread:
+    """Calls one export. An exception of the export ends it, and not the job.
+
+    notices: gets what the user should know.
+    """
+
+    def __init__(self, name: str, export: Export, history: JobHistory, resumed: bool, notices: deque[Notice]) -> None:
+        self._name, self._export, self._history, self._resumed = name, export, history, resumed
+        self._notices = notices
+        self._ended, self._code = Flag(), 0
+        self._thread = Thread(target=self._run, name=f"export {name}", daemon=True)
+        self._thread.start()
+
+    def end(self, code: int) -> None:
+        """Let the export end; the history is complete."""
+        self._code = code
+        self._ended.set()
+
+    def join(self, until: float) -> None:
+        """Wait for the end of the export, but not longer than that."""
         self._thread.join(max(0.0, until - monotonic()))
         if self._thread.is_alive():
             self._notify(f"has not ended {END_S:.0f} s after the job, and is left behind")
-        elif self._dropped:
-            self._notify(f"was too slow: {self._dropped} events are not in it")
 
     def _run(self) -> None:
-        history, code = JobHistory(), None
         try:
-            first = self._queue.get()
-            assert isinstance(first, TimedEvent)
-            history.add(first)
-            self._export.start(history, self._resumed)
-            while code is None:
-                code = self._fill(history)
-                self._export.update(history)
-            self._export.end(code)
+            self._export.start(self._history, self._resumed)
+            ended = False
+            while not ended:
+                ended = self._ended.wait(EVERY_S)
+                self._export.update(self._history)
+            self._export.end(self._code)
         except Exception as error:
-            self._failed = True
             # Errors of trackers may be pages long.
             why = next(iter(str(error).splitlines()), "")[:_LONGEST]
             self._notify(f"has failed: {type(error).__name__}: {why}; the job continues without it")
-            # A launcher that ends the job must not wait for room.
-            while code is None:
-                item = self._queue.get()
-                code = item if isinstance(item, int) else None
-
-    def _fill(self, history: JobHistory) -> int | None:
-        """Add the events of the next EVERY_S; return the exit code at the end."""
-        until = monotonic() + EVERY_S
-        while (left := until - monotonic()) > 0:
-            try:
-                item = self._queue.get(timeout=left)
-            except Empty:
-                break
-            if isinstance(item, int):
-                return item
-            history.add(item)
-        return None
 
     def _notify(self, text: str) -> None:
-        with self._lock:
-            self._notices.append(Notice("launcher", f"{self._name} {text}"))
+        self._notices.append(Notice("launcher", f"{self._name} {text}"))

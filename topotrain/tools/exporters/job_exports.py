@@ -9,9 +9,8 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Resized
 from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
-from topotrain.tools.exporters.export_thread import Export, ExportThread
+from topotrain.tools.exporters.export_thread import Export, ExportThreads
 from topotrain.tools.recording.job_start import JobStart
-from topotrain.tools.recording.recorded_lines import RecordingHeader
 
 LOG = "--log"
 _KINDS = ("tensorboard", "jsonl", "python")
@@ -47,7 +46,7 @@ class JobExports:
 
     def __init__(self, job: Job, logs: Sequence[str], metrics: str, environ: Mapping[str, str]) -> None:
         self._exports: dict[str, Export] = {}
-        self._threads: list[ExportThread] = []
+        self._threads: ExportThreads | None = None
         self._closing = ExitStack()
         self._start: JobStart | None = None
         self.url = ""
@@ -78,24 +77,21 @@ class JobExports:
         start = self._start
         if start is None:
             return
-        if not self._threads:
-            self._threads = [ExportThread(name, export, start.header) for name, export in self._exports.items()]
-        given: list[Event | RecordingHeader] = [event]
+        if self._threads is None:
+            self._threads = ExportThreads(self._exports, start.header)
+        self._threads.put(event)
         if isinstance(event, Resized):
             self._start = start.after(event)
-            given.append(self._start.header)
-        for thread in self._threads:
-            for each in given:
-                thread.put(each)
+            self._threads.put(self._start.header)
 
     def notices(self) -> list[Notice]:
         """Return what the user should know about the exports, once."""
-        return [notice for thread in self._threads for notice in thread.notices()]
+        return [] if self._threads is None else self._threads.notices()
 
     def end(self, code: int) -> None:
         """Let all exports write what is left; code: the exit code of the job."""
-        for thread in self._threads:
-            thread.end(code)
+        if self._threads is not None:
+            self._threads.end(code)
 
     def close(self) -> None:
         """Stop serving."""

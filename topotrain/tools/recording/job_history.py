@@ -4,6 +4,7 @@
 without numbers that JSON does not have. The memory is bounded, however long the job is.
 """
 
+from threading import RLock
 from typing import Any
 
 from topotrain.core.events import (
@@ -30,10 +31,11 @@ VIEW_VERSION = 1
 
 
 class JobHistory:
-    """Adds up the events of one job, in the order of time."""
+    """Adds up the events of one job, in the order of time. Several threads may use it."""
 
     def __init__(self) -> None:
         self._number = 0
+        self._lock = RLock()
         self._forget()
 
     def _forget(self) -> None:
@@ -60,27 +62,29 @@ class JobHistory:
 
         The next event says that it goes on.
         """
-        if not self.has_job or self.has_ended or self._job.lost:
-            return False
-        self._number += 1
-        self._job.lose()
-        self._processes.end_all(self._now, "dead")
-        self._process_events.end(self._now)
-        self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
-        return True
+        with self._lock:
+            if not self.has_job or self.has_ended or self._job.lost:
+                return False
+            self._number += 1
+            self._job.lose()
+            self._processes.end_all(self._now, "dead")
+            self._process_events.end(self._now)
+            self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
+            return True
 
     def add(self, timed: TimedEvent) -> None:
         """Add one event."""
-        self._number += 1
         event = timed.event
-        if isinstance(event, RecordingHeader):
-            self._on_header(event, timed.at)
-            return
-        self._job.reach(self._offset + timed.at)
-        if isinstance(event, RecordingEnd):
-            self._on_end(event)
-        else:
-            self._on_event(event, self._now)
+        with self._lock:
+            self._number += 1
+            if isinstance(event, RecordingHeader):
+                self._on_header(event, timed.at)
+                return
+            self._job.reach(self._offset + timed.at)
+            if isinstance(event, RecordingEnd):
+                self._on_end(event)
+            else:
+                self._on_event(event, self._now)
 
     @property
     def _now(self) -> Moment:
@@ -91,7 +95,8 @@ class JobHistory:
 
     def view(self) -> dict[str, Any]:
         """Return the whole history, as the page about recordings describes it."""
-        return self._as_data(-1, whole=True)
+        with self._lock:
+            return self._as_data(-1, whole=True)
 
     def since(self, cursor: int) -> dict[str, Any]:
         """Return what has come since `cursor`, which an earlier view or delta had.
@@ -99,18 +104,21 @@ class JobHistory:
         Points, states and story have only new entries. Processes and connections are there if they have changed.
         "whole": true says that this is another job, and all of it.
         """
-        if cursor < self._begun or cursor > self._number:
-            return {**self.view(), "whole": True}
-        return self._as_data(cursor, whole=False)
+        with self._lock:
+            if cursor < self._begun or cursor > self._number:
+                return {**self.view(), "whole": True}
+            return self._as_data(cursor, whole=False)
 
     def summary(self) -> dict[str, Any]:
         """Return the present state of the job."""
-        return ProcessSummary(self._processes.by_name, self._job).as_data()
+        with self._lock:
+            return ProcessSummary(self._processes.by_name, self._job).as_data()
 
     def process(self, name: str) -> dict[str, Any] | None:
         """Return the entry of a process in the view, or None."""
-        found = self._processes.by_name.get(name)
-        return None if found is None else found.as_data()
+        with self._lock:
+            found = self._processes.by_name.get(name)
+            return None if found is None else found.as_data()
 
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}

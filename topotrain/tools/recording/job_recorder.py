@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES
@@ -46,7 +45,7 @@ class JobRecorder:
         self._path = Path(job.workspace).absolute() / FILE
         self._start = JobStart(job, topology, time.time(), resumed, hosts)
         self._notices = _Notices()
-        self._history, self._reading = JobHistory(), Lock()
+        self._history = JobHistory()
         self._writer = RecordingWriter(self._path, self._start.header, time.monotonic, self._notices, self._hear)
         self._taken = False
 
@@ -68,20 +67,21 @@ class JobRecorder:
         if not self._taken:
             return None
         self._writer.flush()
-        with self._reading:
-            if not self._history.has_job:
-                return None
-            return compacted(self._history.summary(), SUMMARY_BYTES)
+        history = self._history
+        return compacted(history.summary(), SUMMARY_BYTES) if history.has_job else None
 
     def close(self, code: int | None) -> None:
         """Record how the job has ended; None: unknown. A second call does nothing."""
         self._writer.close(code)
 
     def _hear(self, timed: TimedEvent) -> None:
-        with self._reading:
-            if not self._history.has_job and self._start.resumed:
-                # What came before is in the file only.
-                with suppress(OSError, RecordingError):
-                    for earlier in read_recording(self._path):
-                        self._history.add(earlier)
+        if not self._history.has_job and self._start.resumed:
+            # What came before is in the file only. Until all of it is read, there is no summary.
+            history = JobHistory()
+            with suppress(OSError, RecordingError):
+                for earlier in read_recording(self._path):
+                    history.add(earlier)
+            history.add(timed)
+            self._history = history
+        else:
             self._history.add(timed)
