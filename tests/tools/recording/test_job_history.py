@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,19 @@ def test_a_change_of_the_layout_keeps_the_workers_that_stay() -> None:
     assert [each["name"] for each in delta["processes"]] == ["worker 0/0", "worker 1/0", *SERVERS]
     assert made.view()["states"]["worker 0/0"] == [[1.0, "computes"]]
     assert made.view()["job"]["elapsed"] == 2.1
+
+
+def test_a_recovery_is_that_of_the_loss_or_the_change_before_it() -> None:
+    loss, change = events.Incident(0, "worker 0/0", "was killed", "restarts", 1.0), events.Resized(1, 2, 1, 10, 3.0)
+    made = told(*enumerate([loss, events.Recovered(0, 1.5, 0.0), change, events.Recovered(1, 2.5, 0.0)], 1))
+    # The numbers of a job that was started again begin anew.
+    made.add(TimedEvent(0.0, header(STARTED + 1000, resumed=True)))
+    again = [replace(change, number=0), events.Recovered(0, 3.5, 0.0), replace(loss, number=1)]
+    for at, event in enumerate([*again, events.Recovered(1, 4.5, 0.0)], 1):
+        made.add(TimedEvent(float(at), event))
+    told_of = [entry["text"].split(" that ")[1] for entry in made.view()["story"] if entry["kind"] == "recovered"]
+    assert told_of == ["loss", "change", "change", "loss"]
+    assert [each["recovered_s"] for each in made.summary()["incidents"]] == [1.5, 4.5]
 
 
 def test_events_of_strangers_do_no_harm() -> None:

@@ -44,6 +44,7 @@ from topotrain.launch import JobOutcome
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.round_report import RoundReport
 from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.recording.event_stories import moved
 
 _FIRST = Address(Role.WORKER, 0, 0)
 _MOST_SKIPS = 100  # step numbers kept of each worker
@@ -400,12 +401,6 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
     waited_s = None if recovered is None else recovered.waited_s
     sizes = {"workers": found.workers, "step": found.step}
     return {"what": moved(found), **sizes, "at_s": found.at_s, "waited_s": waited_s}
-
-
-def moved(found: Resized) -> str:
-    """Describe how many workers have left or joined."""
-    count, verb = abs(found.workers - found.former), "join" if found.workers > found.former else "leave"
-    return f"1 worker {verb}s" if count == 1 else f"{count} workers {verb}"
 
 
 def _residents(topology: Topology) -> list[Address]:

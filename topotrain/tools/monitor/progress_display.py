@@ -12,33 +12,20 @@ from rich.console import Console
 from rich.text import Text
 
 from topotrain.config.topology import Topology
-from topotrain.core.events import (
-    Event,
-    Finished,
-    Incident,
-    Joined,
-    Left,
-    Notice,
-    Output,
-    Recovered,
-    Resized,
-    Skipped,
-    StepDone,
-)
+from topotrain.core.events import Event, Finished, Output, Resized, StepDone, Unsaved
 from topotrain.launch.recovery.resize import resized_layout
-from topotrain.tools.monitor.job_report import moved
 from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
 from topotrain.tools.monitor.progress.run_progress import RunProgress
 from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
 from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.recording.event_stories import EventStories
 
 LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
 """Seconds between two plain lines, at first and in a long job."""
 _SHARE = 20
 """A line comes after a twentieth of the time so far."""
-
-SKIPS_SAID = 10
-"""The number of skipped steps of a worker with a line each. After these only every tenth gets one."""
+_SAID = frozenset({"incident", "recovered", "resized", "left", "joined", "skipped", "notice"})
+"""Kinds of moments with a line each."""
 
 
 class QuietProgress:
@@ -49,7 +36,7 @@ class QuietProgress:
         self.rows = WorkerRows(topology)
         self._topology = topology
         self._own: dict[str, float] = {}  # a worker's own seconds for a step
-        self._changes: set[int] = set()  # resizes, which have a Recovered event like losses
+        self._stories = EventStories()
         self._main = str(topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last output on the console had no newline
@@ -68,22 +55,14 @@ class QuietProgress:
                 self._print(event)
             case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
                 self._own[event.who] = own
-            case Notice():
-                self._say(f"topotrain: {event.who}: {event.text}")
-            case Skipped() if _is_said(event):
-                self._say(f"topotrain: {skip(event)}")
-            case Incident():
-                self._say(f"topotrain: {event.what}; {event.action}")
             case Resized():
                 self._resized(event)
-            case Recovered():
-                self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
-            case Left():
-                self._say(f"topotrain: group {event.group} {event.how}; the others continue")
-            case Joined():
-                self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
                 pass
+        story = self._stories.of(event)
+        # A snapshot that cannot be taken is the answer to a request.
+        if story is not None and story.kind in _SAID and not isinstance(event, Unsaved):
+            self._say(f"topotrain: {story.of}: {story.text}" if story.kind == "notice" else f"topotrain: {story.text}")
 
     def check(self) -> None:
         """Show nothing: a wait is progress."""
@@ -97,15 +76,12 @@ class QuietProgress:
         self._name_slow()
 
     def _resized(self, event: Resized) -> None:
-        self._changes.add(event.number)
         self._topology = resized_layout(self._topology, event.workers)
         self.rows.lay_out(self._topology)
         self.waits.lay_out(self._topology, monotonic())
         now = {str(worker) for worker in self._topology.workers(0)}
         # Those of workers that have left would make the others look fast or slow.
         self._own = {who: own for who, own in self._own.items() if who in now}
-        many = f"nworkers_per_group: {event.workers}"
-        self._say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
@@ -170,24 +146,3 @@ class PlainProgress(QuietProgress):
         now = monotonic()
         self._last_line = self.run.elapsed(now)
         self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.rows.all())}")
-
-
-def recovery(event: Recovered, what: str = "loss") -> str:
-    """Describe the cost of a recovery."""
-    others = f", the others were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
-    return f"training again {event.waited_s:.1f} s after that {what}{others}"
-
-
-def skip(event: Skipped) -> str:
-    """Describe a skipped step."""
-    whose = f"of {event.parameter}" if event.parameter else "of a table's rows"
-    what = "the gradient" if event.by else "its group's sum of the gradients"
-    many = f" (its skipped step number {event.total})" if event.total > 1 else ""
-    return f"{event.who}: {what} {whose} is not finite in step {event.step}: the step is skipped{many}"
-
-
-def _is_said(event: Skipped) -> bool:
-    """Return whether to show a skipped step, once for a group."""
-    # Of a group only the worker with the bad gradient is shown, or else its first worker.
-    teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
-    return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)

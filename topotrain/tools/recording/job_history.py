@@ -19,7 +19,7 @@ from topotrain.core.events import (
     StepDone,
     Tested,
 )
-from topotrain.tools.recording.event_stories import story_of
+from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
 from topotrain.tools.recording.job_summary import IncidentRecord, JobFigures, ProcessSummary
 from topotrain.tools.recording.process_events import ProcessEvents
@@ -28,6 +28,7 @@ from topotrain.tools.recording.recorded_layout import RecordedLayout
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
 VIEW_VERSION = 1
+_LONGEST = 500  # characters of a moment
 
 
 class JobHistory:
@@ -44,7 +45,7 @@ class JobHistory:
         self._offset = 0.0
         self._processes, self._series = ProcessTable(self._number), SeriesTable()
         self._process_events = ProcessEvents(self._processes, self._series)
-        self._story = StoryTrack()
+        self._stories, self._story = EventStories(), StoryTrack()
         self._job = JobFigures()
 
     @property
@@ -159,9 +160,9 @@ class JobHistory:
 
     def _on_event(self, event: Event, now: Moment) -> None:
         name, known = getattr(event, "who", ""), self._processes.by_name
-        told = story_of(event)
+        told = self._stories.of(event)
         if told is not None:
-            self._tell(told[0], told[1] if told[1] in known else "", told[2])
+            self._tell(told.kind, told.of if told.of in known else "", told.text[:_LONGEST])
         self._on_job_event(event, now)
         process = known.get(name) if isinstance(name, str) else None
         if process is None:

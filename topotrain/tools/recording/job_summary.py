@@ -84,7 +84,8 @@ class JobFigures:
     def on_recovered(self, event: Recovered) -> None:
         """Record that the job trains again."""
         for incident in reversed(self.incidents):
-            if incident.number == event.number:
+            # One with a time is of an earlier start, whose numbers are the same.
+            if incident.number == event.number and incident.recovered_s is None:
                 incident.recover(event.waited_s)
                 return
 
