@@ -138,6 +138,10 @@ def test_the_remaining_time_follows_the_progress() -> None:
     job = made.view()["job"]
     assert (job["progress"], job["eta_s"], job["epoch"]) == (0.5, 20.0, 3)
     assert told((10.0, step())).view()["job"]["eta_s"] is None
+    # A slow beginning is forgotten, as by the terminal.
+    shares = [(0.0, 0.0), (10.0, 0.01), *((10.0 + at, 0.01 + at / 20) for at in range(1, 11))]
+    slow = told(*[(at, step(number=number, progress=share)) for number, (at, share) in enumerate(shares, 1)])
+    assert slow.summary()["eta_s"] == 9.8
 
 
 def states(made: JobHistory, who: str) -> list[str]:

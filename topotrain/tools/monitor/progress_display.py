@@ -15,10 +15,10 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Finished, Output, Resized, StepDone, Unsaved
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
-from topotrain.tools.monitor.progress.run_progress import RunProgress
 from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.recording.event_stories import EventStories
+from topotrain.tools.recording.run_progress import JobProgress
 
 LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
 """Seconds between two plain lines, at first and in a long job."""
@@ -42,7 +42,7 @@ class QuietProgress:
         self._inside_line = False  # the program's last output on the console had no newline
         self._writing = RLock()
         self.waits = JobWaits(topology, monotonic())
-        self.run = RunProgress(monotonic())
+        self.run = JobProgress(monotonic())
 
     def __call__(self, event: Event) -> None:
         """Show one event."""

@@ -16,7 +16,6 @@ from topotrain.core.events import (
     Lost,
     Recovered,
     Saved,
-    StepDone,
     Tested,
 )
 from topotrain.tools.recording.event_stories import EventStories
@@ -167,8 +166,7 @@ class JobHistory:
         process = known.get(name) if isinstance(name, str) else None
         if process is None:
             return
-        if isinstance(event, StepDone):
-            self._job.on_progress(event, now.at)
+        self._job.progress.on_event(event, now.at)
         self._process_events.add(process, event, now)
 
     def _on_job_event(self, event: Event, now: Moment) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from topotrain.core.events import Recovered, Saved, StepDone
+from topotrain.core.events import Recovered, Saved
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingHeader
+from topotrain.tools.recording.run_progress import JobProgress
 
 SUMMARY_VERSION = 1
 MOST_INCIDENTS = 100
@@ -46,8 +47,8 @@ class JobFigures:
     """It has ended without a word."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
+    progress: JobProgress = field(default_factory=lambda: JobProgress(0.0))
     _start_at: float = 0.0
-    _first: dict[str, tuple[float, float]] = field(default_factory=dict)  # of this start: time and share of a worker
 
     @property
     def start_s(self) -> float:
@@ -60,7 +61,7 @@ class JobFigures:
             self.started = header.started
         if self.header is None or self.header.started != header.started:
             self._start_at = offset
-            self._first.clear()
+            self.progress.restart()
         self.header, self.ended, self.code = header, None, None
         self.reach(at)
 
@@ -94,32 +95,10 @@ class JobFigures:
         found = {"number": event.number, "step": event.step, "why": event.why, "at_s": round(at, 3)}
         self.snapshots = [*self.snapshots, found][-LAST_SNAPSHOTS:]
 
-    def on_progress(self, event: StepDone, at: float) -> None:
-        """Record the share of the job that a worker knows of."""
-        self._first.setdefault(event.who, (at, max(0.0, event.progress)))
-
-    def progress(self, processes: Mapping[str, ProcessTrack]) -> float | None:
-        """Return the share of the job's samples that are done; None: unknown."""
-        shares = [each.worker.progress for each in processes.values() if each.is_worker]
-        known = [share for share in shares if share >= 0 and math.isfinite(share)]
-        return min(1.0, max(known)) if known else None
-
-    def eta_s(self, processes: Mapping[str, ProcessTrack]) -> float | None:
-        """Return the seconds that are left, at the pace since this start; None: unknown."""
-        progress = self.progress(processes)
-        if progress is None or not self._first or self.ended is not None or self.lost:
-            return None
-        since, share = min(self._first.values())
-        return (1.0 - progress) * (self.at - since) / (progress - share) if progress > share else None
-
-    def epoch(self, processes: Mapping[str, ProcessTrack]) -> int | None:
-        """Return the epoch of the worker that is furthest."""
-        known = [each.worker.epoch for each in processes.values() if each.is_worker and each.worker.epoch >= 0]
-        return max(known) if known else None
-
-    def as_data(self, processes: Mapping[str, ProcessTrack]) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         """Return the job as in the view."""
         job: Mapping[str, Any] = {} if self.header is None else self.header.job
+        done, over = self.progress.figures, self.ended is not None or self.lost
         texts = {name: str(job.get(name, "")) for name in ("name", "framework", "workspace", "block")}
         return {
             **texts,
@@ -128,9 +107,9 @@ class JobFigures:
             "ended": None if self.ended is None else round(self.ended, 3),
             "code": self.code,
             "lost": self.lost,
-            "progress": self.progress(processes),
-            "eta_s": _rounded(self.eta_s(processes)),
-            "epoch": self.epoch(processes),
+            "progress": done.share if done.share >= 0 else None,
+            "eta_s": None if over else _rounded(done.left_s(self.at)),
+            "epoch": done.epoch if done.epoch >= 0 else None,
         }
 
 
@@ -173,7 +152,7 @@ class ProcessSummary:
         rates = [each.worker.samples_per_s for each in counted if over or each.is_present]
         known = [rate for rate in rates if rate is not None]
         return {
-            **self._job.as_data(self._processes),
+            **self._job.as_data(),
             "step": max((each.worker.step for each in self._workers), default=0),
             "loss": _finite(sum(losses) / len(losses)) if losses else None,
             "samples_per_s": _rounded(sum(known)) if known else None,

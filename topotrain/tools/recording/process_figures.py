@@ -54,15 +54,12 @@ class WorkerFigures:
     staleness_p95: float = 0.0
     staleness_max: int = 0
     waiting_share: float | None = None
-    epoch: int = -1
-    progress: float = -1.0
     log: dict[str, float] = field(default_factory=dict)
     _is_recent: bool = False  # whether the staleness is that of the last seconds, and not of all
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def on_step(self, at: float, event: StepDone) -> None:
         """Record a step."""
-        self._take(event)
         self._is_recent = len(event.recent) == 3
         if self._is_recent:
             self.staleness_mean, self.staleness_p95, most = event.recent
@@ -82,7 +79,6 @@ class WorkerFigures:
 
     def on_finished(self, event: Finished) -> None:
         """Record the end of the script."""
-        self._take(event)
         # The totals of the end are no figures of the last seconds.
         if not self._is_recent:
             self._take_staleness(event)
@@ -91,13 +87,6 @@ class WorkerFigures:
     def _take_staleness(self, event: StepDone | Finished) -> None:
         self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
         self.staleness_p95 = event.staleness_p95
-
-    def _take(self, event: StepDone | Finished) -> None:
-        # -1 is unknown, and says nothing about what was known before.
-        # At the end no epoch is under way, and the last one stays.
-        ends = event.progress >= 1 and self.epoch >= 0
-        self.epoch = self.epoch if event.epoch < 0 or ends else event.epoch
-        self.progress = self.progress if event.progress < 0 else event.progress
 
     def on_logged(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Record logged values; return those that are kept."""

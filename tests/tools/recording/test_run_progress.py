@@ -10,9 +10,8 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
 from topotrain.tools.monitor.progress.chosen_display import progress
 from topotrain.tools.monitor.progress.live_table import LiveTable
-from topotrain.tools.monitor.progress.remaining_time import LEAST_S, RemainingTime
-from topotrain.tools.monitor.progress.run_progress import RunProgress, duration
 from topotrain.tools.monitor.progress_display import PlainProgress
+from topotrain.tools.recording.run_progress import LEAST_S, JobProgress, RemainingTime, duration
 
 TOPOLOGY = layout(Cluster(nworkers_per_group=2, server_worker_separate=True))
 WORKERS = ("worker 0/0", "worker 0/1")
@@ -99,7 +98,7 @@ def test_times_have_the_form_of_a_clock() -> None:
 
 
 def test_unknown_figures_are_a_dash_and_nothing_is_guessed() -> None:
-    run = RunProgress(100.0)
+    run = JobProgress(100.0)
     assert run.header(107.0) == "elapsed 0:07  epoch -  done -  ETA -"
     for second in range(30):
         run.on_event(step(WORKERS[0], second), 100.0 + second)
@@ -112,7 +111,7 @@ def test_unknown_figures_are_a_dash_and_nothing_is_guessed() -> None:
 
 
 def test_the_worker_that_is_furthest_has_the_share_of_the_job() -> None:
-    run = RunProgress(0.0)
+    run = JobProgress(0.0)
     for second in range(11):
         run.on_event(step(WORKERS[0], second, 1, second / 20), float(second))
         run.on_event(step(WORKERS[1], second, 0, second / 40), float(second))
@@ -121,7 +120,7 @@ def test_the_worker_that_is_furthest_has_the_share_of_the_job() -> None:
 
 
 def test_a_job_that_stands_still_does_not_seem_to_come_to_its_end() -> None:
-    run = RunProgress(0.0)
+    run = JobProgress(0.0)
     for second in range(61):
         run.on_event(step(WORKERS[0], second, 0, second / 120), float(second))
     assert run.words(60.0).endswith("ETA 1:00")
@@ -129,7 +128,7 @@ def test_a_job_that_stands_still_does_not_seem_to_come_to_its_end() -> None:
 
 
 def test_a_restart_from_a_snapshot_and_the_end() -> None:
-    run = RunProgress(0.0)
+    run = JobProgress(0.0)
     for second in range(11):
         for who in WORKERS:
             run.on_event(step(who, second, 1, second / 20), float(second))
