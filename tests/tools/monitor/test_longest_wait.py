@@ -22,7 +22,8 @@ from topotrain.core.events import (
     Waits,
 )
 from topotrain.tools.monitor.progress.live_table import LiveTable
-from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, JobWaits
+from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, LongestWait, longest
+from topotrain.tools.monitor.progress.process_states import ProcessStates
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 
 CLUSTER = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
@@ -36,12 +37,16 @@ def step(who: str, number: int) -> StepDone:
     return StepDone(who, 1.0, number, number, None, 0.0, 0, 0, 0)
 
 
+def wait_of(states: ProcessStates, now: float) -> LongestWait | None:
+    return longest(states.all(), states.topology.cluster, now)
+
+
 class Clock:
     """A job and its time."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.waits = JobWaits(TOPOLOGY, self.now)
+        self.waits = ProcessStates(TOPOLOGY, self.now)
 
     def __call__(self) -> float:
         return self.now
@@ -62,7 +67,7 @@ class Clock:
 
     @property
     def words(self) -> str:
-        found = self.waits.longest(self.now)
+        found = wait_of(self.waits, self.now)
         return "" if found is None else found.words()
 
 
@@ -122,29 +127,29 @@ NEXT = "the next step of worker 0/0, worker 0/1"
 )
 def test_only_a_worker_that_others_wait_for_is_behind(cluster: Cluster, slow: str, lead: int, what: str) -> None:
     topology = layout(cluster)
-    waits = JobWaits(topology, 0.0)
+    waits = ProcessStates(topology, 0.0)
     workers = [str(worker) for unit in topology.units for worker in unit.workers]
     for who in ("unit 0", *(str(server) for unit in topology.units for server in unit.servers), *workers):
         waits.on_event(Started(who, 1), 0.0)
         waits.on_event(Serving(who, ("x",), 1), 0.0) if who.startswith("server") else None
     for who in workers:
         waits.on_event(step(who, 18 if who == slow else 18 + lead), 1.0)
-    found = waits.longest(9.0)
+    found = wait_of(waits, 9.0)
     assert found is not None and found.what == what
     # The others go on.
     waits.on_event(step(workers[0], 19 + lead), 8.0)
-    found = waits.longest(9.0)
+    found = wait_of(waits, 9.0)
     assert (None if found is None else found.what) == (what if "behind" in what else None)
     # The slow worker is done with its work before the others.
     waits.on_event(Finished(slow, 18, 1, 0.0, 0, 0, 0), 9.0)
-    found = waits.longest(20.0)
+    found = wait_of(waits, 20.0)
     assert found is not None and found.what == f"the next step of {workers[0]}"
     if cluster == ALONE:
         return
     # What the others report that they wait for.
     waits.on_event(step(slow, 18), 20.0)
     waits.on_event(Waits(workers[0], 12.0), 30.0)
-    found = waits.longest(30.0)
+    found = wait_of(waits, 30.0)
     awaited = not (cluster.backup or cluster.quorum)
     assert found is not None and (slow in found.what and workers[0] not in found.what) is awaited
 
@@ -182,24 +187,24 @@ def test_a_restart_and_a_group_that_leaves(clock: Clock) -> None:
 def test_a_unit_of_servers_alone() -> None:
     units = tuple(unit for unit in TOPOLOGY.units if unit.servers)[:1]
     (who,) = map(str, units[0].servers)
-    waits = JobWaits(replace(TOPOLOGY, units=units), 0.0)
+    waits = ProcessStates(replace(TOPOLOGY, units=units), 0.0)
     waits.on_event(Started(who, 1), 1.0)
-    found = waits.longest(3.0)
+    found = wait_of(waits, 3.0)
     assert found is not None and found.words() == f"waiting for {who} to open its addresses, 2 s"
     waits.on_event(Serving(who, ("x",), 1), 4.0)
-    assert waits.longest(60.0) is None
+    assert wait_of(waits, 60.0) is None
 
 
 def test_a_process_with_several_servers_has_the_name_of_the_first() -> None:
     topology = layout(replace(CLUSTER, nservers_per_procs=2))
-    waits = JobWaits(topology, 0.0)
+    waits = ProcessStates(topology, 0.0)
     (unit,) = [unit for unit in topology.units if unit.servers]
     assert len(unit.servers) == 2
     waits.on_event(Started(str(unit.servers[0]), 1), 1.0)
     waits.on_event(Serving(str(unit.servers[0]), ("x",), 1), 1.0)
     for worker in WORKERS:
         waits.on_event(Started(worker, 1), 1.0)
-    found = waits.longest(3.0)
+    found = wait_of(waits, 3.0)
     assert found is not None and found.words() == "waiting for server 0/1 to open its addresses, 2 s"
 
 

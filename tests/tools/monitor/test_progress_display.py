@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +41,7 @@ from topotrain.tools.monitor.job_report import JobResult, LossCurve, Report, mer
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.monitor.progress.chosen_display import progress
 from topotrain.tools.monitor.progress.live_table import LiveTable
-from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
+from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
 from topotrain.tools.monitor.progress_display import LINE_EVERY, PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary
 from topotrain.tools.monitor.stragglers import stragglers
@@ -316,28 +315,43 @@ def test_the_curve_of_a_job() -> None:
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_rows_follow_the_events() -> None:
-    rows = WorkerRows(TOPOLOGY)
-    assert [row.state for row in rows.all()] == ["starting"] * 4
-    rows(Started("worker 0/0", 1))
-    rows(step("worker 0/1", 3, 0.25, stale=2))
-    rows(step("worker 0/1", 4, None, stale=2))
-    rows(Finished("worker 1/0", 9, 72, 0.0, 0, 1, 1))
-    rows(Exited("worker 1/0", 5, 0))
-    rows(Failed("worker 1/1", "died", "was killed by SIGKILL", ""))
-    rows(Exited("worker 1/1", 6, -9))
-    rows(step("server 0/0", 1))
-    first, second, third, fourth = rows.all()
-    assert first.state == "preparing"
-    assert (second.state, second.unit, second.step, second.loss, second.staleness_max) == ("training", 1, 4, 0.25, 2)
-    assert second.samples_per_s == pytest.approx(80)
-    assert (third.state, third.step) == ("finished", 9)
-    assert fourth.state == "failed"
-    line = describe(rows.all())
+def test_the_states_of_workers_follow_the_events() -> None:
+    states = ProcessStates(TOPOLOGY, 0.0)
+    assert [each.word for each in states.workers()] == ["starting"] * 4
+    told: list[Event] = [
+        *(Started("worker 0/0", 1), step("worker 0/1", 3, 0.25, stale=2), step("worker 0/1", 4, None, stale=2)),
+        *(Finished("worker 1/0", 9, 72, 0.0, 0, 1, 1), Exited("worker 1/0", 5, 0)),
+        *(Failed("worker 1/1", "died", "was killed by SIGKILL", ""), Exited("worker 1/1", 6, -9)),
+        step("server 0/0", 1),
+    ]
+    for event in told:
+        states.on_event(event, 1.0)
+    first, second, third, fourth = states.workers()
+    figures = second.figures
+    assert first.word == "preparing"
+    assert (second.word, second.unit, figures.step, figures.loss, figures.staleness_max) == ("training", 1, 4, 0.25, 2)
+    assert figures.samples_per_s == pytest.approx(80)
+    assert (third.word, third.figures.step) == ("finished", 9)
+    assert fourth.word == "failed"
+    line = describe(states.workers())
     assert line.startswith("steps 0 to 9  loss 0.2500  80 samples/s")
     assert "1 failed" in line
-    rows(Exited("worker 0/0", 1, -15))
-    assert rows.all()[0].state == "stopped"
+    for pid, word in ((7, "preparing"), (1, "stopped")):  # 7: of a former process
+        states.on_event(Exited("worker 0/0", pid, -15), 2.0)
+        assert states.workers()[0].word == word
+
+
+def test_figures_are_those_of_the_last_seconds_and_of_the_workers_that_train() -> None:
+    states = ProcessStates(TOPOLOGY, 0.0)
+    for second in range(1, 41):
+        # One group leaves. The other one becomes four times as fast after half of the time.
+        samples = 10 * second + 30 * max(0, second - 20)
+        for who in WORKERS[:2]:
+            states.on_event(StepDone(who, second, second, samples, 0.5, 0.0, 0, 0, 0), float(second))
+        if second == 1:
+            states.on_event(StepDone(WORKERS[2], 1, 1, 999, 9.5, 0.0, 0, 0, 0), 1.0)
+            states.on_event(events.Left(1, "has left", 1.0), 1.0)
+    assert describe(states.workers()).startswith("steps 0 to 40  loss 0.5000  80 samples/s")
 
 
 class Clock:
@@ -415,16 +429,16 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
         window(StepDone("worker 0/1", 1.0, 5, 20, 0.5, 0.0, 0, 0, 0))
         window(Resized(0, 3, 2, 5, 3.5))
         window(Recovered(0, 0.75, 0.0))
-        assert [(row.who, row.unit, row.step) for row in window.rows.all()] == [
+        assert [(each.who, each.unit, each.figures.step) for each in window.states.workers()] == [
             ("worker 0/0", 0, 0),
             ("worker 0/1", 1, 5),
         ]
         for who in ("worker 0/0", "worker 0/1"):
             window(Started(who, 1))
-        wait = window.waits.longest(time.monotonic())
+        wait = window.wait()
         assert wait is not None and wait.what == "unit 4 to load torch and start its processes"
         window(Resized(1, 2, 4, 9, 3.5))
-        assert len(window.rows.all()) == 4
+        assert len(window.states.workers()) == 4
     assert text.getvalue().splitlines() == [
         "topotrain: 1 worker leaves; the job goes on after step 5 with nworkers_per_group: 2",
         "topotrain: training again 0.8 s after that change",

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Finished, Output, Resized, StepDone, Unsaved
+from topotrain.core.events import Event, Output, Resized, StepDone, Unsaved
 from topotrain.launch.recovery.resize import resized_layout
-from topotrain.tools.monitor.progress.longest_wait import JobWaits, WaitLines
-from topotrain.tools.monitor.progress.worker_rows import WorkerRows, describe
+from topotrain.tools.monitor.progress.longest_wait import LongestWait, WaitLines, longest
+from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.run_progress import JobProgress
@@ -33,32 +33,23 @@ class QuietProgress:
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         self.console = console
-        self.rows = WorkerRows(topology)
-        self._topology = topology
-        self._own: dict[str, float] = {}  # a worker's own seconds for a step
         self._stories = EventStories()
         self._main = str(topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last output on the console had no newline
         self._writing = RLock()
-        self.waits = JobWaits(topology, monotonic())
+        self.states = ProcessStates(topology, monotonic())
         self.run = JobProgress(monotonic())
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        self.rows(event)
         now = monotonic()
-        self.waits.on_event(event, now)
+        self.states.on_event(event, now)
         self.run.on_event(event, now)
-        match event:
-            case Output(who=who) if who == self._main:
-                self._print(event)
-            case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
-                self._own[event.who] = own
-            case Resized():
-                self._resized(event)
-            case _:
-                pass
+        if isinstance(event, Output) and event.who == self._main:
+            self._print(event)
+        elif isinstance(event, Resized):
+            self.states.lay_out(resized_layout(self.states.topology, event.workers), now)
         story = self._stories.of(event)
         # A snapshot that cannot be taken is the answer to a request.
         if story is not None and story.kind in _SAID and not isinstance(event, Unsaved):
@@ -75,16 +66,13 @@ class QuietProgress:
     ) -> None:
         self._name_slow()
 
-    def _resized(self, event: Resized) -> None:
-        self._topology = resized_layout(self._topology, event.workers)
-        self.rows.lay_out(self._topology)
-        self.waits.lay_out(self._topology, monotonic())
-        now = {str(worker) for worker in self._topology.workers(0)}
-        # Those of workers that have left would make the others look fast or slow.
-        self._own = {who: own for who, own in self._own.items() if who in now}
+    def wait(self) -> LongestWait | None:
+        """Return what the job waits for."""
+        return longest(self.states.all(), self.states.topology.cluster, monotonic())
 
     def _name_slow(self) -> None:
-        for slow in stragglers(self._topology, self._own):
+        own = {each.who: each.figures.own_s for each in self.states.workers()}
+        for slow in stragglers(self.states.topology, {who: own_s for who, own_s in own.items() if own_s is not None}):
             self._say(f"topotrain: {slow.words()}")
 
     def _say(self, text: str) -> None:
@@ -126,8 +114,7 @@ class PlainProgress(QuietProgress):
 
     def check(self) -> None:
         """Print what the job waits for, if it waits long."""
-        now = monotonic()
-        line = self._wait_lines.due(self.waits.longest(now), now)
+        line = self._wait_lines.due(self.wait(), monotonic())
         if line:
             self._say(f"topotrain: {line}")
 
@@ -138,11 +125,11 @@ class PlainProgress(QuietProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if any(row.state != "starting" for row in self.rows.all()):  # a refused job has no progress
+        if any(each.word != "starting" for each in self.states.workers()):  # a refused job has no progress
             self._line()
         self._name_slow()
 
     def _line(self) -> None:
         now = monotonic()
         self._last_line = self.run.elapsed(now)
-        self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.rows.all())}")
+        self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.states.workers())}")

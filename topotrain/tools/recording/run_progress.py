@@ -113,7 +113,9 @@ class JobProgress:
 
     def _update(self, event: StepDone | Finished, now: float) -> None:
         # The worker that is furthest: with leases the others know an earlier state of the job.
-        share, known = max(self._shares.values()), self.figures.epoch
+        share, known = event.progress, self.figures.epoch
+        if share < self.figures.share:
+            share = max(self._shares.values())
         self._remaining.update(now, share)
         # At the end no epoch is under way, and the last one stays.
         is_new = event.epoch >= 0 and event.progress >= share and (event.progress < 1 or known < 0)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from topotrain.config.topology import Topology
 from topotrain.core.events import Output
-from topotrain.tools.monitor.progress.worker_rows import WorkerRow
+from topotrain.tools.monitor.progress.process_states import ProcessState
 from topotrain.tools.monitor.progress_display import QuietProgress
 
 REFRESH_PER_SECOND = 4
@@ -72,7 +72,7 @@ class LiveTable(QuietProgress):
         if self._ended is None:
             # The line is there without a wait, too, so that the table does not move up and down.
             parts.append(Text(self._wait(), style="dim", no_wrap=True, overflow="ellipsis"))
-        parts.append(draw(self.rows.all()))
+        parts.append(draw(self.states.workers()))
         if self._unfinished:
             parts.append(Text.from_ansi(self._unfinished))
         return Group(*parts)
@@ -81,7 +81,7 @@ class LiveTable(QuietProgress):
         return monotonic() if self._ended is None else self._ended
 
     def _wait(self) -> str:
-        wait = self.waits.longest(monotonic())
+        wait = self.wait()
         return "" if wait is None or wait.seconds < SHOWN_S else wait.words()
 
     def _print(self, event: Output) -> None:
@@ -98,7 +98,7 @@ def _last_state(line: str) -> str:
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
-def draw(rows: Iterable[WorkerRow]) -> Table:
+def draw(workers: Iterable[ProcessState]) -> Table:
     """Return the table of a live job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("unit", justify="right")
@@ -106,18 +106,19 @@ def draw(rows: Iterable[WorkerRow]) -> Table:
     for title in ("step", "loss", "samples/s", "staleness", "max"):
         table.add_column(title, justify="right")
     table.add_column("state")
-    for row in rows:
-        table.add_row(*_cells(row), Text(row.state, style="red" if row.state == "failed" else ""))
+    for each in workers:
+        table.add_row(*_cells(each), Text(each.word, style="red" if each.word == "failed" else ""))
     return table
 
 
-def _cells(row: WorkerRow) -> tuple[str, ...]:
+def _cells(worker: ProcessState) -> tuple[str, ...]:
+    figures = worker.figures
     return (
-        str(row.unit),
-        row.who.removeprefix("worker "),
-        str(row.step),
-        "–" if row.loss is None else f"{row.loss:.4f}",
-        f"{row.samples_per_s:,.0f}",
-        f"{row.staleness_mean:.2f}",
-        str(row.staleness_max),
+        str(worker.unit),
+        worker.who.removeprefix("worker "),
+        str(figures.step),
+        "–" if figures.loss is None else f"{figures.loss:.4f}",
+        f"{figures.samples_per_s or 0.0:,.0f}",
+        f"{figures.staleness_mean:.2f}",
+        str(figures.staleness_max),
     )

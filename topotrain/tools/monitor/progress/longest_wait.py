@@ -7,53 +7,15 @@ is pure.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from topotrain.config.job import Cluster
-from topotrain.config.topology import Role, Topology
-from topotrain.core.events import (
-    Connects,
-    Event,
-    Exited,
-    Failed,
-    Finished,
-    Left,
-    Serving,
-    Started,
-    StepDone,
-    Waits,
-)
+from topotrain.tools.monitor.progress.process_states import ProcessPhase, ProcessState
 
 QUIET_S = 2.0
 """Seconds without a step after which a training job waits for something. Workers report steps four times a second."""
 FIRST_S, REPEAT_S = 10.0, 60.0
 """Seconds of a wait before the first plain line about it, and between later ones."""
 _NAMED = 2
-
-
-class ProcessPhase(Enum):
-    """The phases of a worker or a server."""
-
-    ABSENT = 0
-    STARTED = 1
-    CONNECTED = 2
-    TRAINING = 3
-    OVER = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """The phase of a process, and the time of its last progress."""
-
-    who: str
-    unit: int
-    is_server: bool
-    group: int
-    phase: ProcessPhase = ProcessPhase.ABSENT
-    since: float = 0.0
-    step: int = 0
-    waits: bool = False
-    """The worker has reported that it waits itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,94 +34,27 @@ class LongestWait:
         return f"waiting for {self.what}{self.more}, {self.seconds:.0f} s"
 
 
-class JobWaits:
-    """Follows the processes of a layout. All times are of one clock.
-
-    Args:
-        topology: the layout, with the units that run here.
-        now: the time.
-    """
-
-    def __init__(self, topology: Topology, now: float) -> None:
-        self._states: dict[str, ProcessState] = {}
-        self.lay_out(topology, now)
-
-    def lay_out(self, topology: Topology, now: float) -> None:
-        """Use this layout from now on. The states of processes that stay are kept."""
-        states = {}
-        self._cluster = topology.cluster
-        for unit in topology.units:
-            # A server in a worker's process, or none at all, is no process of its own.
-            servers = () if topology.inline or topology.collective else unit.servers
-            for resident in (*servers, *unit.workers):
-                who, is_server = str(resident), resident.role is Role.SERVER
-                known = self._states.get(who, ProcessState(who, unit.rank, is_server, resident.group, since=now))
-                states[who] = replace(known, unit=unit.rank)
-        # Replaced as a whole, and so is each state: the thread that draws reads them without a lock.
-        self._states = states
-
-    def on_event(self, event: Event, now: float) -> None:
-        """Record an event."""
-        match event:
-            case Started(who=who):
-                self._start(who, now)
-            case Serving(who=who):
-                self._enter(who, ProcessPhase.TRAINING, now)
-            case Connects(who=who):
-                self._enter(who, ProcessPhase.CONNECTED, now)
-            case StepDone(who=who, step=step) if who in self._states:
-                self._states[who] = replace(
-                    self._states[who], phase=ProcessPhase.TRAINING, since=now, step=step, waits=False
-                )
-            case Waits(who=who) if who in self._states:
-                self._states[who] = replace(self._states[who], waits=True)
-            case Finished(who=who) | Exited(who=who) | Failed(who=who):
-                self._enter(who, ProcessPhase.OVER, now)
-            case Left(group=group):
-                for who in [who for who in self._states if who.startswith(f"worker {group}/")]:
-                    self._enter(who, ProcessPhase.OVER, now)
-            case _:
-                pass
-
-    def longest(self, now: float) -> LongestWait | None:
-        """Return what the job waits for; None while it trains, and at its end."""
-        states = list(self._states.values())
-        workers = [state for state in states if not state.is_server]
-        # A unit of servers alone does not know when the workers have ended.
-        if workers and all(state.phase is ProcessPhase.OVER for state in workers):
-            left = [state for state in states if state.phase is not ProcessPhase.OVER]
-            return _wait(left, now, "{} to end")
-        absent = [state for state in states if state.phase is ProcessPhase.ABSENT]
-        if absent:
-            first = min(absent, key=lambda state: state.since)
-            units = [replace(first, who=f"unit {number}") for number in sorted({state.unit for state in absent})]
-            return _wait(units, now, "{} to load torch and start its processes")
-        for is_server, phase, what in (
-            (True, ProcessPhase.STARTED, "{} to open its addresses"),
-            (False, ProcessPhase.STARTED, "{} to import the script, up to tt.prepare"),
-            (False, ProcessPhase.CONNECTED, "the first step of {}"),
-        ):
-            found = [state for state in states if (state.is_server, state.phase) == (is_server, phase)]
-            if found:
-                return _wait(found, now, what)
-        return _step(workers, self._cluster, now) if workers else None
-
-    def _start(self, who: str, now: float) -> None:
-        state = self._states.get(who)
-        if who.startswith("unit "):
-            for absent in [s for s in self._states.values() if f"unit {s.unit}" == who]:
-                if absent.phase is ProcessPhase.ABSENT:
-                    self._states[absent.who] = replace(absent, since=now)
-        elif state is not None:
-            # One process has all servers of its unit, and the name of the first.
-            also = [s.who for s in self._states.values() if s.unit == state.unit and s.is_server and state.is_server]
-            for each in {who, *also}:
-                self._states[each] = replace(self._states[each], step=0, waits=False)
-                self._enter(each, ProcessPhase.STARTED, now)
-
-    def _enter(self, who: str, phase: ProcessPhase, now: float) -> None:
-        if who in self._states:
-            self._states[who] = replace(self._states[who], phase=phase, since=now)
+def longest(states: Sequence[ProcessState], cluster: Cluster, now: float) -> LongestWait | None:
+    """Return what a job with these processes waits for; None while it trains, and at its end."""
+    workers = [state for state in states if not state.is_server]
+    # A unit of servers alone does not know when the workers have ended.
+    if workers and all(state.phase is ProcessPhase.OVER for state in workers):
+        left = [state for state in states if state.phase is not ProcessPhase.OVER]
+        return _wait(left, now, "{} to end")
+    absent = [state for state in states if state.phase is ProcessPhase.ABSENT]
+    if absent:
+        first = min(absent, key=lambda state: state.since)
+        units = [replace(first, who=f"unit {number}") for number in sorted({state.unit for state in absent})]
+        return _wait(units, now, "{} to load torch and start its processes")
+    for is_server, phase, what in (
+        (True, ProcessPhase.STARTED, "{} to open its addresses"),
+        (False, ProcessPhase.STARTED, "{} to import the script, up to tt.prepare"),
+        (False, ProcessPhase.CONNECTED, "the first step of {}"),
+    ):
+        found = [state for state in states if (state.is_server, state.phase) == (is_server, phase)]
+        if found:
+            return _wait(found, now, what)
+    return _step(workers, cluster, now) if workers else None
 
 
 class WaitLines:
