@@ -100,7 +100,10 @@ def _mean(points: Sequence[Point]) -> Point:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """The counters of a resident; stale: the sum of the staleness of all steps."""
+    """The counters of a resident.
+
+    stale: the sum of the staleness of all steps. late: the steps of backup workers without it.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -110,6 +113,7 @@ class _Count:
     stale: float = 0.0
     staleness_max: int = 0
     time: float = 0.0
+    late: int = 0
 
     def and_then(self, more: "_Count") -> "_Count":
         """Return the counters of a process followed by those of its successor."""
@@ -128,36 +132,41 @@ class _Tally:
 
     pid: int | None = None
     before: _Count = _Count()
-    now: _Count = _Count()
+    last: StepDone | Finished | None = None
+    """The last event of the present process."""
+    time: float = 0.0
+    """Seconds of the present process since its first step."""
     loss: float | None = None
-    own_s: float | None = None
-    late: int = 0  # of the present process
-    late_before: int = 0
-    threads: int = 0  # 0: not reported
     curve: LossCurve = field(default_factory=LossCurve)
 
     @property
     def whole(self) -> _Count:
-        return self.before.and_then(self.now)
+        """The counters of all processes."""
+        # Not added up event by event: jobs have hundreds of processes, which report four times a second.
+        last = self.last
+        if last is None:
+            return self.before
+        steps = last.step if isinstance(last, StepDone) else last.steps
+        # The mean is over the steps of this process, and `steps` includes those of former ones.
+        stale = last.staleness_mean * max(0, steps - self.before.steps)
+        traffic = last.bytes_out, last.bytes_in, last.bytes_link
+        now = _Count(steps, last.samples, *traffic, stale, last.staleness_max, self.time, last.late)
+        return self.before.and_then(now)
 
     def start(self, pid: int) -> None:
         if self.pid not in (None, pid):
             # A new process counts from 0 again.
-            self.before, self.now = self.whole, _Count()
-            self.late_before, self.late = self.late_before + self.late, 0
+            self.before, self.last, self.time = self.whole, None, 0.0
         self.pid = pid
 
     def record(self, event: StepDone | Finished) -> None:
-        steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
-        # The mean is over the steps of this process, and `steps` includes those of former ones.
-        stale = event.staleness_mean * max(0, steps - self.before.steps)
-        traffic = event.bytes_out, event.bytes_in, event.bytes_link
-        self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
-        self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
-        if isinstance(event, StepDone) and event.loss is not None:
-            self.loss = event.loss
-            if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
-                self.curve.add(self.whole.time, event.loss)
+        self.last = event
+        if isinstance(event, StepDone):
+            self.time = event.time
+            if event.loss is not None:
+                self.loss = event.loss
+                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
+                    self.curve.add(self.before.time + event.time, event.loss)
 
 
 @dataclass(slots=True)
@@ -331,13 +340,13 @@ class Report:
     def _paces(self) -> dict[str, Any]:
         """Return each worker's own seconds for a step, threads, late steps; stragglers."""
         workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
-        tallies = {who: self._tallies[who] for who in workers}
-        own = {who: tally.own_s for who, tally in tallies.items() if tally.own_s is not None}
+        known = [(who, last) for who in workers if (last := self._tallies[who].last) is not None]
+        own = {who: last.own_s for who, last in known if last.own_s is not None}
         return {
             "own_step_s": own,
-            "threads": {who: tally.threads for who, tally in tallies.items() if tally.threads},
+            "threads": {who: last.threads for who, last in known if last.threads},
             "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
-            "late": {who: n for who, tally in tallies.items() if (n := tally.late_before + tally.late)},
+            "late": {who: late for who in workers if (late := self._tallies[who].whole.late)},
         }
 
     def _processes(self) -> list[dict[str, Any]]:
