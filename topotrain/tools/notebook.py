@@ -13,10 +13,10 @@ from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
 from topotrain.launch.runtime.event_records import is_silenced, record
-from topotrain.tools.job_recording import recording
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.progress.chosen_display import checked, progress
 from topotrain.tools.monitor.result_tables import console, summary
+from topotrain.tools.recording.job_recorder import recording
 
 _FILES = (".conf", ".yaml", ".yml")
 

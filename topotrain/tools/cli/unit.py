@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
     from topotrain.tools.exporters.job_exports import JobExports
-    from topotrain.tools.job_recording import JobRecording
     from topotrain.tools.monitor.job_report import Report
+    from topotrain.tools.recording.job_recorder import JobRecorder
 
 EXAMPLE = """\b
 Example:
@@ -109,10 +109,10 @@ def unit(
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
         from topotrain.launch.multinode.node import Node
-        from topotrain.tools.job_recording import JobRecording
         from topotrain.tools.monitor.rendezvous_line import rendezvous_line
+        from topotrain.tools.recording.job_recorder import JobRecorder
 
-        recorded = JobRecording()
+        recorded = JobRecorder()
         window = _Window(start.rank, quiet, as_json, recorded, exports)
         try:
             notice = rendezvous_line(start.rank, start.nprocs)
@@ -168,7 +168,7 @@ class _Window(JobWatch):
     rank: int
     quiet: bool
     as_json: bool
-    recorded: "JobRecording"
+    recorded: "JobRecorder"
     exports: "JobExports | None" = None
     resumed: bool | None = None
     """Whether the job has begun before this unit led it; None: it has not led."""

@@ -59,8 +59,8 @@ def train(
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.launch.runtime.event_records import is_silenced, record
-    from topotrain.tools.job_recording import recording
     from topotrain.tools.monitor.job_report import JobResult, Report, story
+    from topotrain.tools.recording.job_recorder import recording
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())

@@ -7,7 +7,7 @@ import pytest
 from tests.support.recorded_jobs import history, job_of, step
 from topotrain.config.topology import layout
 from topotrain.core import events
-from topotrain.tools.job_recording import JobRecording, recording
+from topotrain.tools.recording.job_recorder import JobRecorder, recording
 from topotrain.tools.recording.recording_file import FILE, read_recording
 
 
@@ -52,11 +52,11 @@ def test_before_its_first_event_a_job_does_not_touch_the_workspace_of_another(tm
 
 def test_a_unit_records_when_it_leads(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    follows = JobRecording()
+    follows = JobRecorder()
     follows.begin(job, layout(job.cluster))
     follows(step(number=1))
     assert not (tmp_path / FILE).exists() and follows.summary() is None
-    leads = JobRecording()
+    leads = JobRecorder()
     leads.lead(False, ("north", "south", "east", "west", "x"))
     leads.begin(job, layout(job.cluster))
     leads(step(number=5))
@@ -72,16 +72,19 @@ def test_a_unit_records_when_it_leads(tmp_path: Path) -> None:
     assert lines(tmp_path).count("RecordingHeader") == 2
 
 
-def test_a_resize_changes_the_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leads_before", [True, False])
+def test_a_resize_changes_the_layout(tmp_path: Path, leads_before: bool) -> None:
     job = job_of(tmp_path, nworker_groups=1, nworkers_per_group=3)
-    with recording(job, layout(job.cluster), False) as made:
-        made(step())
-        made(events.Resized(0, 3, 2, 10, 1.0))
-        made.end(0)
+    made = JobRecorder(job, layout(job.cluster))
+    for leads, event in ((leads_before, events.Resized(0, 3, 2, 10, 1.0)), (True, step())):
+        if leads:
+            made.lead(False, ())
+        made(event)
+    made.end(0)
     view = history(*read_recording(tmp_path / FILE)).view()
     workers = [each["name"] for each in view["processes"] if each["role"] == "worker"]
     assert workers == ["worker 0/0", "worker 0/1"]
-    assert [entry["kind"] for entry in view["story"]] == ["resized", "ended"]
+    assert [entry["kind"] for entry in view["story"]] == ["resized", "ended"][not leads_before :]
 
 
 def test_a_disk_that_cannot_be_written_is_a_notice(tmp_path: Path) -> None:
