@@ -37,8 +37,9 @@ from topotrain.core.events import (
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_plot
 from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
-from topotrain.tools.monitor.job_report import JobResult, LossCurve, Report, merge, story
+from topotrain.tools.monitor.job_report import JobResult, Report, merge, story
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
+from topotrain.tools.monitor.process_tally import LossCurve
 from topotrain.tools.monitor.progress.chosen_display import progress
 from topotrain.tools.monitor.progress.live_table import LiveTable
 from topotrain.tools.monitor.progress.process_states import ProcessStates, describe

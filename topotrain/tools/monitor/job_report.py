@@ -10,7 +10,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from topotrain.config.job import Job
@@ -42,37 +42,13 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.launch.recovery.resize import resized_layout
+from topotrain.tools.monitor.process_tally import Point, ProcessCounts, ProcessTally, mean_point
 from topotrain.tools.monitor.round_report import RoundReport
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.recording.event_stories import moved
 
 _FIRST = Address(Role.WORKER, 0, 0)
 _MOST_SKIPS = 100  # step numbers kept of each worker
-
-Point = tuple[float, float]
-"""A loss, after the seconds since the first step."""
-
-
-@dataclass(slots=True)
-class LossCurve:
-    """The (time, loss) points of one worker in bounded memory."""
-
-    limit: int = 2048
-    points: list[Point] = field(default_factory=list)
-    _stride: int = 1
-    _open: list[Point] = field(default_factory=list)
-
-    def add(self, time: float, loss: float) -> None:
-        """Add a point; `time` (seconds) never decreases."""
-        self._open.append((time, loss))
-        if len(self._open) < self._stride:
-            return
-        self.points.append(_mean(self._open))
-        self._open.clear()
-        if len(self.points) >= self.limit:
-            # The whole curve stays, with half the points: dropping old ones would lose its beginning.
-            self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
-            self._stride *= 2
 
 
 def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
@@ -90,83 +66,8 @@ def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
             inside.setdefault(min(int(point[0] / end * bins), bins - 1) if end > 0 else 0, []).append(point)
         for index, points in inside.items():
             # Each curve counts once in a bin, also one of a worker with more steps.
-            means[index].append(_mean(points))
-    return [_mean(points) for points in means if points]
-
-
-def _mean(points: Sequence[Point]) -> Point:
-    return sum(t for t, _ in points) / len(points), sum(loss for _, loss in points) / len(points)
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """The counters of a resident.
-
-    stale: the sum of the staleness of all steps. late: the steps of backup workers without it.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    bytes_out: int = 0
-    bytes_in: int = 0
-    bytes_link: int = 0
-    stale: float = 0.0
-    staleness_max: int = 0
-    time: float = 0.0
-    late: int = 0
-
-    def and_then(self, more: "_Count") -> "_Count":
-        """Return the counters of a process followed by those of its successor."""
-        both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
-        most = max(self.staleness_max, more.staleness_max)
-        # Not the sum of both: a restarted process reports the steps of its group, with those of former processes.
-        return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
-
-
-_COUNTERS = tuple(f.name for f in fields(_Count))
-
-
-@dataclass(slots=True)
-class _Tally:
-    """The last counters of a resident, of its present process and the former ones."""
-
-    pid: int | None = None
-    before: _Count = _Count()
-    last: StepDone | Finished | None = None
-    """The last event of the present process."""
-    time: float = 0.0
-    """Seconds of the present process since its first step."""
-    loss: float | None = None
-    curve: LossCurve = field(default_factory=LossCurve)
-
-    @property
-    def whole(self) -> _Count:
-        """The counters of all processes."""
-        # Not added up event by event: jobs have hundreds of processes, which report four times a second.
-        last = self.last
-        if last is None:
-            return self.before
-        steps = last.step if isinstance(last, StepDone) else last.steps
-        # The mean is over the steps of this process, and `steps` includes those of former ones.
-        stale = last.staleness_mean * max(0, steps - self.before.steps)
-        traffic = last.bytes_out, last.bytes_in, last.bytes_link
-        now = _Count(steps, last.samples, *traffic, stale, last.staleness_max, self.time, last.late)
-        return self.before.and_then(now)
-
-    def start(self, pid: int) -> None:
-        if self.pid not in (None, pid):
-            # A new process counts from 0 again.
-            self.before, self.last, self.time = self.whole, None, 0.0
-        self.pid = pid
-
-    def record(self, event: StepDone | Finished) -> None:
-        self.last = event
-        if isinstance(event, StepDone):
-            self.time = event.time
-            if event.loss is not None:
-                self.loss = event.loss
-                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
-                    self.curve.add(self.before.time + event.time, event.loss)
+            means[index].append(mean_point(points))
+    return [mean_point(points) for points in means if points]
 
 
 @dataclass(slots=True)
@@ -203,7 +104,7 @@ class Report:
     def __init__(self, job: Job, topology: Topology) -> None:
         self._job = job
         self._topology = topology
-        self._tallies = {str(resident): _Tally() for resident in _residents(topology)}
+        self._tallies = {str(resident): ProcessTally() for resident in _residents(topology)}
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
@@ -250,15 +151,14 @@ class Report:
                 self._changes.append(event)
             case Resized():
                 self._resized(event)
-            case Rounds() | LocalSteps() | StateTaken():
+            case Rounds() | StateTaken():
                 self._rounds.record(event)
-            case Started() | Serving() | StepDone() | Finished():
+            case Started() | Serving() | StepDone() | Finished() | LocalSteps():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
                     tally.start(event.pid) if isinstance(event, Started | Serving) else tally.record(event)
                 if isinstance(event, Started):
                     self._trains_on(event.who)
-                    self._rounds.start(event.who)
             case _:
                 pass
 
@@ -280,10 +180,12 @@ class Report:
         """Use the layout after a resize."""
         self._resizes.append(event)
         self._topology = resized_layout(self._topology, event.workers)
-        begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # the start of its loss curve
+        begun = ProcessCounts(
+            time=max(tally.whole.time for tally in self._tallies.values())
+        )  # the start of its loss curve
         for resident in _residents(self._topology):
             # The tallies of workers that have left stay in the totals.
-            self._tallies.setdefault(str(resident), _Tally(before=begun))
+            self._tallies.setdefault(str(resident), ProcessTally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:
         """Return the loss over time (seconds since the first step)."""
@@ -324,7 +226,7 @@ class Report:
             "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
             **_staleness(workers),
             "server_groups_apart": _apart(list(self._apart.values())),
-            "rounds": self._rounds.as_data({who: _up_and_down(tally) for who, tally in self._tallies.items()}),
+            "rounds": self._rounds.as_data(self._tallies),
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
@@ -437,7 +339,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
+def _staleness(tallies: Sequence[ProcessTally]) -> dict[str, Any]:
     """Return the mean over steps, and the maximum."""
     steps = sum(tally.whole.steps for tally in tallies)
     total = sum(tally.whole.stale for tally in tallies)
@@ -462,13 +364,9 @@ def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
     }
 
 
-def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
+def _traffic(tallies: Sequence[ProcessTally]) -> dict[str, int]:
     counts = [tally.whole for tally in tallies]
     return {name: sum(getattr(count, name) for count in counts) for name in ("bytes_out", "bytes_in", "bytes_link")}
-
-
-def _up_and_down(tally: _Tally) -> dict[str, int]:
-    return {"bytes_out": tally.whole.bytes_out, "bytes_in": tally.whole.bytes_in}
 
 
 def _cause(failed: Failed | None) -> dict[str, str] | None:
