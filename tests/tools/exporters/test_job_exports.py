@@ -104,16 +104,11 @@ def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None
         (line["step"], line["value"]) for line in found if (line["process"], line["name"]) == ("worker 0/0", "loss")
     ]
     assert losses == [*((number, 0.75) for number in range(1, 13)), (13, None)]
+    # Points of a group's loss are half a second apart, and the last one is there.
+    assert [line["step"] for line in found if line["process"] == "group 0"][-1] == 13
     logged = [line for line in found if line["name"].startswith("log:")]
     assert [(line["step"], line["process"], line["value"]) for line in logged] == [(12, "worker 0/0", 0.5)]
     assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_named_file_and_two_exports_at_once(tmp_path: Path) -> None:
-    made = exports(tmp_path / "job", f"jsonl:{tmp_path / 'a' / 'curves'}", "python:remembering:Remembers")
-    assert run(made, events(2), 3) == []
-    assert lines(tmp_path / "a" / "curves") and CALLS[-1] == ("end", 3)
-    assert not (tmp_path / "job").exists()
 
 
 def test_the_lines_of_a_job_that_goes_on_follow_the_earlier_ones(tmp_path: Path) -> None:
@@ -168,22 +163,16 @@ def test_a_tracker_gets_the_job_its_values_and_its_end(tmp_path: Path) -> None:
     assert whole["loss/group 1"] == 0.75 and whole["staleness_p95/worker 0/0"] == 3.0
 
 
-def test_a_step_that_is_behind_counts_as_the_last_one(tmp_path: Path) -> None:
-    given: list[Event] = [*events(1), step("worker 0/0", 9), step("worker 1/0", 4), step("worker 1/0", 5)]
-    run(exports(tmp_path, "python:remembering:Remembers"), given)
-    steps = [call[1] for call in CALLS if call[0] == "log"]
-    assert steps == sorted(steps) and steps[-1] == 9
-
-
 def test_the_steps_of_a_tracker_are_those_of_workers_and_not_the_versions_of_servers(tmp_path: Path) -> None:
     given: list[Event] = []
     for number in range(1, 6):
         given += [step(f"worker {group}/0", number) for group in range(2)]
         given += [ServerLoad("server 0/0", 10 * number, 10 * number, 0.1), Resources("server 0/0", 9, 1, 0.5)]
-    run(exports(tmp_path, "python:remembering:Remembers"), given)
+    # A step that is behind counts as the last one.
+    run(exports(tmp_path, "python:remembering:Remembers"), [*given, step("worker 0/0", 9), step("worker 1/0", 6)])
     logged = [call for call in CALLS if call[0] == "log"]
-    assert {call[1] for call in logged} >= {1, 5} and max(call[1] for call in logged) == 5
-    assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5]
+    assert {1, 5} <= {call[1] for call in logged} and [call[1] for call in logged] == sorted(call[1] for call in logged)
+    assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5, 9] and logged[-1][1] == 9
     assert any("updates_per_s/server 0/0" in call[2] for call in logged)
 
 
@@ -209,8 +198,8 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_series, "MOST_POINTS", 64)
-    made = exports(tmp_path, "python:remembering:Stands", "jsonl")
-    path = tmp_path / "curves.jsonl"
+    path = tmp_path / "a" / "curves"
+    made = exports(tmp_path / "job", "python:remembering:Stands", f"jsonl:{path}")
     with closing(made), ended_after(60):
         for number in range(1, 1001):
             made(step("worker 0/0", number))
@@ -218,18 +207,12 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
         while not (path.exists() and '"step": 1000' in path.read_text()):
             time.sleep(0.01)
         GO.set()
-        made.end(0)
-        assert made.notices() == []
+        made.end(3)
+        assert made.notices() == [] and not (tmp_path / "job").exists()
     steps = [call[1] for call in CALLS if call[0] == "log" and "loss/worker 0/0" in call[2]]
     # The tracker gets what is left of the curve: its beginning, each n-th point, and the last ones.
     assert (steps[0], steps[-1]) == (1, 1000) and len(steps) <= 64
-    assert CALLS[-1] == ("end", 0)
-
-
-def test_the_curve_of_a_group_is_exported_to_its_end(tmp_path: Path) -> None:
-    run(exports(tmp_path, "jsonl"), [step("worker 0/0", number, 1 / number) for number in range(1, 6)])
-    losses = [line["step"] for line in lines(tmp_path / "curves.jsonl") if line["process"] == "group 0"]
-    assert (losses[0], losses[-1]) == (1, 5)
+    assert CALLS[-1] == ("end", 3)
 
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sample_history import sampled
+from sample_history import sampled, step
 
 from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
@@ -23,6 +23,7 @@ from topotrain.tools import http_server
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
 from topotrain.tools.exporters.metrics_server import MetricsExport, parse_address
 from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
+from topotrain.tools.recording.recorded_lines import TimedEvent
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "0123456789abcdef"
@@ -104,7 +105,9 @@ def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
 
 def test_requests_see_the_last_state_of_the_job() -> None:
     with served() as export:
-        export.update(sampled(steps=40))
+        history = sampled()
+        export.start(history, resumed=False)
+        history.add(TimedEvent(99.0, step("worker 0/0", 40)))
         assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "0", "worker 0/0"] == 40
 
 

@@ -72,8 +72,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in ("progress_display", "progress.live_table"):
+        monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", made)
+    return made
 
 
 def test_the_phases_of_a_start_in_their_order(clock: Clock) -> None:
@@ -208,8 +211,7 @@ def test_a_process_with_several_servers_has_the_name_of_the_first() -> None:
     assert found is not None and found.words() == "waiting for server 0/1 to open its addresses, 2 s"
 
 
-def test_plain_lines_come_after_a_while_and_then_each_minute(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+def test_plain_lines_come_after_a_while_and_then_each_minute(clock: Clock) -> None:
     text = io.StringIO()
     began = clock.now
     shown = PlainProgress(TOPOLOGY, Console(file=text, width=20))
@@ -231,8 +233,7 @@ def test_plain_lines_come_after_a_while_and_then_each_minute(monkeypatch: pytest
     assert last == "topotrain: waiting for server 0/0, server 0/1 to open its addresses, 10 s"
 
 
-def test_slow_steps_have_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+def test_slow_steps_have_a_line_a_minute(clock: Clock) -> None:
     text = io.StringIO()
     shown = PlainProgress(TOPOLOGY, Console(file=text, width=20))
     for who in (*UNITS, *SERVERS, *WORKERS):
@@ -248,9 +249,7 @@ def test_slow_steps_have_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, clock:
     assert len([line for line in text.getvalue().splitlines() if "waiting for" in line]) == 3
 
 
-def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
-    monkeypatch.setattr("topotrain.tools.monitor.progress.live_table.monotonic", clock)
+def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(clock: Clock) -> None:
 
     def drawn(table: LiveTable) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -271,8 +270,7 @@ def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(monkeypatch: py
     assert "waiting" not in drawn(table)
 
 
-def test_without_progress_there_is_no_line_about_waits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+def test_without_progress_there_is_no_line_about_waits(clock: Clock) -> None:
     text = io.StringIO()
     with QuietProgress(TOPOLOGY, Console(file=text, width=20)) as shown:
         clock.now += 100

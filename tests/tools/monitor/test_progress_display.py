@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from tests.support.recorded_jobs import Clock
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import layout
 from topotrain.core import events
@@ -43,7 +44,7 @@ from topotrain.tools.monitor.process_tally import LossCurve
 from topotrain.tools.monitor.progress.chosen_display import progress
 from topotrain.tools.monitor.progress.live_table import LiveTable
 from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
-from topotrain.tools.monitor.progress_display import LINE_EVERY, PlainProgress, QuietProgress
+from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary
 from topotrain.tools.monitor.stragglers import stragglers
 
@@ -344,35 +345,13 @@ def test_the_states_of_workers_follow_the_events() -> None:
 
 def test_figures_are_those_of_the_last_seconds_and_of_the_workers_that_train() -> None:
     states = ProcessStates(TOPOLOGY, 0.0)
-    for second in range(1, 41):
-        # One group leaves. The other one becomes four times as fast after half of the time.
+    # One group leaves. The other one becomes four times as fast after half of the time.
+    for event in (StepDone(WORKERS[2], 1, 1, 999, 9.5, 0.0, 0, 0, 0), events.Left(1, "has left", 1.0)):
+        states.on_event(event, 1.0)
+    for second, who in itertools.product(range(1, 41), WORKERS[:2]):
         samples = 10 * second + 30 * max(0, second - 20)
-        for who in WORKERS[:2]:
-            states.on_event(StepDone(who, second, second, samples, 0.5, 0.0, 0, 0, 0), float(second))
-        if second == 1:
-            states.on_event(StepDone(WORKERS[2], 1, 1, 999, 9.5, 0.0, 0, 0, 0), 1.0)
-            states.on_event(events.Left(1, "has left", 1.0), 1.0)
+        states.on_event(StepDone(who, second, second, samples, 0.5, 0.0, 0, 0, 0), float(second))
     assert describe(states.workers()).startswith("steps 0 to 40  loss 0.5000  80 samples/s")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_plain_lines_come_every_few_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, clock = io.StringIO(), Clock()
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
-    with PlainProgress(TOPOLOGY, Console(file=text, width=80)) as window:
-        for number in range(1, 4 * int(LINE_EVERY) + 1):
-            clock.now = number / 2
-            window(step("worker 0/0", number))
-    lines = text.getvalue().splitlines()
-    assert len(lines) == 3
-    assert [line.split(" s")[0].strip() for line in lines] == ["5.0", "10.0", "10.0"]
-    assert "\x1b" not in text.getvalue()
 
 
 def test_a_long_job_has_fewer_lines(monkeypatch: pytest.MonkeyPatch) -> None:

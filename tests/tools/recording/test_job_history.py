@@ -228,10 +228,6 @@ def test_a_lost_job_has_no_rates_and_goes_on_with_its_next_event() -> None:
     assert not made.lose() and made.summary()["state"] == "ended"
 
 
-def test_what_has_no_job_is_not_lost() -> None:
-    assert not JobHistory().lose()
-
-
 def test_a_resumed_job_goes_on_without_the_time_between() -> None:
     made = told((5.0, step(number=50)), (6.0, RecordingEnd(143)))
     made.add(TimedEvent(0.0, header(STARTED + 1000, resumed=True)))
@@ -272,7 +268,7 @@ def test_events_of_strangers_do_no_harm() -> None:
 
 def test_a_history_without_a_header_is_empty() -> None:
     made = history(TimedEvent(1.0, step()))
-    assert not made.has_job and made.view()["processes"] == [] and made.summary()["workers"] == []
+    assert not made.has_job and not made.lose() and made.view()["processes"] == made.summary()["workers"] == []
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -403,8 +399,3 @@ def test_the_staleness_of_curves_is_that_of_the_last_seconds() -> None:
     made.add(TimedEvent(3.0, events.Finished("worker 0/0", 11, 352, 4.0, 12, 0, 0, staleness_p95=9.0)))
     worker = made.summary()["workers"][0]
     assert (worker["staleness_mean"], worker["staleness_p95"], worker["staleness_max"]) == (1.0, 2.0, 3)
-
-
-def test_at_the_end_the_last_epoch_stays() -> None:
-    made = told((1.0, step(progress=0.9, epoch=7)), (2.0, step(number=11, time=2.0, progress=1.0, epoch=8)))
-    assert made.summary()["epoch"] == 7

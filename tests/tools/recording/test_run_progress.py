@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from tests.support.recorded_jobs import Clock
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
@@ -15,13 +16,6 @@ from topotrain.tools.recording.run_progress import LEAST_S, JobProgress, Remaini
 
 TOPOLOGY = layout(Cluster(nworkers_per_group=2, server_worker_separate=True))
 WORKERS = ("worker 0/0", "worker 0/1")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -152,6 +146,7 @@ def test_plain_lines_have_the_figures(clock: Clock) -> None:
             for who in WORKERS:
                 shown(step(who, number, number // 8, number / 80))
     lines = text.getvalue().splitlines()
+    assert [line.split(" s")[0].strip() for line in lines] == ["5.0", "10.0", "15.0", "20.0", "20.0"]
     assert [line.split("  steps")[0].split("  step ")[0].strip() for line in lines[:2]] == [
         "5.0 s  epoch 1  done 6 %  ETA 1:15",
         "10.0 s  epoch 2  done 12 %  ETA 1:10",

@@ -53,20 +53,16 @@ class WatchedRun:
 
         It is the whole view, too, where another job has begun in the workspace meanwhile.
         """
-        with self._lock:
-            data = self._history.view() if cursor is None else self._history.since(cursor)
-            ended = self._history.has_ended
-        return RunUpdate(page_json(data | {"runs": self._runs}), ended)
+        data = self._history.view() if cursor is None else self._history.since(cursor)
+        return RunUpdate(page_json(data | {"runs": self._runs}), data["job"]["ended"] is not None)
 
     def summary(self) -> dict[str, Any]:
         """Return the present state of the job."""
-        with self._lock:
-            return self._history.summary()
+        return self._history.summary()
 
     def process(self, name: str) -> dict[str, Any] | None:
         """Return the entry of a process in the view, or None."""
-        with self._lock:
-            return self._history.process(name)
+        return self._history.process(name)
 
     def close(self) -> None:
         """Close the recording."""

@@ -6,7 +6,6 @@ It listens on loopback, unless another address is given. There it speaks TLS, an
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport import TransportError
@@ -87,10 +86,10 @@ class MetricsExport:
         self._server = HttpServer(sock, self._responder, "metrics", tls)
 
     def start(self, history: JobHistory, resumed: bool) -> None:
-        self.update(history)
+        self._responder.show(history)
 
     def update(self, history: JobHistory) -> None:
-        self._responder.show(history.summary())
+        """As `Export.update`; a request reads the history itself."""
 
     def end(self, code: int) -> None:
         """As `Export.end`."""
@@ -101,17 +100,16 @@ class MetricsExport:
 
 
 class _MetricsResponder:
-    """Answers with the last summary. token: see `MetricsAddress`."""
+    """Answers with the present summary. token: see `MetricsAddress`."""
 
     headers: Mapping[str, str] = {}
 
     def __init__(self, loopback: bool, port: int, token: str) -> None:
         self._loopback, self._port, self._token = loopback, port, token
-        self._summary: Mapping[str, Any] = {}
+        self._history = JobHistory()
 
-    def show(self, summary: Mapping[str, Any]) -> None:
-        # Replaced as a whole: requests have threads of their own.
-        self._summary = summary
+    def show(self, history: JobHistory) -> None:
+        self._history = history
 
     def admits(self, request: HttpRequest) -> bool:
         """Return False: the whole request of each client has its time."""
@@ -128,5 +126,5 @@ class _MetricsResponder:
             return replace(refusal, headers={"www-authenticate": "Bearer"})
         if request.path != PATH:
             raise HttpError(404, f"the metrics are at {PATH}")
-        found = exposition(self._summary, request.header("accept"))
+        found = exposition(self._history.summary(), request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)

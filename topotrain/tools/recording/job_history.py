@@ -20,7 +20,7 @@ from topotrain.core.events import (
 )
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
-from topotrain.tools.recording.job_summary import IncidentRecord, JobFigures, ProcessSummary
+from topotrain.tools.recording.job_summary import JobFigures, ProcessSummary
 from topotrain.tools.recording.process_events import ProcessEvents
 from topotrain.tools.recording.process_table import ProcessTable
 from topotrain.tools.recording.recorded_layout import RecordedLayout
@@ -172,7 +172,7 @@ class JobHistory:
     def _on_job_event(self, event: Event, now: Moment) -> None:
         match event:
             case Incident():
-                self._job.on_incident(IncidentRecord(event.number, now.at, event.what, event.action))
+                self._job.on_incident(event, now.at)
             case Recovered():
                 self._job.on_recovered(event)
             case Saved():

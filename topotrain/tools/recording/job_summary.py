@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from topotrain.core.events import Recovered, Saved
+from topotrain.core.events import Incident, Recovered, Saved
 from topotrain.tools.recording.process_figures import ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.run_progress import JobProgress
@@ -16,21 +16,6 @@ MOST_INCIDENTS = 100
 LAST_SNAPSHOTS = 5
 _SHORT = 200  # characters
 _USUAL = frozenset({"computes", "waits", "applies", "finished"})
-
-
-@dataclass(slots=True)
-class IncidentRecord:
-    """An incident, and the seconds until the job trained again."""
-
-    number: int
-    at_s: float
-    what: str
-    action: str
-    recovered_s: float | None = None
-
-    def recover(self, seconds: float) -> None:
-        """Record that the job trains again, so many seconds after the incident."""
-        self.recovered_s = seconds
 
 
 @dataclass(slots=True)
@@ -45,7 +30,7 @@ class JobFigures:
     code: int | None = None
     lost: bool = False
     """It has ended without a word."""
-    incidents: list[IncidentRecord] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     progress: JobProgress = field(default_factory=lambda: JobProgress(0.0))
     _start_at: float = 0.0
@@ -78,16 +63,18 @@ class JobFigures:
         """Note that the job has ended now."""
         self.ended, self.code = self.at, code
 
-    def on_incident(self, incident: IncidentRecord) -> None:
+    def on_incident(self, event: Incident, at: float) -> None:
         """Record an incident."""
-        self.incidents = [*self.incidents, incident][-MOST_INCIDENTS:]
+        found = {"number": event.number, "at_s": at, "what": event.what, "action": event.action, "recovered_s": None}
+        self.incidents = [*self.incidents, found][-MOST_INCIDENTS:]
 
     def on_recovered(self, event: Recovered) -> None:
         """Record that the job trains again."""
-        for incident in reversed(self.incidents):
+        for at, each in reversed([*enumerate(self.incidents)]):
             # One with a time is of an earlier start, whose numbers are the same.
-            if incident.number == event.number and incident.recovered_s is None:
-                incident.recover(event.waited_s)
+            if each["number"] == event.number and each["recovered_s"] is None:
+                # Replaced: a summary that was made before has the former one.
+                self.incidents[at] = {**each, "recovered_s": event.waited_s}
                 return
 
     def on_saved(self, event: Saved, at: float) -> None:
@@ -139,7 +126,7 @@ class ProcessSummary:
             "bytes_per_s": self._bytes_per_s(),
             "workers": [_worker(each) for each in self._workers],
             "servers": [_server(each) for each in self._servers],
-            "incidents": [asdict(each) for each in self._job.incidents],
+            "incidents": [*self._job.incidents],
             "snapshots": self._job.snapshots,
         }
 
