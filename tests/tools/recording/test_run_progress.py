@@ -147,10 +147,7 @@ def test_plain_lines_have_the_figures(clock: Clock) -> None:
                 shown(step(who, number, number // 8, number / 80))
     lines = text.getvalue().splitlines()
     assert [line.split(" s")[0].strip() for line in lines] == ["5.0", "10.0", "15.0", "20.0", "20.0"]
-    assert [line.split("  steps")[0].split("  step ")[0].strip() for line in lines[:2]] == [
-        "5.0 s  epoch 1  done 6 %  ETA 1:15",
-        "10.0 s  epoch 2  done 12 %  ETA 1:10",
-    ]
+    assert "epoch 1  done 6 %  ETA 1:15" in lines[0] and "epoch 2  done 12 %  ETA 1:10" in lines[1]
     assert "\x1b" not in text.getvalue() and "\r" not in text.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The threads of exports, beside the launcher's loop: one for their history, and one for each export."""
+"""The threads of exports: one for their history, and one for each export."""
 
 from collections import deque
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The counters of a worker or server over all its processes, from their last events."""
+"""The counters of a worker or server over all its processes."""
 
 import math
 from collections.abc import Sequence

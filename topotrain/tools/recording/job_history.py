@@ -20,7 +20,7 @@ from topotrain.core.events import (
 )
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
-from topotrain.tools.recording.job_summary import JobFigures, ProcessSummary
+from topotrain.tools.recording.job_summary import JobFigures
 from topotrain.tools.recording.process_events import ProcessEvents
 from topotrain.tools.recording.process_table import ProcessTable
 from topotrain.tools.recording.recorded_layout import RecordedLayout
@@ -31,7 +31,7 @@ _LONGEST = 500  # characters of a moment
 
 
 class JobHistory:
-    """Adds up the events of one job, in the order of time. Several threads may use it."""
+    """Adds up the events of one job in the order of time, for several threads."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -112,7 +112,7 @@ class JobHistory:
     def summary(self) -> dict[str, Any]:
         """Return the present state of the job."""
         with self._lock:
-            return ProcessSummary(self._processes.by_name, self._job).as_data()
+            return self._job.summary(self._processes.all())
 
     def process(self, name: str) -> dict[str, Any] | None:
         """Return the entry of a process in the view, or None."""
@@ -122,7 +122,7 @@ class JobHistory:
 
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
-        data["job"] = ProcessSummary(self._processes.by_name, self._job).job_data()
+        data["job"] = self._job.as_data(self._processes.all())
         if whole or self._processes.changed > cursor:
             data.update(self._processes.as_data())
         data["series"] = self._series.as_data(cursor, whole)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,13 +82,17 @@ class JobFigures:
         found = {"number": event.number, "step": event.step, "why": event.why, "at_s": round(at, 3)}
         self.snapshots = [*self.snapshots, found][-LAST_SNAPSHOTS:]
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the job as in the view."""
+    def as_data(self, processes: Iterable[ProcessTrack]) -> dict[str, Any]:
+        """Return the job as in the view, with the figures of all its workers."""
         job: Mapping[str, Any] = {} if self.header is None else self.header.job
         done, over = self.progress.figures, self.ended is not None or self.lost
-        texts = {name: str(job.get(name, "")) for name in ("name", "framework", "workspace", "block")}
+        workers = [process for process in processes if process.is_worker]
+        counted = [each for each in workers if each.counts]
+        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
+        # Of a job that has ended, the last figures of those that took part until then.
+        rates = [each.worker.samples_per_s for each in counted if over or each.is_present]
         return {
-            **texts,
+            **{name: str(job.get(name, "")) for name in ("name", "framework", "workspace", "block")},
             "started": self.started,
             "elapsed": round(self.at, 3),
             "ended": None if self.ended is None else round(self.ended, 3),
@@ -97,58 +101,28 @@ class JobFigures:
             "progress": done.share if done.share >= 0 else None,
             "eta_s": None if over else _rounded(done.left_s(self.at)),
             "epoch": done.epoch if done.epoch >= 0 else None,
+            "step": max((each.worker.step for each in workers), default=0),
+            "loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "samples_per_s": _sum(rates),
         }
 
-
-class ProcessSummary:
-    """The present state of a job and its processes.
-
-    Args:
-        processes: by name.
-        job: the figures of the job.
-    """
-
-    def __init__(self, processes: Mapping[str, ProcessTrack], job: JobFigures) -> None:
-        self._processes, self._job = processes, job
-        self._workers = [process for process in processes.values() if process.is_worker]
-        self._servers = [process for process in processes.values() if not process.is_worker]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the summary, as the page about recordings describes it."""
-        job = self.job_data()
+    def summary(self, processes: Collection[ProcessTrack]) -> dict[str, Any]:
+        """Return the state of the job and its processes as the docs describe it."""
+        job = self.as_data(processes)
+        sent = [each.bytes_per_s(to) for each in processes if each.is_present for to in each.sent]
         return {
             "version": SUMMARY_VERSION,
-            "state": "lost" if self._job.lost else "running" if self._job.ended is None else "ended",
+            "state": "lost" if self.lost else "running" if self.ended is None else "ended",
             "name": job["name"],
             "framework": job["framework"],
             "elapsed_s": job["elapsed"],
             **{name: job[name] for name in ("progress", "eta_s", "epoch", "code", "step", "loss", "samples_per_s")},
-            "bytes_per_s": self._bytes_per_s(),
-            "workers": [_worker(each) for each in self._workers],
-            "servers": [_server(each) for each in self._servers],
-            "incidents": [*self._job.incidents],
-            "snapshots": self._job.snapshots,
+            "bytes_per_s": _sum(sent),
+            "workers": [_worker(each) for each in processes if each.is_worker],
+            "servers": [_server(each) for each in processes if not each.is_worker],
+            "incidents": [*self.incidents],
+            "snapshots": self.snapshots,
         }
-
-    def job_data(self) -> dict[str, Any]:
-        """Return the job as in the view, with the figures of all its workers."""
-        # Of a job that has ended, the last figures of those that took part until then.
-        over = self._job.ended is not None or self._job.lost
-        counted = [each for each in self._workers if each.counts]
-        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
-        rates = [each.worker.samples_per_s for each in counted if over or each.is_present]
-        known = [rate for rate in rates if rate is not None]
-        return {
-            **self._job.as_data(),
-            "step": max((each.worker.step for each in self._workers), default=0),
-            "loss": _finite(sum(losses) / len(losses)) if losses else None,
-            "samples_per_s": _rounded(sum(known)) if known else None,
-        }
-
-    def _bytes_per_s(self) -> float | None:
-        found = [each.bytes_per_s(to) for each in self._processes.values() if each.is_present for to in each.sent]
-        rates = [rate for rate in found if rate is not None]
-        return _rounded(sum(rates)) if rates else None
 
 
 def _worker(process: ProcessTrack) -> dict[str, Any]:
@@ -184,6 +158,12 @@ def _finite(value: float) -> float | None:
 
 def _rounded(value: float | None) -> float | None:
     return round(value, 3) if value is not None and math.isfinite(value) else None
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """Return the sum of the rates that are known; None: none is."""
+    known = [rate for rate in rates if rate is not None]
+    return _rounded(sum(known)) if known else None
 
 
 def compacted(summary: Mapping[str, Any], limit: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The processes of a recorded job, and the connections between them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from topotrain.tools.recording.history_series import Moment
@@ -28,7 +28,7 @@ class ProcessTable:
         """The processes by name."""
         return self._processes
 
-    def all(self) -> Iterable[ProcessTrack]:
+    def all(self) -> Collection[ProcessTrack]:
         """Return all processes."""
         return self._processes.values()
 

@@ -92,7 +92,7 @@ class JobProgress:
         """Replaced as a whole: the thread that draws reads it without a lock."""
 
     def restart(self) -> None:
-        """Note that the whole job has started again; the time in between is no training."""
+        """Note that the whole job has started again."""
         self._remaining = RemainingTime()
         self._shares.clear()
         self.figures = replace(self.figures, end=None)

@@ -35,7 +35,7 @@ class LongestWait:
 
 
 def longest(states: Sequence[ProcessState], cluster: Cluster, now: float) -> LongestWait | None:
-    """Return what a job with these processes waits for; None while it trains, and at its end."""
+    """Return what a job waits for; None while it trains, and at its end."""
     workers = [state for state in states if not state.is_server]
     # A unit of servers alone does not know when the workers have ended.
     if workers and all(state.phase is ProcessPhase.OVER for state in workers):

@@ -1,4 +1,4 @@
-"""The processes of a job as the terminal shows them: phases, and figures of workers."""
+"""The processes of a job as the terminal shows them: phases and figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
