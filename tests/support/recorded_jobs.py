@@ -12,7 +12,7 @@ from topotrain.config.topology import layout
 from topotrain.core import events
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_start import JobStart
+from topotrain.tools.recording.job_recorder import JobRecorder, JobStart
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
@@ -24,6 +24,14 @@ def job_of(folder: Path | str = "work", **fields: Any) -> Job:
     """A job of two groups of two workers, and two servers."""
     usual = {"nworker_groups": 2, "nworkers_per_group": 2, "nservers_per_group": 2, "server_worker_separate": True}
     return Job(name="digits", cluster=Cluster(workspace=str(folder), **{**usual, **fields}))
+
+
+def recorder_of(job: Job, resumed: bool = False, whole: bool = False) -> JobRecorder:
+    """The recorder of a job that this process leads from its start on."""
+    made = JobRecorder(whole)
+    made.begin(job, layout(job.cluster))
+    made.lead(resumed, ())
+    return made
 
 
 def header(started: float = STARTED, resumed: bool = False, **fields: Any) -> RecordingHeader:

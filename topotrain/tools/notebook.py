@@ -12,11 +12,12 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
-from topotrain.launch.runtime.event_records import is_silenced, record
+from topotrain.tools.monitor.job_monitor import JobMonitor
 from topotrain.tools.monitor.job_report import Report, story
-from topotrain.tools.monitor.progress.chosen_display import checked, progress
+from topotrain.tools.monitor.progress.live_table import progress
+from topotrain.tools.monitor.progress_display import checked
 from topotrain.tools.monitor.result_tables import console, summary
-from topotrain.tools.recording.job_recorder import recording
+from topotrain.tools.recording.job_recorder import JobRecorder
 
 _FILES = (".conf", ".yaml", ".yml")
 
@@ -50,7 +51,10 @@ def notebook_launch(
     report, terminal = Report(whole, topology), console()
     shown = progress(topology, terminal, quiet)
     begun = False
-    with recording(whole, topology, whole.resume) as recorded, ExitStack() as display:
+    with JobRecorder() as recorder, ExitStack() as display:
+        recorder.begin(whole, topology)
+        recorder.lead(whole.resume, ())
+        monitor = JobMonitor(report, recorder, shown)
 
         def on_event(event: Event) -> None:
             nonlocal begun
@@ -59,15 +63,10 @@ def notebook_launch(
                 begun = True
                 display.enter_context(shown)
                 display.enter_context(checked(shown))
-            report(event)
-            for each in (event, *recorded.notices()):
-                record(each)
-                if not is_silenced(each):
-                    shown(each)
-                recorded(each)
+            monitor(event)
 
-        outcome = FunctionLauncher(function, watch=recorded).start(whole, topology, on_event)
-        recorded.end(outcome.code)
+        outcome = FunctionLauncher(function, watch=recorder).start(whole, topology, on_event)
+        recorder.end(outcome.code)
     if outcome.cause is not None:
         raise JobFailed(story(outcome.cause, whole, report.topology))
     if outcome.code == 128 + signal.SIGINT:

@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import typer.main
 
+from tests.support.recorded_jobs import job_of
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter
-from topotrain.config.topology import Topology
+from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.launch import EventListener, JobOutcome
 from topotrain.launch.launchers import LAUNCHERS
 from topotrain.tools.cli import app
 from topotrain.tools.cli.command_line import PRESENT
+from topotrain.tools.cli.unit import _Window
 from topotrain.tools.monitor import job_report
+from topotrain.tools.recording.job_recorder import JobRecorder
 from topotrain.tools.replay.decision_file import DecisionFile
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference.md"
@@ -847,6 +850,14 @@ def test_wrong_exports_of_several_units_are_refused(
     place = ["--rank", rank, "--nprocs", "2", "--rendezvous", "file:///nowhere"] if command == ["unit"] else []
     code, out, err = ask(*command, *place, *options, "down.conf", "train.py")
     assert (code, out) == (2, "") and said in err and len(err.splitlines()) == 1, err
+
+
+def test_a_unit_logs_the_events_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = job_of(tmp_path)
+    topology, window = layout(job.cluster), _Window(0, True, False, JobRecorder())
+    with window.watching(job, topology, topology) as listener:
+        listener(Incident(0, "worker 0/1", "was killed", "its group restarts", 1.0))
+    assert ("topotrain", 30, "worker 0/1: was killed; its group restarts") in caplog.record_tuples
 
 
 def test_unit_0_needs_the_job_file_for_exports(ask: Ask, here: Path) -> None:

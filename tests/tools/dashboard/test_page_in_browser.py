@@ -14,6 +14,8 @@ from prepared_view import UNSAFE, PreparedJob
 
 from topotrain.core.events import Logged
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
+from topotrain.tools.dashboard.web_routes import WatchedRun
+from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
@@ -399,8 +401,11 @@ def test_a_second_run_comes_after_a_refused_connection_and_charts_go_with_their_
         one, two = (stack.enter_context(closing(GrowingRecording(tmp_path / name, name))) for name in ("one", "two"))
         for run in (one, two):
             run.add(1.0, step("worker 0/0", 1), Logged("worker 0/0", 0.2, 2, {"lr": 0.5}))
-        folders = (one.workspace, two.workspace)
-        url = stack.enter_context(served_page(bind_page(PageOptions()), folders, turn_s=0.05))
+        runs = [
+            WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each))))
+            for each in (one.workspace, two.workspace)
+        ]
+        url = stack.enter_context(served_page(bind_page(PageOptions()), runs, turn_s=0.05))
         browser.refuse("*/api/view*")
         browser.driver.get(url)
         browser.wait("return document.body.dataset.connection === 'lost'")

@@ -15,16 +15,18 @@ import pytest
 from growing_recording import STARTED, GrowingRecording, step
 from page_client import PageClient
 
+from tests.support.recorded_jobs import job_of, recorder_of
 from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
 from topotrain.tools import http_server
 from topotrain.tools.dashboard.page_files import page_files
-from topotrain.tools.dashboard.page_server import PageOptions, bind_page, serve_until_stopped, served_page
+from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
+from topotrain.tools.dashboard.web_routes import WatchedRun
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
-from topotrain.tools.recording.recorded_workspace import QUIET_S
-from topotrain.tools.recording.recording_file import FILE
+from topotrain.tools.recording.recorded_workspace import QUIET_S, RecordedWorkspace
+from topotrain.tools.recording.recording_file import FILE, RecordingFollower
 
 QUICK_S = 0.02
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -33,8 +35,9 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 @contextmanager
 def served(*workspaces: Path, turn_s: float = QUICK_S, host: str = "127.0.0.1") -> Iterator[PageClient]:
     """A server of these workspaces, and a client that has not logged in."""
-    with served_page(bind_page(PageOptions(host=host)), workspaces, turn_s) as url:
-        yield PageClient(url)
+    with ExitStack() as stack:
+        runs = [WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each)))) for each in workspaces]
+        yield PageClient(stack.enter_context(served_page(bind_page(PageOptions(host=host)), runs, turn_s)))
 
 
 @pytest.fixture
@@ -223,16 +226,34 @@ def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: G
 
 
 def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"at":0,"event":"Recording","version":99,"topotrain":"9.9"}\n')
-    with served(tmp_path) as client:
+    with closing(GrowingRecording(tmp_path)), served(tmp_path) as client:
         client.login()
-        answer = client.get("/api/view")
-        assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
+        (tmp_path / FILE).unlink()
+        (tmp_path / FILE).write_text('{"at":0,"event":"Recording","version":99,"topotrain":"9.9"}\n')
+        for _ in range(2):
+            answer = client.get("/api/view")
+            assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
 
 
-def test_a_workspace_without_a_recording_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no recording \(events\.jsonl\)"):
-        serve_until_stopped([tmp_path], PageOptions())
+def test_the_first_answer_does_not_read_the_recording_again(
+    page: PageClient, recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(RecordingFollower, "_open")
+    recording.add(2.0, step("worker 0/0", 2))
+    assert page.get("/api/view").data["job"]["step"] == 2
+
+
+def test_the_page_of_a_launcher_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(RecordingFollower, "_open")
+    with (
+        recorder_of(job_of(tmp_path)) as recorder,
+        served_page(bind_page(PageOptions()), [WatchedRun(tmp_path, recorder)], QUICK_S) as url,
+    ):
+        page = PageClient(url)
+        page.login()
+        assert page.get("/api/view").data["processes"] == []
+        recorder(step("worker 0/0", 7))
+        until(lambda: page.get("/api/view?cursor=0").data["job"]["step"] == 7)
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -349,7 +370,8 @@ def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monke
 
     monkeypatch.setattr(page_server, "local_address", as_if_reached)
     bound = bind_page(PageOptions(host="127.0.0.1"))
-    with served_page(bound, [recording.workspace], QUICK_S) as url:
+    source = RecordedWorkspace(recording.workspace)
+    with closing(source), served_page(bound, [WatchedRun(recording.workspace, source)], QUICK_S) as url:
         assert url.startswith("https://127.0.0.1:")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

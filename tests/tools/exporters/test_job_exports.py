@@ -17,8 +17,8 @@ from sample_history import events, step
 from wait_limit import ended_after
 
 import topotrain as tt
+from tests.support.recorded_jobs import recorder_of
 from topotrain.config.job import Cluster, ConfigError, Job
-from topotrain.config.topology import layout
 from topotrain.core.events import Event, Notice, Output, Resized, Resources, ServerLoad
 from topotrain.tools.exporters import export_thread, tensorboard_export
 from topotrain.tools.exporters.job_exports import JobExports
@@ -71,21 +71,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GO.set()
 
 
-def exports(folder: Path, *logs: str, metrics: str = "", resumed: bool = False) -> JobExports:
-    cluster = Cluster(nworker_groups=2, server_worker_separate=True, workspace=str(folder))
-    job = Job(name="digits", cluster=cluster)
-    made = JobExports(job, logs, metrics, {})
-    made.begin(job, layout(cluster), resumed)
-    return made
+class Exported:
+    """A job with exports, which follow its recorder as in a launcher."""
+
+    def __init__(self, folder: Path, *logs: str, metrics: str = "", resumed: bool = False, **fields: int) -> None:
+        cluster = Cluster(server_worker_separate=True, workspace=str(folder), **(fields or {"nworker_groups": 2}))
+        job = Job(name="digits", cluster=cluster)
+        self.exports, self.recorder = JobExports(job, logs, metrics, {}), recorder_of(job, resumed, whole=True)
+        self.exports.follow(self.recorder)
+
+    def end(self, code: int) -> None:
+        self.recorder.end(code)
+        self.exports.end(code)
+
+    def close(self) -> None:
+        self.exports.close()
 
 
-def run(made: JobExports, given: list[Event], code: int = 0) -> list[Notice]:
-    """Give the events of a job to its exports, from its start to its end."""
+def run(made: Exported, given: list[Event], code: int = 0) -> list[Notice]:
+    """Give the events of a job to its recorder, from its start to its end."""
     with closing(made), ended_after(60):
         for event in given:
-            made(event)
+            made.recorder(event)
         made.end(code)
-        return made.notices()
+        return made.exports.notices()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -94,7 +103,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None:
     folder, began = tmp_path / "job", time.time() - 0.001
-    assert run(exports(folder, "jsonl"), [*events(), step("worker 0/0", 13, math.nan)]) == []
+    assert run(Exported(folder, "jsonl"), [*events(), step("worker 0/0", 13, math.nan)]) == []
     path = folder / "curves.jsonl"
     found = lines(path)
     assert all(list(line) == ["time", "step", "process", "name", "value"] for line in found)
@@ -113,17 +122,16 @@ def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None
 
 def test_the_lines_of_a_job_that_goes_on_follow_the_earlier_ones(tmp_path: Path) -> None:
     for resumed in (False, False, True):
-        run(exports(tmp_path, "jsonl", resumed=resumed), events(2))
+        began = time.time() - 0.001
+        run(Exported(tmp_path, "jsonl", resumed=resumed), events(2))
     found = [line for line in lines(tmp_path / "curves.jsonl") if line["process"].startswith("worker")]
-    losses = [line["step"] for line in found if line["name"] == "loss"]
-    assert sorted(losses.count(number) for number in (1, 2)) == [4, 4]
+    losses = [(line["step"], line["time"] >= began) for line in found if line["name"] == "loss"]
+    # The recorder has the earlier start in its history, whose curves are written already.
+    assert sorted(losses) == sorted([(number, later) for number in (1, 2) for later in (False, True)] * 2)
 
 
 def test_workers_that_join_have_curves(tmp_path: Path) -> None:
-    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, workspace=str(tmp_path))
-    job = Job(name="digits", cluster=cluster)
-    made = JobExports(job, ["jsonl"], "", {})
-    made.begin(job, layout(cluster))
+    made = Exported(tmp_path, "jsonl", nworkers_per_group=2)
     run(made, [step("worker 0/1", 1), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
     assert {line["process"] for line in lines(tmp_path / "curves.jsonl") if line["name"] == "staleness_max"} == {
         "worker 0/1",
@@ -133,7 +141,7 @@ def test_workers_that_join_have_curves(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
     began = time.time()
-    assert run(exports(tmp_path, "tensorboard"), events()) == []
+    assert run(Exported(tmp_path, "tensorboard"), events()) == []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -149,7 +157,7 @@ def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
 
 
 def test_a_tracker_gets_the_job_its_values_and_its_end(tmp_path: Path) -> None:
-    assert run(exports(tmp_path, "python:remembering:Remembers"), events(), 1) == []
+    assert run(Exported(tmp_path, "python:remembering:Remembers"), events(), 1) == []
     assert (CALLS[0][0], CALLS[0][1]["name"], CALLS[0][1]["framework"]) == (
         "start",
         "digits",
@@ -169,7 +177,7 @@ def test_the_steps_of_a_tracker_are_those_of_workers_and_not_the_versions_of_ser
         given += [step(f"worker {group}/0", number) for group in range(2)]
         given += [ServerLoad("server 0/0", 10 * number, 10 * number, 0.1), Resources("server 0/0", 9, 1, 0.5)]
     # A step that is behind counts as the last one.
-    run(exports(tmp_path, "python:remembering:Remembers"), [*given, step("worker 0/0", 9), step("worker 1/0", 6)])
+    run(Exported(tmp_path, "python:remembering:Remembers"), [*given, step("worker 0/0", 9), step("worker 1/0", 6)])
     logged = [call for call in CALLS if call[0] == "log"]
     assert {1, 5} <= {call[1] for call in logged} and [call[1] for call in logged] == sorted(call[1] for call in logged)
     assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5, 9] and logged[-1][1] == 9
@@ -177,20 +185,20 @@ def test_the_steps_of_a_tracker_are_those_of_workers_and_not_the_versions_of_ser
 
 
 def test_a_tracker_that_fails_is_said_once_and_its_job_goes_on(tmp_path: Path) -> None:
-    made = exports(tmp_path, "python:remembering:Fails", "jsonl")
+    made = Exported(tmp_path, "python:remembering:Fails", "jsonl")
     (notice,) = run(made, events())
     assert notice == Notice(
         "launcher",
         "--log python:remembering:Fails has failed: ConnectionError: the service is gone; the job continues without it",
     )
-    assert made.notices() == []
+    assert made.exports.notices() == []
     assert [call[0] for call in CALLS] == ["start"]
     assert len(lines(tmp_path / "curves.jsonl")) > 12
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (notice,) = run(exports(tmp_path, f"jsonl:{tmp_path / 'file' / 'x'}"), events())
+    (notice,) = run(Exported(tmp_path, f"jsonl:{tmp_path / 'file' / 'x'}"), events())
     assert "--log jsonl:" in notice.text and "File exists" in notice.text
 
 
@@ -199,16 +207,16 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
 ) -> None:
     monkeypatch.setattr(history_series, "MOST_POINTS", 64)
     path = tmp_path / "a" / "curves"
-    made = exports(tmp_path / "job", "python:remembering:Stands", f"jsonl:{path}")
+    made = Exported(tmp_path / "job", "python:remembering:Stands", f"jsonl:{path}")
     with closing(made), ended_after(60):
         for number in range(1, 1001):
-            made(step("worker 0/0", number))
-            made(Output("worker 0/0", "stdout", "not exported\n"))
+            made.recorder(step("worker 0/0", number))
+            made.recorder(Output("worker 0/0", "stdout", "not exported\n"))
         while not (path.exists() and '"step": 1000' in path.read_text()):
             time.sleep(0.01)
         GO.set()
         made.end(3)
-        assert made.notices() == [] and not (tmp_path / "job").exists()
+        assert made.exports.notices() == [] and not (tmp_path / "job" / "curves.jsonl").exists()
     steps = [call[1] for call in CALLS if call[0] == "log" and "loss/worker 0/0" in call[2]]
     # The tracker gets what is left of the curve: its beginning, each n-th point, and the last ones.
     assert (steps[0], steps[-1]) == (1, 1000) and len(steps) <= 64
@@ -217,23 +225,23 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_thread, "END_S", 0.1)
-    (notice,) = run(exports(tmp_path, "python:remembering:Stands"), events())
+    (notice,) = run(Exported(tmp_path, "python:remembering:Stands"), events())
     assert notice.text.endswith("is left behind")
 
 
 def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
-    made = exports(tmp_path, metrics="0")
+    made = Exported(tmp_path, metrics="0")
     with closing(made), ended_after(60):
         for event in events():
-            made(event)
+            made.recorder(event)
         text = ""
         while 'topotrain_worker_steps_total{group="0",process="worker 0/0"} 12.0' not in text:
-            with urllib.request.urlopen(made.url, timeout=10) as answer:
+            with urllib.request.urlopen(made.exports.url, timeout=10) as answer:
                 text = answer.read().decode()
         made.end(0)
-        assert made.notices() == []
+        assert made.exports.notices() == []
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(made.url, timeout=10)
+        urllib.request.urlopen(made.exports.url, timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -251,23 +259,22 @@ def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_is_refused(tmp_path: Path, value: str, accepted: str) -> None:
     with pytest.raises(ConfigError, match=f"--log.*{accepted}"):
-        exports(tmp_path, value)
+        Exported(tmp_path, value)
 
 
 def test_the_same_export_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="twice"):
-        exports(tmp_path, "jsonl", "jsonl")
+        Exported(tmp_path, "jsonl", "jsonl")
 
 
 def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard_export, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[tensorboard\]'"):
-        exports(tmp_path, "tensorboard")
+        Exported(tmp_path, "tensorboard")
 
 
 def test_nothing_is_written_before_the_job_starts(tmp_path: Path) -> None:
-    with closing(exports(tmp_path / "job", "jsonl", "tensorboard")) as made:
-        made.end(1)
+    run(Exported(tmp_path / "job", "jsonl", "tensorboard"), [], 1)
     assert not (tmp_path / "job").exists()
 
 
@@ -278,7 +285,7 @@ def test_the_base_class_alone_is_a_tracker(tmp_path: Path) -> None:
 
 def test_the_example_for_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
-    made = exports(tmp_path, "python:examples.track_sqlite:Sqlite")
+    made = Exported(tmp_path, "python:examples.track_sqlite:Sqlite")
     assert run(made, events()) == []
     with closing(sqlite3.connect(tmp_path / "curves.sqlite")) as file:
         assert file.execute("select code from ends where job = 'digits'").fetchall() == [(0,)]

@@ -34,7 +34,7 @@ UNPROVEN = ssl._create_unverified_context()
 def served(text: str = "0", token: str = "") -> "Iterator[MetricsExport]":
     environ = {metrics_server.VARIABLE: token} if token else {}
     with closing(MetricsExport(parse_address(text, environ))) as export:
-        export.start(sampled(), resumed=False)
+        export.start(sampled())
         yield export
 
 
@@ -106,7 +106,7 @@ def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
 def test_requests_see_the_last_state_of_the_job() -> None:
     with served() as export:
         history = sampled()
-        export.start(history, resumed=False)
+        export.start(history)
         history.add(TimedEvent(99.0, step("worker 0/0", 40)))
         assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "0", "worker 0/0"] == 40
 

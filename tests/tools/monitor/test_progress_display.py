@@ -41,8 +41,7 @@ from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
 from topotrain.tools.monitor.job_report import JobResult, Report, merge, story
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.monitor.process_tally import LossCurve
-from topotrain.tools.monitor.progress.chosen_display import progress
-from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress.live_table import LiveTable, progress
 from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_jobs import history, job_of, step
+from tests.support.recorded_jobs import history, job_of, recorder_of, step
 from topotrain.config.topology import layout
 from topotrain.core import events
-from topotrain.tools.recording.job_recorder import JobRecorder, recording
+from topotrain.tools.recording.job_recorder import JobRecorder
 from topotrain.tools.recording.recording_file import FILE, read_recording
 
 
@@ -17,7 +17,7 @@ def lines(folder: Path) -> list[str]:
 
 def test_a_launched_job_is_recorded_to_its_end(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    with recording(job, layout(job.cluster), False) as made:
+    with recorder_of(job) as made:
         assert made.summary() is None
         made(step(number=7))
         summary = made.summary()
@@ -32,7 +32,7 @@ def test_a_job_that_ends_by_an_exception_has_an_unknown_code(tmp_path: Path) -> 
     job = job_of(tmp_path)
 
     def launch() -> None:
-        with recording(job, layout(job.cluster), False) as made:
+        with recorder_of(job) as made:
             made(step())
             raise KeyboardInterrupt
 
@@ -45,7 +45,7 @@ def test_before_its_first_event_a_job_does_not_touch_the_workspace_of_another(tm
     job = job_of(tmp_path)
     (tmp_path / FILE).write_text("of another job\n")
     # As where the launcher refuses the workspace.
-    with recording(job, layout(job.cluster), False) as made:
+    with recorder_of(job) as made:
         assert made.summary() is None
     assert (tmp_path / FILE).read_text() == "of another job\n"
 
@@ -75,7 +75,8 @@ def test_a_unit_records_when_it_leads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leads_before", [True, False])
 def test_a_resize_changes_the_layout(tmp_path: Path, leads_before: bool) -> None:
     job = job_of(tmp_path, nworker_groups=1, nworkers_per_group=3)
-    made = JobRecorder(job, layout(job.cluster))
+    made = JobRecorder()
+    made.begin(job, layout(job.cluster))
     for leads, event in ((leads_before, events.Resized(0, 3, 2, 10, 1.0)), (True, step())):
         if leads:
             made.lead(False, ())
@@ -90,7 +91,7 @@ def test_a_resize_changes_the_layout(tmp_path: Path, leads_before: bool) -> None
 def test_a_disk_that_cannot_be_written_is_a_notice(tmp_path: Path) -> None:
     (tmp_path / "work").write_text("no folder")
     job = job_of(tmp_path / "work" / "job")
-    with recording(job, layout(job.cluster), False) as made:
+    with recorder_of(job) as made:
         made(step(number=7))
         summary = made.summary()
         assert summary is not None and summary["step"] == 7

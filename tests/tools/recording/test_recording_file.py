@@ -158,13 +158,6 @@ def test_times_always_increase(tmp_path: Path) -> None:
     assert times == sorted(set(times)) and times[0] == 0.0
 
 
-def test_no_file_is_made_before_the_first_event(tmp_path: Path) -> None:
-    writer = RecordingWriter(tmp_path / FILE, header(), Clock())
-    writer.flush()
-    writer.close(0)
-    assert not (tmp_path / FILE).exists() and "recording" not in [thread.name for thread in threading.enumerate()]
-
-
 def test_a_second_run_begins_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / FILE
     written(path, events.Notice("launcher", "first"))

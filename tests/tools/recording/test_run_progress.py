@@ -9,8 +9,7 @@ from tests.support.recorded_jobs import Clock
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
-from topotrain.tools.monitor.progress.chosen_display import progress
-from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress.live_table import LiveTable, progress
 from topotrain.tools.monitor.progress_display import PlainProgress
 from topotrain.tools.recording.run_progress import LEAST_S, JobProgress, RemainingTime, duration
 

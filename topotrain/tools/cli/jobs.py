@@ -206,7 +206,7 @@ def print_once(workspace: Path, as_json: bool) -> None:
     from topotrain.tools.summary_text import summary_text
 
     with closing(RecordedWorkspace(workspace)) as recorded:
-        found = recorded.summary()
+        found = recorded.history.summary()
     print(json.dumps(found, indent=2) if as_json else summary_text(found))
 
 

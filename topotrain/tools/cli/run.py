@@ -100,6 +100,7 @@ def run(
     with refusing(), ExitStack() as stack:
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
+        from topotrain.tools.recording.job_recorder import JobRecorder
 
         if lecture is not None:  # for the users of an earlier version
             raise BadInput(LECTURE)
@@ -112,8 +113,9 @@ def run(
         topology = layout(job.cluster)
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         job = job if recording is None else recording.job
-        stack.enter_context(watched(watch_port, watch_host, job.workspace))
         exports = stack.enter_context(exports_of(job, logs or (), metrics))
+        recorder = JobRecorder(whole=exports is not None)
+        stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
         from topotrain.launch.shared_forkserver import for_one_job
 
         # The input is good. From here on torch is loaded, while this process loads its own modules.
@@ -128,6 +130,7 @@ def run(
             profile=step,
             resume=snapshot,
             shared=shared,
+            recorder=recorder,
             exports=exports,
             folder=recording,
         )

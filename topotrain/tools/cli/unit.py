@@ -6,7 +6,7 @@ unit 0, unless it was lost. The others print on stderr that they have started, a
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ import typer
 
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
-from topotrain.launch import JobWatch
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of_unit
 from topotrain.tools.cli.job_arguments import (
     Args,
@@ -33,12 +32,11 @@ from topotrain.tools.monitor.monitored_run import complain, display, show
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.core.events import Event, Notice
-    from topotrain.launch import EventListener
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
     from topotrain.tools.exporters.job_exports import JobExports
+    from topotrain.tools.monitor.job_monitor import JobMonitor
     from topotrain.tools.monitor.job_report import Report
     from topotrain.tools.recording.job_recorder import JobRecorder
 
@@ -112,7 +110,7 @@ def unit(
         from topotrain.tools.monitor.rendezvous_line import rendezvous_line
         from topotrain.tools.recording.job_recorder import JobRecorder
 
-        recorded = JobRecorder()
+        recorded = JobRecorder(whole=exports is not None)
         window = _Window(start.rank, quiet, as_json, recorded, exports)
         try:
             notice = rendezvous_line(start.rank, start.nprocs)
@@ -124,7 +122,7 @@ def unit(
                 shared=shared,
                 outlet=window,
                 notice=notice,
-                watch=window,
+                watch=recorded,
             )
             ended = node.run()
             window.end(ended.outcome.code)
@@ -159,19 +157,14 @@ def _start(rank: int | None, nprocs: int | None, rendezvous: str, host: str) -> 
 
 
 @dataclass(slots=True)
-class _Window(JobWatch):
-    """The display of a unit while it runs.
-
-    A unit that leads also writes the report, the recording and the exports.
-    """
+class _Window:
+    """What follows a unit while it runs; only a unit that leads records and exports."""
 
     rank: int
     quiet: bool
     as_json: bool
     recorded: "JobRecorder"
     exports: "JobExports | None" = None
-    resumed: bool | None = None
-    """Whether the job has begun before this unit led it; None: it has not led."""
     report: "Report | None" = None
     console: Any = field(default=None)
     outlet: "ConsoleOutput | None" = None
@@ -186,13 +179,6 @@ class _Window(JobWatch):
         if self.outlet is not None:
             self.outlet.hurry()
 
-    def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
-        self.recorded.lead(resumed, hosts)
-        self.resumed = resumed
-
-    def summary(self) -> Mapping[str, Any] | None:
-        return self.recorded.summary()
-
     def end(self, code: int) -> None:
         """Let the recording and the exports write what is left."""
         self.recorded.end(code)
@@ -201,18 +187,10 @@ class _Window(JobWatch):
             for notice in self.exports.notices():
                 print(f"topotrain: {notice.who}: {notice.text}", file=sys.stderr, flush=True)
 
-    def _export(self, job: Job, topology: "Topology", event: "Event") -> "Sequence[Notice]":
-        """Pass an event on to the exports, if this unit leads; return their notices."""
-        if self.exports is None or self.resumed is None:
-            return ()
-        if not self.exports.has_begun:
-            self.exports.begin(job, topology, self.resumed)
-        self.exports(event)
-        return self.exports.notices()
-
     @contextmanager
-    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[EventListener]":
+    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[JobMonitor]":
         """See `node.Watching`."""
+        from topotrain.tools.monitor.job_monitor import JobMonitor
         from topotrain.tools.monitor.job_report import Report
         from topotrain.tools.monitor.result_tables import console
 
@@ -225,15 +203,7 @@ class _Window(JobWatch):
         # Unit 0 gets the events of all units, and shows the whole job.
         seen = here if self.rank else topology
         with display(job, seen, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
-
-            def on_event(event: "Event") -> None:
-                report(event)
-                shown(event)
-                self.recorded(event)
-                for notice in (*self.recorded.notices(), *self._export(job, topology, event)):
-                    shown(notice)
-
-            yield on_event
+            yield JobMonitor(report, self.recorded, shown, self.exports)
 
 
 def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:

@@ -4,12 +4,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from topotrain.tools.cli import jobs
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, refusing
+
+if TYPE_CHECKING:
+    from topotrain.tools.recording.job_recorder import JobRecorder
 
 EXAMPLE = """\b
 Example:
@@ -107,10 +110,10 @@ def _refuse(given: Mapping[str, bool], why: str) -> None:
 
 
 @contextmanager
-def watched(port: int | None, host: str, workspace: str) -> Iterator[None]:
+def watched(port: int | None, host: str, workspace: str, recorder: "JobRecorder") -> Iterator[None]:
     """Serve the page of a job that is about to run, for the length of the block.
 
-    None: no page.
+    port: None: no page. recorder: of the job.
 
     Raises ConfigError or BadInput before anything has started.
     """
@@ -120,9 +123,10 @@ def watched(port: int | None, host: str, workspace: str) -> Iterator[None]:
         yield
         return
     from topotrain.tools.dashboard.page_server import PageOptions, announce, bind_page, served_page
+    from topotrain.tools.dashboard.web_routes import WatchedRun
 
     bound = bind_page(PageOptions(port, host, "--watch", "--watch-host"))
-    with served_page(bound, [Path(workspace).absolute()]) as url:
+    with served_page(bound, [WatchedRun(Path(workspace).absolute(), recorder)]) as url:
         announce(bound, url)
         yield
 

@@ -1,7 +1,7 @@
 """Serve the page of one run, or of two side by side.
 
-The server has threads of its own, and reads the recording that the launcher writes when a page asks. So a launcher
-without an open page does nothing more than one that serves none.
+The server has threads of its own. When a page asks, it reads the history that the launcher keeps for its recording, or
+the recording. So a launcher without an open page does nothing more than one that serves none.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from errno import EADDRINUSE
 from pathlib import Path
@@ -22,8 +22,7 @@ from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import LOGIN, PageAccess
 from topotrain.tools.dashboard.page_turns import TURN_S, PageTurns
-from topotrain.tools.dashboard.watched_run import WatchedRun
-from topotrain.tools.dashboard.web_routes import PageRoutes
+from topotrain.tools.dashboard.web_routes import PageRoutes, WatchedRun
 from topotrain.tools.http_server import HttpServer
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
@@ -86,12 +85,12 @@ def bind_page(options: PageOptions) -> BoundPage:
 
 
 @contextmanager
-def served_page(bound: BoundPage, workspaces: Sequence[Path], turn_s: float = TURN_S) -> Iterator[str]:
-    """Serve the page of these runs for the length of the block.
+def served_page(bound: BoundPage, watched: Sequence[WatchedRun], turn_s: float = TURN_S) -> Iterator[str]:
+    """Serve the page of one or two runs for the length of the block.
 
     Yields the address that works once. turn_s: between two answers to a page.
     """
-    runs = {name: WatchedRun(workspace, len(workspaces)) for name, workspace in zip(_RUNS, workspaces)}
+    runs = dict(zip(_RUNS, watched))
     loopback = ipaddress.ip_address(bound.host).is_loopback
     access, turns = PageAccess(bound.names, bound.port, open_metrics=loopback), PageTurns(turn_s)
     server = HttpServer(bound.sock, PageRoutes(runs, turns, access, bound.tls is not None), "page", bound.tls)
@@ -100,8 +99,6 @@ def served_page(bound: BoundPage, workspaces: Sequence[Path], turn_s: float = TU
     finally:
         turns.end()
         server.close()
-        for run in runs.values():
-            run.close()
 
 
 def announce(bound: BoundPage, url: str) -> None:
@@ -117,13 +114,13 @@ def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int
 
     Raises ConfigError.
     """
-    for workspace in workspaces:
-        # Only for its errors: a job that has not begun, or a folder that is none of a job.
-        RecordedWorkspace(workspace).close()
-    # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    bound = bind_page(options)
-    with served_page(bound, workspaces) as url:
-        announce(bound, url)
-        number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    with ExitStack() as stack:
+        # All of a long recording is read here, and not while a browser waits for its first answer.
+        runs = [WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each)))) for each in workspaces]
+        # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        bound = bind_page(options)
+        with served_page(bound, runs) as url:
+            announce(bound, url)
+            number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 128 + number

@@ -10,16 +10,20 @@ GET  /metrics             the figures for Prometheus
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 from urllib.parse import parse_qs
 
+from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import PageAccess, PageRequest
 from topotrain.tools.dashboard.page_files import INDEX, page_files
+from topotrain.tools.dashboard.page_json import page_json
 from topotrain.tools.dashboard.page_turns import PageTurns
 from topotrain.tools.dashboard.process_logs import tail_of
-from topotrain.tools.dashboard.watched_run import WatchedRun
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
+from topotrain.tools.recording.job_history import JobHistory
 
 FIRST = "A"
 POLICY = (
@@ -35,6 +39,34 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+
+class HistorySource(Protocol):
+    """Has the history of a job, for several threads."""
+
+    @property
+    def history(self) -> JobHistory: ...
+
+    def poll(self) -> object:
+        """Let the history have what has come. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRun:
+    """One run that the page shows. workspace: has the logs of its processes."""
+
+    workspace: Path
+    source: HistorySource
+
+    @property
+    def history(self) -> JobHistory:
+        """The history, with what has come up to now. Raises HttpError."""
+        try:
+            self.source.poll()
+        except ConfigError as error:
+            raise HttpError(500, str(error)) from None
+        return self.source.history
 
 
 class PageRoutes:
@@ -114,15 +146,17 @@ class PageRoutes:
         known = int(cursor) if re.fullmatch("[0-9]{1,18}", cursor) else None
         if known is not None:
             self._turns.wait()
-        update = self._run(query).since(known)
-        if not update.is_last:
+        history = self._run(query).history
+        # Where another job has begun in the workspace meanwhile, `since` is its whole view.
+        data = history.view() if known is None else history.since(known)
+        if data["job"]["ended"] is None:
             self._turns.expect()
-        return HttpAnswer(200, update.text.encode(), "application/json")
+        return HttpAnswer(200, page_json(data | {"runs": len(self._runs)}).encode(), "application/json")
 
     def _log(self, query: Mapping[str, str]) -> HttpAnswer:
         """Return the last lines of a process's log."""
         run = self._run(query)
-        process = run.process(query.get("process", ""))
+        process = run.history.process(query.get("process", ""))
         if process is None:
             raise HttpError(404, "no such process")
         text = tail_of(run.workspace, process)
@@ -132,15 +166,12 @@ class PageRoutes:
         """Return the figures of a run for Prometheus."""
         if not available():
             raise HttpError(404, f"the page {MISSING}")
-        found = exposition(self._run(query).summary(), request.header("accept"))
+        found = exposition(self._run(query).history.summary(), request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)
 
     def _run(self, query: Mapping[str, str]) -> WatchedRun:
-        """Return the run of a request, with what was recorded up to now."""
+        """Return the run of a request."""
         run = self._runs.get(query.get("run", FIRST))
         if run is None:
             raise HttpError(404, "no such run")
-        run.poll()
-        if run.problem:
-            raise HttpError(500, run.problem)
         return run

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_history import HistoryStart, JobHistory
 
 _LEFT_OUT = ("bytes_per_s",)
 """Of these curves there is one for each pair of processes."""
@@ -41,18 +41,18 @@ class CurveReader:
     """Reads from a history the points that have come since the last call."""
 
     def __init__(self) -> None:
-        self._cursor = 0
+        self._cursor: int | None = None
 
     def read(self, history: JobHistory) -> list[CurvePoint]:
-        """Return the new points."""
-        delta = history.since(self._cursor)
+        """Return the new points of the present start."""
+        delta = history.since(history.start.cursor if self._cursor is None else self._cursor)
         self._cursor = delta["cursor"]
-        return sorted(self._points(delta), key=lambda point: point.time)
+        return sorted(self._points(delta, history.start), key=lambda point: point.time)
 
-    def _points(self, delta: dict[str, Any]) -> Iterator[CurvePoint]:
-        started = delta["job"]["started"]
+    def _points(self, delta: dict[str, Any], start: HistoryStart) -> Iterator[CurvePoint]:
         for series in delta["series"]:
             if series["metric"] not in _LEFT_OUT:
                 for at, step, value in series["points"]:
                     number = math.nan if value is None else float(value)
-                    yield CurvePoint(started + at, int(step), series["of"], series["metric"], number)
+                    time = start.time + at - start.at
+                    yield CurvePoint(time, int(step), series["of"], series["metric"], number)

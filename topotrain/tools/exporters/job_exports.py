@@ -1,16 +1,15 @@
 """The exports of a job that the options `--log` and `--metrics` ask for."""
 
-import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Notice, Resized
-from topotrain.tools.exporters import jsonl_export, metrics_server, tensorboard_export, tracker_export
-from topotrain.tools.exporters.export_thread import Export, ExportThreads
-from topotrain.tools.recording.job_start import JobStart
+from topotrain.core.events import Notice
+from topotrain.tools.exporters import export_thread, jsonl_export, metrics_server, tensorboard_export, tracker_export
+from topotrain.tools.exporters.export_thread import Export, ExportThread, KeptHistory
 
 LOG = "--log"
 _KINDS = ("tensorboard", "jsonl", "python")
@@ -32,7 +31,9 @@ def check_values(logs: Sequence[str], metrics: str) -> None:
 
 
 class JobExports:
-    """All exports of a job; a listener of its events.
+    """All exports of a job.
+
+    Neither the job nor another export waits for one that is slow: it finds fewer points of the older parts of curves.
 
     Args:
         job: the job.
@@ -46,9 +47,9 @@ class JobExports:
 
     def __init__(self, job: Job, logs: Sequence[str], metrics: str, environ: Mapping[str, str]) -> None:
         self._exports: dict[str, Export] = {}
-        self._threads: ExportThreads | None = None
+        self._threads: list[ExportThread] = []
+        self._notices = deque[Notice]()
         self._closing = ExitStack()
-        self._start: JobStart | None = None
         self.url = ""
         """Where the metrics are; "" without them."""
         check_values(logs, metrics)
@@ -60,38 +61,24 @@ class JobExports:
             self.url = served.url
             self._exports[f"{metrics_server.OPTION} {metrics}"] = served
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the job is named."""
-        return self._start is not None
+    def follow(self, kept: KeptHistory) -> None:
+        """Export a history from the first event of its job on.
 
-    def begin(self, job: Job, topology: Topology, resumed: bool = False) -> None:
-        """Name the job. Nothing is written before its first event.
-
-        Until then the workspace may be that of another job. resumed: it goes on from a snapshot.
+        Until then the workspace may be that of another job.
         """
-        self._start = JobStart(job, topology, time.time(), resumed)
-
-    def __call__(self, event: Event) -> None:
-        """Take an event of the job."""
-        start = self._start
-        if start is None:
-            return
-        if self._threads is None:
-            self._threads = ExportThreads(self._exports, start.header)
-        self._threads.put(event)
-        if isinstance(event, Resized):
-            self._start = start.after(event)
-            self._threads.put(self._start.header)
+        self._threads = [ExportThread(name, each, kept, self._notices) for name, each in self._exports.items()]
 
     def notices(self) -> list[Notice]:
         """Return what the user should know about the exports, once."""
-        return [] if self._threads is None else self._threads.notices()
+        return [self._notices.popleft() for _ in range(len(self._notices))]
 
     def end(self, code: int) -> None:
-        """Let all exports write what is left; code: the exit code of the job."""
-        if self._threads is not None:
-            self._threads.end(code)
+        """Let all exports write what is left; code: the exit code of the job. The history is complete."""
+        until = monotonic() + export_thread.END_S
+        for thread in self._threads:
+            thread.end(code)
+        for thread in self._threads:
+            thread.join(until)
 
     def close(self) -> None:
         """Stop serving."""

@@ -27,9 +27,9 @@ class JsonLinesExport:
     def __init__(self, path: Path, private: bool) -> None:
         self._path, self._private, self._reader = path, private, CurveReader()
 
-    def start(self, history: JobHistory, resumed: bool) -> None:
+    def start(self, history: JobHistory) -> None:
         # The curves of a job that goes on follow those of its earlier start.
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if history.start.resumed else os.O_TRUNC)
         if self._private:
             make_folder(self._path.parent)
             fd = open_file(self._path, flags)

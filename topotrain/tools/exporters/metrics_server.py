@@ -85,7 +85,7 @@ class MetricsExport:
         self._responder = _MetricsResponder(listen.loopback, port, address.token)
         self._server = HttpServer(sock, self._responder, "metrics", tls)
 
-    def start(self, history: JobHistory, resumed: bool) -> None:
+    def start(self, history: JobHistory) -> None:
         self._responder.show(history)
 
     def update(self, history: JobHistory) -> None:

@@ -30,7 +30,7 @@ class TensorBoardExport:
     def __init__(self, folder: Path, private: bool) -> None:
         self._folder, self._private, self._reader = folder, private, CurveReader()
 
-    def start(self, history: JobHistory, resumed: bool) -> None:
+    def start(self, history: JobHistory) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._private:

@@ -42,7 +42,7 @@ class TrackerExport:
     _reader: CurveReader = field(default_factory=CurveReader)
     _step: int = 0
 
-    def start(self, history: JobHistory, resumed: bool) -> None:
+    def start(self, history: JobHistory) -> None:
         job = history.view()["job"]
         self.tracker.start({name: job.get(name) for name in _JOB})
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from topotrain.config.topology import Topology
-    from topotrain.core.events import Event
     from topotrain.launch import EventListener
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult
-    from topotrain.tools.monitor.progress.chosen_display import Progress
+    from topotrain.tools.monitor.progress_display import QuietProgress
+    from topotrain.tools.recording.job_recorder import JobRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class RunOptions:
     profile: int = 0  # the step to profile; 0: none
     resume: str = ""  # the folder of a snapshot
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
+    recorder: "JobRecorder | None" = None  # of this job; None: of its own
     exports: "JobExports | None" = None  # for other tools
     folder: "RunFolder | None" = None  # fills the run directory of each start
 
@@ -54,51 +55,34 @@ def train(
     """Run one job with its displays; listener: also receives every event."""
     from topotrain.comm.link_speed import loopback_mbit
     from topotrain.config.job import TransportChoice
-    from topotrain.core.events import Saved
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
-    from topotrain.launch.runtime.event_records import is_silenced, record
+    from topotrain.tools.monitor.job_monitor import JobMonitor
     from topotrain.tools.monitor.job_report import JobResult, Report, story
-    from topotrain.tools.recording.job_recorder import recording
+    from topotrain.tools.recording.job_recorder import JobRecorder
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
     report, exports = Report(job, topology), options.exports
-    if exports is not None:
-        exports.begin(job, topology, bool(options.resume))
-    saved: Saved | None = None
     with (
-        recording(job, topology, bool(options.resume)) as recorded,
+        options.recorder or JobRecorder(whole=exports is not None) as recorder,
         display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
     ):
-
-        def on_event(event: "Event") -> None:
-            nonlocal saved
-            if isinstance(event, Saved):
-                saved = event
-            for each in (event, *recorded.notices(), *(exports.notices() if exports else ())):
-                report(each)
-                record(each)
-                if not is_silenced(each):
-                    window(each)
-                recorded(each)
-                if exports is not None:
-                    exports(each)
-                if listener is not None:
-                    listener(each)
-
+        recorder.begin(job, topology)
+        recorder.lead(bool(options.resume), ())
+        monitor = JobMonitor(report, recorder, window, exports, listener)
         launcher = LocalLauncher(
             forkserver=options.forkserver,
             shared=options.shared,
             profile=options.profile,
             resume=options.resume,
             outlet=made,
-            watch=recorded,
+            watch=recorder,
             folder=options.folder or RunFolder(),
         )
-        outcome = launcher.start(job, topology, on_event)
-        recorded.end(outcome.code)
+        outcome = launcher.start(job, topology, monitor)
+        recorder.end(outcome.code)
         if exports is not None:
             exports.end(outcome.code)
             for notice in exports.notices():
@@ -108,7 +92,7 @@ def train(
         complain(story(outcome.cause, job, report.topology))
     # 128 + the number of the signal, as a shell reports it.
     elif outcome.code >= 128:
-        more = hint(saved, job.workspace)
+        more = hint(monitor.saved, job.workspace)
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
@@ -118,13 +102,14 @@ def train(
 @contextmanager
 def display(
     job: Job, topology: "Topology", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
-) -> "Iterator[tuple[Progress, ConsoleOutput]]":
+) -> "Iterator[tuple[QuietProgress, ConsoleOutput]]":
     """Display a job while it runs; its events are for the listener.
 
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress.chosen_display import checked, progress
+    from topotrain.tools.monitor.progress.live_table import progress
+    from topotrain.tools.monitor.progress_display import checked
 
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)

@@ -3,7 +3,10 @@
 `progress/live_table.py` has the display that is redrawn in place.
 """
 
-from threading import RLock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event as Flag
+from threading import RLock, Thread
 from time import monotonic
 from types import TracebackType
 from typing import IO, Self
@@ -20,6 +23,8 @@ from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.run_progress import JobProgress
 
+CHECK_S = 1.0
+"""Seconds between two checks whether a wait needs a plain line."""
 LINE_EVERY, LINE_AT_MOST_EVERY = 5.0, 60.0
 """Seconds between two plain lines, at first and in a long job."""
 _SHARE = 20
@@ -56,7 +61,7 @@ class QuietProgress:
             self._say(f"topotrain: {story.of}: {story.text}" if story.kind == "notice" else f"topotrain: {story.text}")
 
     def check(self) -> None:
-        """Show nothing: a wait is progress."""
+        """Show what is due by time, on any thread. Here nothing is: a wait is progress."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,3 +138,21 @@ class PlainProgress(QuietProgress):
         now = monotonic()
         self._last_line = self.run.elapsed(now)
         self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.states.workers())}")
+
+
+@contextmanager
+def checked(shown: QuietProgress) -> Iterator[None]:
+    """Check a display every CHECK_S: a job that waits has no events."""
+    over = Flag()
+
+    def check() -> None:
+        while not over.wait(CHECK_S):
+            shown.check()
+
+    thread = Thread(target=check, name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

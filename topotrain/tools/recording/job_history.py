@@ -4,6 +4,7 @@
 without numbers that JSON does not have. The memory is bounded, however long the job is.
 """
 
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -30,6 +31,20 @@ VIEW_VERSION = 1
 _LONGEST = 500  # characters of a moment
 
 
+@dataclass(frozen=True, slots=True)
+class HistoryStart:
+    """Where the present start of a job begins in its history.
+
+    cursor: what has come since is of this start. at: its first second in the history. time: the same in seconds since
+    1970. resumed: the job goes on from an earlier start.
+    """
+
+    cursor: int = 0
+    at: float = 0.0
+    time: float = 0.0
+    resumed: bool = False
+
+
 class JobHistory:
     """Adds up the events of one job in the order of time, for several threads."""
 
@@ -41,7 +56,7 @@ class JobHistory:
     def _forget(self) -> None:
         """Begin the history of another job."""
         self._begun = self._number  # a cursor before this is of the former job
-        self._offset = 0.0
+        self._start = HistoryStart()
         self._processes, self._series = ProcessTable(self._number), SeriesTable()
         self._process_events = ProcessEvents(self._processes, self._series)
         self._stories, self._story = EventStories(), StoryTrack()
@@ -56,6 +71,11 @@ class JobHistory:
     def has_ended(self) -> bool:
         """Whether the job has ended, and has said so."""
         return self._job.ended is not None
+
+    @property
+    def start(self) -> HistoryStart:
+        """The present start."""
+        return self._start
 
     def lose(self) -> bool:
         """Note that the job has ended without a word; return whether that is news.
@@ -80,7 +100,7 @@ class JobHistory:
             if isinstance(event, RecordingHeader):
                 self._on_header(event, timed.at)
                 return
-            self._job.reach(self._offset + timed.at)
+            self._job.reach(self._start.at + timed.at)
             if isinstance(event, RecordingEnd):
                 self._on_end(event)
             else:
@@ -134,15 +154,20 @@ class JobHistory:
 
     def _on_header(self, header: RecordingHeader, at: float) -> None:
         former = self._job.header
-        if former is not None and former.started != header.started:
+        is_new = former is None or former.started != header.started
+        if former is not None and is_new:
             if header.resumed:
-                # The time in between is cut out: nothing happens in it on any curve.
-                self._offset = self._job.at
-                away_s = max(0.0, header.started - former.started - self._job.start_s)
+                # The former launcher may have been killed.
+                self._process_events.end(self._now)
+                self._number += 1
+                away_s = max(0.0, header.started - self._start.time - (self._job.at - self._start.at))
                 self._tell("notice", "", f"the job was started again {away_s:.0f} s after its last event, and goes on")
             else:
                 self._forget()
-        self._job.begin(header, self._offset, self._offset + at)
+        if is_new:
+            # The time in between is cut out: nothing happens in it on any curve.
+            self._start = HistoryStart(self._number - 1, self._job.at, header.started, header.resumed)
+        self._job.begin(header, self._start.at + at)
         self._processes.use(RecordedLayout(header.layout), self._number)
         bound = header.job.get("staleness_bound")
         if isinstance(bound, int):

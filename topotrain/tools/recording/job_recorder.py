@@ -1,23 +1,71 @@
 """Records a job in its workspace while it runs."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES
+from topotrain.config import job_file
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Notifier, Resized
 from topotrain.launch import JobWatch
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_start import JobStart
 from topotrain.tools.recording.job_summary import compacted
-from topotrain.tools.recording.recorded_lines import RecordingError, TimedEvent
-from topotrain.tools.recording.recording_file import FILE, RecordingWriter, read_recording
+from topotrain.tools.recording.recorded_layout import layout_data
+from topotrain.tools.recording.recorded_lines import RecordingHeader
+from topotrain.tools.recording.recording_file import FILE, RecordingWriter
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job.
+
+    started: seconds since 1970. resumed: the job goes on from a snapshot. hosts: the names of the units' hosts, by
+    rank; empty: all run here.
+    """
+
+    job: Job
+    topology: Topology
+    started: float
+    resumed: bool = False
+    hosts: Sequence[str] = ()
+
+    def after(self, event: Resized) -> "JobStart":
+        """Return the same start with the layout that it has from this event on."""
+        return replace(self, topology=resized_layout(self.topology, event.workers))
+
+    @cached_property
+    def header(self) -> RecordingHeader:
+        """The header.
+
+        The arguments of the program are not in it: a recording may be shown to others.
+        """
+        from importlib.metadata import version
+
+        described: dict[str, Any] = {
+            "name": self.job.name,
+            "framework": self.topology.framework,
+            "workspace": self.job.workspace,
+            "program": self.job.program,
+            "block": job_file.dumps_cluster(self.topology.cluster),
+        }
+        bound = self.topology.cluster.max_staleness
+        if bound is not None:
+            described["staleness_bound"] = bound
+        return RecordingHeader(
+            topotrain=version("topotrain"),
+            started=self.started,
+            resumed=self.resumed,
+            job=described,
+            layout=layout_data(self.topology, self.hosts),
+        )
 
 
 class _Notices(Notifier):
@@ -38,21 +86,32 @@ class _Notices(Notifier):
 
 
 class JobRecorder(JobWatch):
-    """Records one start of a job that this process leads, now or later.
+    """Records one start of a job that this process leads, now or later, and keeps its history.
+
+    As a context manager it ends the recording of a job that has ended by an exception.
 
     Args:
-        job, topology: of the job. None: `begin` names them.
+        whole: the history gets all samples, for the curves of exports.
     """
 
-    def __init__(self, job: Job | None = None, topology: Topology | None = None) -> None:
-        self._job, self._topology = job, topology
+    def __init__(self, whole: bool = False) -> None:
+        self._whole = whole
+        self._job: Job | None = None
+        self._topology: Topology | None = None
         self._led: tuple[bool, Sequence[str]] | None = None
         self._start: JobStart | None = None
         self._writer: RecordingWriter | None = None
-        self._path = Path(FILE)
-        self._notices, self._history, self._taken = _Notices(), JobHistory(), False
+        self._notices, self._empty = _Notices(), JobHistory()
         # A unit is elected on another thread.
         self._lock = Lock()
+
+    @property
+    def history(self) -> JobHistory:
+        """The history of the job, with its earlier starts. It has no job before the first event."""
+        return self._empty if self._writer is None else self._writer.history
+
+    def poll(self) -> None:
+        """As `WatchedRun.poll`: the history grows by itself."""
 
     def begin(self, job: Job, topology: Topology) -> None:
         """Name the job; it is recorded if this process leads it."""
@@ -69,17 +128,14 @@ class JobRecorder(JobWatch):
             job, topology, led = self._job, self._topology, self._led
             if self._writer is None and job is not None and topology is not None and led is not None:
                 # Absolute: the program of a notebook may change the folder.
-                self._path = Path(job.workspace).absolute() / FILE
+                path = Path(job.workspace).absolute() / FILE
                 self._start = JobStart(job, topology, time.time(), *led)
-                self._writer = RecordingWriter(
-                    self._path, self._start.header, time.monotonic, self._notices, self._hear
-                )
+                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices, self._whole)
 
     def __call__(self, event: Event) -> None:
         """Record an event."""
         writer, start = self._writer, self._start
         if writer is not None and start is not None:
-            self._taken = True
             writer.write(event)
             if isinstance(event, Resized):
                 self._start = start.after(event)
@@ -92,11 +148,9 @@ class JobRecorder(JobWatch):
         return self._notices.take()
 
     def summary(self) -> Mapping[str, Any] | None:
-        # Before any event, the file is that of an earlier job.
-        if self._writer is None or not self._taken:
-            return None
-        self._writer.flush()
-        history = self._history
+        if self._writer is not None:
+            self._writer.flush()
+        history = self.history
         return compacted(history.summary(), SUMMARY_BYTES) if history.has_job else None
 
     def end(self, code: int | None) -> None:
@@ -104,29 +158,10 @@ class JobRecorder(JobWatch):
         if self._writer is not None:
             self._writer.close(code)
 
-    def _hear(self, timed: TimedEvent) -> None:
-        start = self._start
-        if not self._history.has_job and start is not None and start.resumed:
-            # What came before is in the file only. Until all of it is read, there is no summary.
-            history = JobHistory()
-            with suppress(OSError, RecordingError):
-                for earlier in read_recording(self._path):
-                    history.add(earlier)
-            history.add(timed)
-            self._history = history
-        else:
-            self._history.add(timed)
+    def __enter__(self) -> Self:
+        return self
 
-
-@contextmanager
-def recording(job: Job, topology: Topology, resumed: bool) -> Iterator[JobRecorder]:
-    """Record a job that this process launches.
-
-    resumed: it goes on from a snapshot, and so does its recording.
-    """
-    made = JobRecorder(job, topology)
-    made.lead(resumed, ())
-    try:
-        yield made
-    finally:
-        made.end(None)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(None)

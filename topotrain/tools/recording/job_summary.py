@@ -33,19 +33,12 @@ class JobFigures:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
     progress: JobProgress = field(default_factory=lambda: JobProgress(0.0))
-    _start_at: float = 0.0
 
-    @property
-    def start_s(self) -> float:
-        """Seconds from the beginning of the present start to the last event."""
-        return self.at - self._start_at
-
-    def begin(self, header: RecordingHeader, offset: float, at: float) -> None:
+    def begin(self, header: RecordingHeader, at: float) -> None:
         """Note a start of the job, or a change of its layout."""
         if self.header is None:
             self.started = header.started
         if self.header is None or self.header.started != header.started:
-            self._start_at = offset
             self.progress.restart()
         self.header, self.ended, self.code = header, None, None
         self.reach(at)

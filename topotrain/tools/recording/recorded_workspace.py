@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 from topotrain.config.job import ConfigError
 from topotrain.launch.agent.file_locks import is_held
@@ -34,23 +34,8 @@ def _written_at(path: Path) -> float | None:
         return None
 
 
-def read_on(workspace: Path, follower: RecordingFollower, history: JobHistory) -> bool:
-    """Add the new lines of a recording to its history.
-
-    Return whether the history may have changed. A job that has ended without a word is lost. Raises RecordingError or
-    OSError.
-    """
-    # Before the lines are read: a launcher that has ended by now has written all of them.
-    written = history.has_ended or has_writer(workspace)
-    found = follower.poll()
-    for timed in found:
-        history.add(timed)
-    lost = not written and history.lose()
-    return bool(found) or lost
-
-
 class RecordedWorkspace:
-    """Reads the recording of a workspace, again and again.
+    """Reads the recording of a workspace, again and again, for several threads.
 
     Args:
         workspace: the folder of a job that runs or has ended.
@@ -61,32 +46,40 @@ class RecordedWorkspace:
     """
 
     def __init__(self, workspace: Path, field: str = "WORKSPACE") -> None:
-        self.path = workspace / FILE
         self._workspace, self._field = workspace, field
-        self._follower, self.history = RecordingFollower(self.path), JobHistory()
+        self._follower, self.history = RecordingFollower(workspace / FILE), JobHistory()
+        self._lock = Lock()
+        self._problem = ""
+        """Why it cannot be read any further."""
         if not workspace.is_dir():
-            raise self._refused("there is no such folder; it must be the workspace of a job")
+            self._problem = "there is no such folder; it must be the workspace of a job"
         self.poll()
         if not self.history.has_job:
-            raise self._refused(f"has no recording ({FILE}): a job writes one from its start on")
+            self._problem = f"has no recording ({FILE}): a job writes one from its start on"
+            self.poll()
 
-    def poll(self) -> bool:
-        """Read what has come; return whether there was something. Raises ConfigError."""
-        try:
-            return read_on(self._workspace, self._follower, self.history)
-        except RecordingError as error:
-            raise self._refused(f"its recording {error}") from None
-        except OSError as error:
-            raise self._refused(f"its recording cannot be read ({error.strerror})") from None
-
-    def summary(self) -> dict[str, Any]:
-        """Return the present state of the job."""
-        return self.history.summary()
+    def poll(self) -> None:
+        """Read what has come. A job that has ended without a word is lost. Raises ConfigError."""
+        with self._lock:
+            if not self._problem:
+                self._read_on()
+            if self._problem:
+                self.close()
+                raise ConfigError(self._field, str(self._workspace), self._problem)
 
     def close(self) -> None:
         """Close the file."""
         self._follower.close()
 
-    def _refused(self, accepted: str) -> ConfigError:
-        self.close()
-        return ConfigError(self._field, str(self._workspace), accepted)
+    def _read_on(self) -> None:
+        # Before the lines are read: a launcher that has ended by now has written all of them.
+        written = self.history.has_ended or has_writer(self._workspace)
+        try:
+            for timed in self._follower.poll():
+                self.history.add(timed)
+        except RecordingError as error:
+            self._problem = f"its recording {error}"
+        except OSError as error:
+            self._problem = f"its recording cannot be read ({error.strerror})"
+        if not written:
+            self.history.lose()

@@ -8,8 +8,8 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 from topotrain.config.private_files import make_folder, open_file, open_for_reading, write_text
 from topotrain.core.events import NO_NOTICES, Notifier
+from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import (
     NOT_RECORDED,
     Recorded,
@@ -111,7 +112,7 @@ class RecordingFile:
 
 
 class RecordingWriter:
-    """Writes the events of a start of a job, on a thread of its own.
+    """Writes the events of a start of a job and keeps their history, on a thread of its own.
 
     The file is made with the first event: before it, the workspace may be that of another job.
 
@@ -120,7 +121,8 @@ class RecordingWriter:
         header: of the start. `resumed`: an existing recording is continued.
         clock: gives the time.
         notifier: is told once when the file cannot be written. It is called on the thread of the writer.
-        hear: gets each event and the newest samples, in the order of time for each process, on the same thread.
+        whole: the history gets all samples, for the curves of exports. Else it gets those of the file, and the newest
+            ones.
     """
 
     def __init__(
@@ -129,9 +131,11 @@ class RecordingWriter:
         header: RecordingHeader,
         clock: RecordingClock,
         notifier: Notifier = NO_NOTICES,
-        hear: Callable[[TimedEvent], None] | None = None,
+        whole: bool = False,
     ) -> None:
-        self._path, self._clock, self._notifier, self._hear = path, clock, notifier, hear
+        self._path, self._clock, self._notifier, self._whole = path, clock, notifier, whole
+        self.history = JobHistory()
+        """With the earlier starts of the job. It has no job before the first event, and is replaced then."""
         self._header, self._seen, self._newest = header, SeenEvents(), NewestSamples(path)
         self._began, self._last = clock(), 0.0
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
@@ -195,16 +199,15 @@ class RecordingWriter:
 
     def _drain(self, whole: bool) -> None:
         """Write what has come since the last call; whole: also all samples that are held."""
-        found: list[TimedEvent] = []
+        found, come = list[TimedEvent](), list[TimedEvent]()
         while self._waiting:
             timed = self._waiting.popleft()
+            come.append(timed)
             found += [*self._slots.due(timed.at), *self._slots.add(timed)]
         now = self._clock() - self._began
         found += self._slots.due(now)
         newest = self._slots.newest(now, whole)
-        if self._hear is not None:
-            for timed in filter(self._seen.is_new, (*found, *newest)):
-                self._hear(timed)
+        self._remember(come if self._whole else filter(self._seen.is_new, (*found, *newest)))
         try:
             if self._file is None:
                 self._file = self._opened()
@@ -220,6 +223,22 @@ class RecordingWriter:
                 self._notifier.notify(
                     f"the recording {self._path} cannot be written ({error.strerror}); the job continues"
                 )
+
+    def _remember(self, found: Iterable[TimedEvent]) -> None:
+        history = self.history if self.history.has_job else self._earlier()
+        for timed in found:
+            history.add(timed)
+        # Only now: without its earlier starts the figures of a job are not right.
+        self.history = history
+
+    def _earlier(self) -> JobHistory:
+        """Return the history of what the recording has already."""
+        history = JobHistory()
+        if self._header.resumed:
+            with suppress(OSError, RecordingError), closing(RecordingFollower(self._path)) as follower:
+                for timed in follower.poll():
+                    history.add(timed)
+        return history
 
     def _opened(self) -> RecordingFile:
         file = RecordingFile(self._path, self._header.resumed)

@@ -1,1 +1,1 @@
-"""Parts of the displays of a running job. `chosen_display` chooses one."""
+"""Parts of the displays of a running job. `live_table` chooses one."""

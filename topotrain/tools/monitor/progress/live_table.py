@@ -18,7 +18,7 @@ from rich.text import Text
 from topotrain.config.topology import Topology
 from topotrain.core.events import Output
 from topotrain.tools.monitor.progress.process_states import ProcessState
-from topotrain.tools.monitor.progress_display import QuietProgress
+from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 
 REFRESH_PER_SECOND = 4
 
@@ -96,6 +96,16 @@ class LiveTable(QuietProgress):
 def _last_state(line: str) -> str:
     # Text before a carriage return has been overwritten; one at the end overwrites nothing yet.
     return line.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> QuietProgress:
+    """Return the display for `console`: a table, lines, or only what must be said.
+
+    out: receives the main worker's stdout; None: the file that `console` writes to.
+    """
+    if quiet:
+        return QuietProgress(topology, console, out)
+    return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
 
 
 def draw(workers: Iterable[ProcessState]) -> Table:

@@ -1,0 +1,54 @@
+"""The one listener of a job's events in its launcher."""
+
+from typing import TYPE_CHECKING
+
+from topotrain.core.events import Event, Saved
+from topotrain.launch import EventListener
+from topotrain.launch.runtime.event_records import is_silenced, record
+from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.progress_display import QuietProgress
+from topotrain.tools.recording.job_recorder import JobRecorder
+
+if TYPE_CHECKING:
+    from topotrain.tools.exporters.job_exports import JobExports
+
+
+class JobMonitor:
+    """Passes each event of a job on to all that follow it, and the notices of these, too.
+
+    Args:
+        report: of the job.
+        recorder: keeps the history.
+        display: shows what is not silenced.
+        exports: read the history.
+        listener: also receives every event.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        recorder: JobRecorder,
+        display: QuietProgress,
+        exports: "JobExports | None" = None,
+        listener: EventListener | None = None,
+    ) -> None:
+        self._report, self._recorder, self._display = report, recorder, display
+        self._exports, self._listener = exports, listener
+        self.saved: Saved | None = None
+        """The last snapshot."""
+        if exports is not None:
+            exports.follow(recorder)
+
+    def __call__(self, event: Event) -> None:
+        """Pass on one event."""
+        if isinstance(event, Saved):
+            self.saved = event
+        exported = () if self._exports is None else self._exports.notices()
+        for each in (event, *self._recorder.notices(), *exported):
+            self._report(each)
+            record(each)
+            if not is_silenced(each):
+                self._display(each)
+            self._recorder(each)
+            if self._listener is not None:
+                self._listener(each)
