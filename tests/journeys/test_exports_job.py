@@ -95,11 +95,14 @@ def test_logs_have_time_and_name_and_topotrains_words(runner: JobRunner) -> None
     for who in WORKERS:
         log = (ended.workspace / "logs" / f"{who.replace('/', '-').replace(' ', '-')}.log").read_bytes()
         own = without_stamps(log).decode()
-        assert own.startswith("prepared\n") or "topotrain INFO: connects to the servers\nprepared\n" in own
         assert re.search(r"topotrain INFO: has finished: \d+ steps, \d+ samples\n", own)
-        assert "\ntrained\n" in own and "\r1 steps" in own
+        assert "prepared\n" in own and "\ntrained" in own and "\r1 steps" in own
         stamps = re.findall(rf"^(\d{{4}}-\d\d-\d\dT[\d:.]+Z) {who} \| ".encode(), log, re.MULTILINE)
-        assert len(stamps) >= 4 and stamps == sorted(stamps)
+        assert len(stamps) >= 4
+        # What the main worker prints is written by its unit, and its records by itself: they may overtake each other.
+        if who != WORKERS[0]:
+            assert own.startswith("prepared\n") or "topotrain INFO: connects to the servers\nprepared\n" in own
+            assert "\ntrained\n" in own and stamps == sorted(stamps)
 
 
 def test_a_level_silences_the_notices_of_a_script(runner: JobRunner) -> None:
