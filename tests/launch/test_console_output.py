@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from wait_limit import ended_after
 
+from tests.support.recorded_jobs import report_of
 from topotrain.core.events import Output, StepDone
 from topotrain.launch import console_output
 from topotrain.launch.agent.pipes import OutputReader
@@ -119,7 +120,7 @@ def test_a_live_table_is_not_drawn_for_a_terminal_that_takes_nothing(pipe):
     with ended_after(60):
         try:
             with outlet(terminal, "logs") as made:
-                window = LiveTable(layout(Cluster()), terminal, out_of(made, False))
+                window = LiveTable(report_of(layout(Cluster())), terminal, out_of(made, False))
                 window(Output("worker 0/0", "stdout", TEXT[:20_000]))
                 (channel,) = made._channels.values()
                 while not _is_full(file):  # until its thread can write no more

@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from topotrain.config.job import Cluster, Job
-from topotrain.config.topology import layout
+from topotrain.config.topology import Topology, layout
 from topotrain.core import events
 from topotrain.core.events import Event, StepDone
+from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.job_recorder import JobRecorder, JobStart
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
@@ -32,6 +33,11 @@ def recorder_of(job: Job, resumed: bool = False, whole: bool = False) -> JobReco
     made.begin(job, layout(job.cluster))
     made.lead(resumed, ())
     return made
+
+
+def report_of(topology: Topology) -> Report:
+    """The report of a job with this layout."""
+    return Report(Job(cluster=topology.cluster), topology)
 
 
 def header(started: float = STARTED, resumed: bool = False, **fields: Any) -> RecordingHeader:

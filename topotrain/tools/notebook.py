@@ -49,12 +49,12 @@ def notebook_launch(
     whole = replace(job_of(job), program=f"{name}()", args=())
     topology = layout(whole.cluster)
     report, terminal = Report(whole, topology), console()
-    shown = progress(topology, terminal, quiet)
+    shown = progress(report, terminal, quiet)
     begun = False
     with JobRecorder() as recorder, ExitStack() as display:
         recorder.begin(whole, topology)
         recorder.lead(whole.resume, ())
-        monitor = JobMonitor(report, recorder, shown)
+        monitor = JobMonitor(shown, recorder)
 
         def on_event(event: Event) -> None:
             nonlocal begun

@@ -28,6 +28,7 @@ from tests.support.in_process_job import (
     usual_loop,
     vectors,
 )
+from tests.support.recorded_jobs import report_of
 from tests.support.reporter_parts import context_of, no_connections, worker_of
 from tests.support.simulation import STORM, ScriptedCluster, ScriptedWorker, job, same, total
 from topotrain.config.job import (
@@ -487,7 +488,7 @@ def test_each_skip_is_reported_once_and_counted() -> None:
 
 def test_a_skip_is_reported_with_its_worker() -> None:
     said = io.StringIO()
-    window = QuietProgress(layout(job_of().cluster), Console(file=said, width=200), said)
+    window = QuietProgress(report_of(layout(job_of().cluster)), Console(file=said, width=200), said)
     for index in range(3):
         window(Skipped(f"worker 0/{index}", 7, 1, "worker 0/1", "net.weight"))
         window(Skipped(f"worker 0/{index}", 9, 2, "", ""))

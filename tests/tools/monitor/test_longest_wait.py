@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from tests.support.recorded_jobs import report_of
 from topotrain.config.job import ChangeMethod, Cluster, LRGen, Updater, UpdaterType
 from topotrain.config.topology import layout
 from topotrain.core.events import (
@@ -74,7 +75,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("progress_display", "progress.live_table"):
+    for module in ("job_report", "progress_display", "progress.live_table"):
         monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", made)
     return made
 
@@ -214,7 +215,7 @@ def test_a_process_with_several_servers_has_the_name_of_the_first() -> None:
 def test_plain_lines_come_after_a_while_and_then_each_minute(clock: Clock) -> None:
     text = io.StringIO()
     began = clock.now
-    shown = PlainProgress(TOPOLOGY, Console(file=text, width=20))
+    shown = PlainProgress(report_of(TOPOLOGY), Console(file=text, width=20))
     told = []
     while clock.now < began + 3 * REPEAT_S:
         shown.check()
@@ -235,7 +236,7 @@ def test_plain_lines_come_after_a_while_and_then_each_minute(clock: Clock) -> No
 
 def test_slow_steps_have_a_line_a_minute(clock: Clock) -> None:
     text = io.StringIO()
-    shown = PlainProgress(TOPOLOGY, Console(file=text, width=20))
+    shown = PlainProgress(report_of(TOPOLOGY), Console(file=text, width=20))
     for who in (*UNITS, *SERVERS, *WORKERS):
         shown(Started(who, 1))
     for who in SERVERS:
@@ -257,7 +258,7 @@ def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(clock: Clock) -
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     live = Console(file=io.StringIO(), force_terminal=True, width=120, height=30, color_system=None)
-    with LiveTable(TOPOLOGY, live) as table:
+    with LiveTable(report_of(TOPOLOGY), live) as table:
         for who in (*UNITS, *SERVERS, *WORKERS):
             table(Started(who, 1))
         for who in SERVERS:
@@ -272,7 +273,7 @@ def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(clock: Clock) -
 
 def test_without_progress_there_is_no_line_about_waits(clock: Clock) -> None:
     text = io.StringIO()
-    with QuietProgress(TOPOLOGY, Console(file=text, width=20)) as shown:
+    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20)) as shown:
         clock.now += 100
         shown.check()
         shown(Notice("worker 0/0", "still here"))

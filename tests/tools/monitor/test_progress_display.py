@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.recorded_jobs import Clock
+from tests.support.recorded_jobs import Clock, report_of
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import layout
 from topotrain.core import events
@@ -40,9 +40,9 @@ from topotrain.tools.monitor import loss_plot
 from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
 from topotrain.tools.monitor.job_report import JobResult, Report, merge, story
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
-from topotrain.tools.monitor.process_tally import LossCurve
 from topotrain.tools.monitor.progress.live_table import LiveTable, progress
 from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
+from topotrain.tools.monitor.progress.process_tally import LossCurve
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 from topotrain.tools.monitor.result_tables import comparison, console, summary
 from topotrain.tools.monitor.stragglers import stragglers
@@ -355,8 +355,9 @@ def test_figures_are_those_of_the_last_seconds_and_of_the_workers_that_train() -
 
 def test_a_long_job_has_fewer_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text, clock = io.StringIO(), Clock()
+    monkeypatch.setattr("topotrain.tools.monitor.job_report.monotonic", clock)
     monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
-    with PlainProgress(TOPOLOGY, Console(file=text, width=80)) as window:
+    with PlainProgress(report_of(TOPOLOGY), Console(file=text, width=80)) as window:
         for number in range(1, 4 * 3600):  # four hours
             clock.now = float(number)
             window(step("worker 0/0", number))
@@ -369,14 +370,14 @@ def test_a_long_job_has_fewer_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_that_never_started_has_no_line() -> None:
     text = io.StringIO()
-    with PlainProgress(TOPOLOGY, Console(file=text, width=80)):
+    with PlainProgress(report_of(TOPOLOGY), Console(file=text, width=80)):
         pass
     assert text.getvalue() == ""
 
 
 def test_only_the_main_worker_reaches_the_terminal() -> None:
     text, out = io.StringIO(), io.StringIO()
-    with QuietProgress(TOPOLOGY, Console(file=text, width=20), out) as window:
+    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20), out) as window:
         window(Output("worker 0/0", "stdout", "[bold]a long line "))
         window(Output("worker 0/0", "stdout", "of the program[/bold]\r10 %\rno newline"))
         window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n"))
@@ -390,7 +391,7 @@ def test_only_the_main_worker_reaches_the_terminal() -> None:
 
 def test_what_the_job_survives_is_a_line_each() -> None:
     text = io.StringIO()
-    with QuietProgress(TOPOLOGY, Console(file=text, width=20)) as window:
+    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20)) as window:
         window(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again", 3.5))
         window(Recovered(0, 0.75, 0.5))
         window(Recovered(1, 0.75, 0.0))
@@ -404,11 +405,11 @@ def test_what_the_job_survives_is_a_line_each() -> None:
 def test_workers_that_leave_have_a_line_and_no_row() -> None:
     # Five units were started, and the last one has the server.
     text, topology = io.StringIO(), layout(Cluster(nworkers_per_group=3, server_worker_separate=True), range(5))
-    with QuietProgress(topology, Console(file=text, width=20)) as window:
+    with QuietProgress(report_of(topology), Console(file=text, width=20)) as window:
         window(StepDone("worker 0/1", 1.0, 5, 20, 0.5, 0.0, 0, 0, 0))
         window(Resized(0, 3, 2, 5, 3.5))
         window(Recovered(0, 0.75, 0.0))
-        assert [(each.who, each.unit, each.figures.step) for each in window.states.workers()] == [
+        assert [(each.who, each.unit, each.figures.step) for each in window.report.states.workers()] == [
             ("worker 0/0", 0, 0),
             ("worker 0/1", 1, 5),
         ]
@@ -417,7 +418,7 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
         wait = window.wait()
         assert wait is not None and wait.what == "unit 4 to load torch and start its processes"
         window(Resized(1, 2, 4, 9, 3.5))
-        assert len(window.states.workers()) == 4
+        assert len(window.report.states.workers()) == 4
     assert text.getvalue().splitlines() == [
         "topotrain: 1 worker leaves; the job goes on after step 5 with nworkers_per_group: 2",
         "topotrain: training again 0.8 s after that change",
@@ -447,7 +448,7 @@ def test_a_slow_worker_is_compared_with_the_others(
 
 def test_our_lines_do_not_run_into_the_programs() -> None:
     text = io.StringIO()
-    with QuietProgress(TOPOLOGY, Console(file=text, width=80)) as window:
+    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=80)) as window:
         window(Output("worker 0/0", "stderr", "50 %"))
         window(Notice("worker 0/0", "a word of ours"))
     assert text.getvalue() == "50 %\ntopotrain: worker 0/0: a word of ours\n"
@@ -455,7 +456,7 @@ def test_our_lines_do_not_run_into_the_programs() -> None:
 
 def test_the_live_table_shows_a_progress_bar_below_and_whole_lines_above() -> None:
     text = io.StringIO()
-    with LiveTable(TOPOLOGY, live(text)) as window:
+    with LiveTable(report_of(TOPOLOGY), live(text)) as window:
         window(Output("worker 0/0", "stderr", "10 %\r20 %\r"))
         window(Output("worker 0/0", "stderr", "30 %\ndone: a, "))
         window(Output("worker 0/0", "stderr", "b\n"))
@@ -473,7 +474,7 @@ def live(text: io.StringIO) -> Console:
 
 def test_the_live_table_shows_every_worker_and_gives_the_terminal_back() -> None:
     text = io.StringIO()
-    with LiveTable(TOPOLOGY, live(text)) as window:
+    with LiveTable(report_of(TOPOLOGY), live(text)) as window:
         for event in a_job():
             window(event)
         window(Output("worker 0/0", "stdout", "epoch 1 done"))
@@ -489,16 +490,16 @@ def test_the_live_table_shows_every_worker_and_gives_the_terminal_back() -> None
 
 def test_the_live_table_gives_the_terminal_back_on_ctrl_c() -> None:
     text = io.StringIO()
-    with pytest.raises(KeyboardInterrupt), LiveTable(TOPOLOGY, live(text)):
+    with pytest.raises(KeyboardInterrupt), LiveTable(report_of(TOPOLOGY), live(text)):
         raise KeyboardInterrupt
     assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")
 
 
 def test_the_window_fits_the_console() -> None:
     plain = Console(file=io.StringIO())
-    assert type(progress(TOPOLOGY, live(io.StringIO()))) is LiveTable
-    assert type(progress(TOPOLOGY, plain)) is PlainProgress
-    assert type(progress(TOPOLOGY, live(io.StringIO()), quiet=True)) is QuietProgress
+    assert type(progress(report_of(TOPOLOGY), live(io.StringIO()))) is LiveTable
+    assert type(progress(report_of(TOPOLOGY), plain)) is PlainProgress
+    assert type(progress(report_of(TOPOLOGY), live(io.StringIO()), quiet=True)) is QuietProgress
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
@@ -566,7 +567,7 @@ def test_the_table_is_drawn_only_where_it_can_be_redrawn(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], kind: type[QuietProgress]
 ) -> None:
     with on_a_screen(monkeypatch, variables):
-        assert type(progress(TOPOLOGY, console(stderr=True))) is kind
+        assert type(progress(report_of(TOPOLOGY), console(stderr=True))) is kind
 
 
 def test_a_pipe_gets_lines_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,7 +575,7 @@ def test_a_pipe_gets_lines_whatever_the_environment_says(monkeypatch: pytest.Mon
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = io.StringIO()
     monkeypatch.setattr(sys, "stderr", text)
-    with progress(TOPOLOGY, console(stderr=True)) as window:
+    with progress(report_of(TOPOLOGY), console(stderr=True)) as window:
         for event in a_job():
             window(event)
     assert type(window) is PlainProgress

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.support.recorded_jobs import Clock
+from tests.support.recorded_jobs import Clock, report_of
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
@@ -20,7 +20,7 @@ WORKERS = ("worker 0/0", "worker 0/1")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("progress_display", "progress.live_table"):
+    for module in ("job_report", "progress_display", "progress.live_table"):
         monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", made)
     return made
 
@@ -139,7 +139,7 @@ def test_a_restart_from_a_snapshot_and_the_end() -> None:
 
 def test_plain_lines_have_the_figures(clock: Clock) -> None:
     text = io.StringIO()
-    with PlainProgress(TOPOLOGY, Console(file=text, width=40)) as shown:
+    with PlainProgress(report_of(TOPOLOGY), Console(file=text, width=40)) as shown:
         for number in range(1, 21):
             clock.now = float(number)
             for who in WORKERS:
@@ -153,7 +153,7 @@ def test_plain_lines_have_the_figures(clock: Clock) -> None:
 def test_captured_output_of_a_job_with_a_long_wait_has_no_frames(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """What a notebook, a pipe or a CI log keeps: whole lines, a new one only where there is something new."""
     text = io.StringIO()
-    with progress(TOPOLOGY, Console(file=text, width=80, force_terminal=False)) as shown:
+    with progress(report_of(TOPOLOGY), Console(file=text, width=80, force_terminal=False)) as shown:
         for who in ("unit 0", "unit 1", "unit 2", "server 0/0", *WORKERS):
             shown(Started(who, 1))
         shown(Serving("server 0/0", ("x",), 1))
@@ -181,7 +181,7 @@ def live(text: io.StringIO, width: int = 100, height: int = 30) -> Console:
 
 def test_the_live_table_has_the_figures_above_the_rows(clock: Clock) -> None:
     console = live(io.StringIO())
-    with LiveTable(TOPOLOGY, console) as table:
+    with LiveTable(report_of(TOPOLOGY), console) as table:
         for second in range(11):
             clock.now = float(second)
             for who in WORKERS:
@@ -199,7 +199,7 @@ def test_a_table_that_is_higher_than_the_terminal_keeps_figures_and_wait(clock: 
     topology = layout(Cluster(nworkers_per_group=40, server_worker_separate=True))
     text = io.StringIO()
     console = live(text, height=12)
-    with LiveTable(topology, console) as table:
+    with LiveTable(report_of(topology), console) as table:
         clock.now = 30.0
         table._live.refresh()
         shown = text.getvalue()
@@ -210,6 +210,6 @@ def test_a_table_that_is_higher_than_the_terminal_keeps_figures_and_wait(clock: 
 def test_words_are_said_above_the_table_and_without_markup(clock: Clock) -> None:
     for make in (PlainProgress, LiveTable):
         text = io.StringIO()
-        with make(TOPOLOGY, live(text, width=20)) as shown:
+        with make(report_of(TOPOLOGY), live(text, width=20)) as shown:
             shown(Notice("worker 0/0", "[bold]a sentence that is longer than the terminal is wide[/bold]"))
         assert "[bold]a sentence that is longer than the terminal is wide[/bold]" in text.getvalue()

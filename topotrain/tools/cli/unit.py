@@ -200,10 +200,8 @@ class _Window:
         if self.rank:
             where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
-        # Unit 0 gets the events of all units, and shows the whole job.
-        seen = here if self.rank else topology
-        with display(job, seen, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
-            yield JobMonitor(report, self.recorded, shown, self.exports)
+        with display(report, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
+            yield JobMonitor(shown, self.recorded, self.exports)
 
 
 def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:

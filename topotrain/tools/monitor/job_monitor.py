@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from topotrain.core.events import Event, Saved
 from topotrain.launch import EventListener
-from topotrain.launch.runtime.event_records import is_silenced, record
-from topotrain.tools.monitor.job_report import Report
+from topotrain.launch.runtime.event_records import record
 from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.tools.recording.job_recorder import JobRecorder
 
@@ -17,22 +16,20 @@ class JobMonitor:
     """Passes each event of a job on to all that follow it, and the notices of these, too.
 
     Args:
-        report: of the job.
+        display: has the report.
         recorder: keeps the history.
-        display: shows what is not silenced.
         exports: read the history.
         listener: also receives every event.
     """
 
     def __init__(
         self,
-        report: Report,
-        recorder: JobRecorder,
         display: QuietProgress,
+        recorder: JobRecorder,
         exports: "JobExports | None" = None,
         listener: EventListener | None = None,
     ) -> None:
-        self._report, self._recorder, self._display = report, recorder, display
+        self._display, self._recorder = display, recorder
         self._exports, self._listener = exports, listener
         self.saved: Saved | None = None
         """The last snapshot."""
@@ -45,10 +42,8 @@ class JobMonitor:
             self.saved = event
         exported = () if self._exports is None else self._exports.notices()
         for each in (event, *self._recorder.notices(), *exported):
-            self._report(each)
             record(each)
-            if not is_silenced(each):
-                self._display(each)
+            self._display(each)
             self._recorder(each)
             if self._listener is not None:
                 self._listener(each)

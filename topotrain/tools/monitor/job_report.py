@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from topotrain.config.job import Job
@@ -22,29 +23,25 @@ from topotrain.core.events import (
     Event,
     Failed,
     Final,
-    Finished,
     Incident,
     Joined,
     LastingNotice,
     Left,
-    LocalSteps,
     Metrics,
     Recovered,
     Resized,
     Rounds,
-    Serving,
     Skipped,
     Started,
     StateTaken,
-    StepDone,
     Tabled,
     Tested,
 )
 from topotrain.launch import JobOutcome
-from topotrain.launch.recovery.resize import resized_layout
-from topotrain.tools.monitor.process_tally import Point, ProcessCounts, ProcessTally, mean_point
+from topotrain.tools.monitor.progress.process_states import ProcessStates
+from topotrain.tools.monitor.progress.process_tally import Point, ProcessTally, mean_point
 from topotrain.tools.monitor.round_report import RoundReport
-from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
 
 _FIRST = Address(Role.WORKER, 0, 0)
@@ -102,9 +99,9 @@ class Report:
     """Collects the events of a job. `as_data` returns the report when the job is over."""
 
     def __init__(self, job: Job, topology: Topology) -> None:
-        self._job = job
-        self._topology = topology
-        self._tallies = {str(resident): ProcessTally() for resident in _residents(topology)}
+        self.job = job
+        self.states = ProcessStates(topology, monotonic())
+        """The processes, for displays."""
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
@@ -122,10 +119,16 @@ class Report:
     @property
     def topology(self) -> Topology:
         """The present layout."""
-        return self._topology
+        return self.states.topology
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        """The slow workers."""
+        return stragglers(self.topology, self._own_s())
 
     def __call__(self, event: Event) -> None:
         """Record one event."""
+        self.states.on_event(event, monotonic())
         match event:
             case Counted():
                 self._counted.update(event.samples)
@@ -150,15 +153,11 @@ class Report:
             case Left() | Joined():
                 self._changes.append(event)
             case Resized():
-                self._resized(event)
+                self._resizes.append(event)
             case Rounds() | StateTaken():
                 self._rounds.record(event)
-            case Started() | Serving() | StepDone() | Finished() | LocalSteps():
-                tally = self._tallies.get(event.who)
-                if tally is not None:
-                    tally.start(event.pid) if isinstance(event, Started | Serving) else tally.record(event)
-                if isinstance(event, Started):
-                    self._trains_on(event.who)
+            case Started():
+                self._trains_on(event.who)
             case _:
                 pass
 
@@ -168,56 +167,47 @@ class Report:
         group = who.partition("/")[0]
         self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
 
-    def _samples(self, who: str) -> int:
+    def _samples(self, who: str, tally: ProcessTally) -> int:
         """Return the samples of a worker, as counted by its server or else by itself."""
         if who in self._counted:
             return self._counted[who]
         # The count of worker (0,0) includes the samples of workers that have left.
-        gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
-        return 0 if gone else self._tallies[who].whole.samples
-
-    def _resized(self, event: Resized) -> None:
-        """Use the layout after a resize."""
-        self._resizes.append(event)
-        self._topology = resized_layout(self._topology, event.workers)
-        begun = ProcessCounts(
-            time=max(tally.whole.time for tally in self._tallies.values())
-        )  # the start of its loss curve
-        for resident in _residents(self._topology):
-            # The tallies of workers that have left stay in the totals.
-            self._tallies.setdefault(str(resident), ProcessTally(before=begun))
+        gone = str(_FIRST) in self._counted and who not in {state.who for state in self.states.workers()}
+        return 0 if gone else tally.whole.samples
 
     def curve(self, bins: int = 60) -> list[Point]:
         """Return the loss over time (seconds since the first step)."""
-        groups = range(self._topology.worker_groups)
-        by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
+        groups = range(self.topology.worker_groups)
+        tallies = self.states.tallies()
+        by_group = [[tallies[str(w)].curve.points for w in self.topology.workers(g)] for g in groups]
         # Groups step at a pace of their own, so each counts once per bin, however many of its workers report.
         return merge([merge(curves, bins) for curves in by_group], bins)
 
     def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
         """Return the whole report; `wall_seconds` includes the job's start and end."""
-        workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
+        tallies = self.states.tallies()
+        workers = [tally for who, tally in tallies.items() if who.startswith("worker ")]
         # The longest training time of a worker, from its first step on.
         seconds = max((tally.whole.time for tally in workers), default=0.0)
         # With work that was done twice: the rate is that of the hardware, while `samples` is that of the result.
         given = sum(tally.whole.samples for tally in workers)
         # Without workers that have left: their last losses are of an earlier time.
-        present = [self._tallies[str(r)] for r in _residents(self._topology) if r.role is Role.WORKER]
+        present = [state.tally for state in self.states.workers()]
         losses = [tally.loss for tally in present if tally.loss is not None]
         return {
-            "job": self._job.name,
-            "program": self._job.program,
-            "args": list(self._job.args),
-            "framework": self._topology.framework,
-            "workspace": self._job.workspace,
+            "job": self.job.name,
+            "program": self.job.program,
+            "args": list(self.job.args),
+            "framework": self.topology.framework,
+            "workspace": self.job.workspace,
             "code": outcome.code,
             "cause": _cause(outcome.cause),
-            "layout": self._topology.as_data(),
-            "slice_bytes": slice_bytes(self._topology),
+            "layout": self.topology.as_data(),
+            "slice_bytes": slice_bytes(self.topology),
             "seconds": seconds,
             "wall_seconds": outcome.seconds,
             "steps": max((tally.whole.steps for tally in workers), default=0),
-            "samples": sum(self._samples(who) for who in self._tallies if who.startswith("worker ")),
+            "samples": sum(self._samples(who, each) for who, each in tallies.items() if who.startswith("worker ")),
             "samples_per_s": given / seconds if seconds > 0 else 0.0,
             "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
             "metrics": {name: _finite(value) for name, value in self._metrics.items()},
@@ -226,8 +216,8 @@ class Report:
             "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
             **_staleness(workers),
             "server_groups_apart": _apart(list(self._apart.values())),
-            "rounds": self._rounds.as_data(self._tallies),
-            **_traffic(list(self._tallies.values())),
+            "rounds": self._rounds.as_data(tallies),
+            **_traffic(list(tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
@@ -239,24 +229,28 @@ class Report:
             "processes": self._processes(),
         }
 
+    def _own_s(self) -> dict[str, float]:
+        """Return each worker's own seconds for a step, as far as they are known."""
+        lasts = {state.who: state.tally.last for state in self.states.workers()}
+        return {who: last.own_s for who, last in lasts.items() if last is not None and last.own_s is not None}
+
     def _paces(self) -> dict[str, Any]:
         """Return each worker's own seconds for a step, threads, late steps; stragglers."""
-        workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
-        known = [(who, last) for who in workers if (last := self._tallies[who].last) is not None]
-        own = {who: last.own_s for who, last in known if last.own_s is not None}
+        tallies = {state.who: state.tally for state in self.states.workers()}
         return {
-            "own_step_s": own,
-            "threads": {who: last.threads for who, last in known if last.threads},
-            "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
-            "late": {who: late for who in workers if (late := self._tallies[who].whole.late)},
+            "own_step_s": self._own_s(),
+            "threads": {who: each.last.threads for who, each in tallies.items() if each.last and each.last.threads},
+            "stragglers": [slow.as_data() for slow in self.stragglers],
+            "late": {who: late for who, each in tallies.items() if (late := each.whole.late)},
         }
 
     def _processes(self) -> list[dict[str, Any]]:
         """Return one entry per operating-system process that was reported."""
+        tallies = self.states.tallies()
         found: dict[tuple[int, int], list[Address]] = {}
-        for unit in self._topology.units:
+        for unit in self.topology.units:
             for resident in (*unit.workers, *unit.servers):
-                pid = self._tallies[str(resident)].pid
+                pid = tallies[str(resident)].pid
                 if pid is not None:
                     # By unit, too: processes on different machines may have the same pid.
                     found.setdefault((unit.rank, pid), []).append(resident)
@@ -264,7 +258,8 @@ class Report:
 
     def _process(self, unit: int, pid: int, residents: Sequence[Address]) -> dict[str, Any]:
         workers = [r for r in residents if r.role is Role.WORKER]
-        tallies = [self._tallies[str(r)] for r in residents]
+        known = self.states.tallies()
+        tallies = [known[str(r)] for r in residents]
         return {
             "unit": unit,
             "rank": self._rank(workers[0]) if workers else None,
@@ -272,13 +267,13 @@ class Report:
             "workers": [[r.group, r.index] for r in workers],
             "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
             "steps": max(tally.whole.steps for tally in tallies),
-            "samples": sum(self._samples(str(r)) for r in workers),
+            "samples": sum(self._samples(str(r), known[str(r)]) for r in workers),
             **_traffic(tallies),
             **_staleness(tallies),
         }
 
     def _rank(self, worker: Address) -> int:
-        return worker.group * self._topology.workers_per_group + worker.index
+        return worker.group * self.topology.workers_per_group + worker.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +307,6 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
     waited_s = None if recovered is None else recovered.waited_s
     sizes = {"workers": found.workers, "step": found.step}
     return {"what": moved(found), **sizes, "at_s": found.at_s, "waited_s": waited_s}
-
-
-def _residents(topology: Topology) -> list[Address]:
-    return [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:

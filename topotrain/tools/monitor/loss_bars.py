@@ -6,7 +6,7 @@ It shows at a glance what the picture shows, on a terminal and without matplotli
 from collections.abc import Sequence
 from math import log
 
-from topotrain.tools.monitor.process_tally import Point
+from topotrain.tools.monitor.progress.process_tally import Point
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.exporters.job_exports import JobExports
-    from topotrain.tools.monitor.job_report import JobResult
+    from topotrain.tools.monitor.job_report import JobResult, Report
     from topotrain.tools.monitor.progress_display import QuietProgress
     from topotrain.tools.recording.job_recorder import JobRecorder
 
@@ -67,11 +67,11 @@ def train(
     report, exports = Report(job, topology), options.exports
     with (
         options.recorder or JobRecorder(whole=exports is not None) as recorder,
-        display(job, topology, terminal, options.quiet, options.as_json) as (window, made),
+        display(report, terminal, options.quiet, options.as_json) as (window, made),
     ):
         recorder.begin(job, topology)
         recorder.lead(bool(options.resume), ())
-        monitor = JobMonitor(report, recorder, window, exports, listener)
+        monitor = JobMonitor(window, recorder, exports, listener)
         launcher = LocalLauncher(
             forkserver=options.forkserver,
             shared=options.shared,
@@ -101,9 +101,9 @@ def train(
 
 @contextmanager
 def display(
-    job: Job, topology: "Topology", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
+    report: "Report", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
 ) -> "Iterator[tuple[QuietProgress, ConsoleOutput]]":
-    """Display a job while it runs; its events are for the listener.
+    """Display the report of a job while it runs. The display takes its events.
 
     quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
     """
@@ -114,8 +114,8 @@ def display(
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     with (
-        outlet(terminal, f"{job.workspace}/logs") as made,
-        progress(topology, terminal, quiet or hidden, out_of(made, chatty)) as shown,
+        outlet(terminal, f"{report.job.workspace}/logs") as made,
+        progress(report, terminal, quiet or hidden, out_of(made, chatty)) as shown,
         checked(shown),
     ):
         yield shown, made

@@ -14,12 +14,11 @@ from typing import IO, Self
 from rich.console import Console
 from rich.text import Text
 
-from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Output, Resized, StepDone, Unsaved
-from topotrain.launch.recovery.resize import resized_layout
+from topotrain.core.events import Event, Output, StepDone, Unsaved
+from topotrain.launch.runtime.event_records import is_silenced
+from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress.longest_wait import LongestWait, WaitLines, longest
-from topotrain.tools.monitor.progress.process_states import ProcessStates, describe
-from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.monitor.progress.process_states import describe
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.run_progress import JobProgress
 
@@ -36,25 +35,23 @@ _SAID = frozenset({"incident", "recovered", "resized", "left", "joined", "skippe
 class QuietProgress:
     """Shows the program's output, notices and recoveries, as all displays do."""
 
-    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
-        self.console = console
+    def __init__(self, report: Report, console: Console, out: IO[str] | None = None) -> None:
+        self.console, self.report = console, report
         self._stories = EventStories()
-        self._main = str(topology.workers(0)[0])
+        self._main = str(report.topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last output on the console had no newline
         self._writing = RLock()
-        self.states = ProcessStates(topology, monotonic())
         self.run = JobProgress(monotonic())
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
-        now = monotonic()
-        self.states.on_event(event, now)
-        self.run.on_event(event, now)
+        """Add an event to the report, and show it, unless the level of the logger silences it."""
+        self.report(event)
+        if is_silenced(event):
+            return
+        self.run.on_event(event, monotonic())
         if isinstance(event, Output) and event.who == self._main:
             self._print(event)
-        elif isinstance(event, Resized):
-            self.states.lay_out(resized_layout(self.states.topology, event.workers), now)
         story = self._stories.of(event)
         # A snapshot that cannot be taken is the answer to a request.
         if story is not None and story.kind in _SAID and not isinstance(event, Unsaved):
@@ -73,11 +70,10 @@ class QuietProgress:
 
     def wait(self) -> LongestWait | None:
         """Return what the job waits for."""
-        return longest(self.states.all(), self.states.topology.cluster, monotonic())
+        return longest(self.report.states.all(), self.report.topology.cluster, monotonic())
 
     def _name_slow(self) -> None:
-        own = {each.who: each.figures.own_s for each in self.states.workers()}
-        for slow in stragglers(self.states.topology, {who: own_s for who, own_s in own.items() if own_s is not None}):
+        for slow in self.report.stragglers:
             self._say(f"topotrain: {slow.words()}")
 
     def _say(self, text: str) -> None:
@@ -105,8 +101,8 @@ class PlainProgress(QuietProgress):
     A long wait has a line of its own.
     """
 
-    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
-        super().__init__(topology, console, out)
+    def __init__(self, report: Report, console: Console, out: IO[str] | None = None) -> None:
+        super().__init__(report, console, out)
         self._last_line = 0.0
         self._wait_lines = WaitLines()
 
@@ -130,14 +126,14 @@ class PlainProgress(QuietProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if any(each.word != "starting" for each in self.states.workers()):  # a refused job has no progress
+        if any(each.word != "starting" for each in self.report.states.workers()):  # a refused job has no progress
             self._line()
         self._name_slow()
 
     def _line(self) -> None:
         now = monotonic()
         self._last_line = self.run.elapsed(now)
-        self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.states.workers())}")
+        self._say(f"{self._last_line:6.1f} s  {self.run.words(now)}  {describe(self.report.states.workers())}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.text import Text
 from topotrain.core.profiling.spans import PHASES
 from topotrain.tools.monitor.live_terminal import redraws
 from topotrain.tools.monitor.loss_bars import bars, common_loss, seconds_to
-from topotrain.tools.monitor.process_tally import Point
+from topotrain.tools.monitor.progress.process_tally import Point
 from topotrain.tools.monitor.trace_export import ProcessShare
 
 MB = 1_000_000

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topotrain.core.events import Rounds, StateTaken
-from topotrain.tools.monitor.process_tally import ProcessTally
+from topotrain.tools.monitor.progress.process_tally import ProcessTally
 
 
 class RoundReport:

@@ -54,8 +54,6 @@ class WorkerFigures:
     staleness_p95: float = 0.0
     staleness_max: int = 0
     waiting_share: float | None = None
-    own_s: float | None = None
-    """Its own median seconds for a step."""
     log: dict[str, float] = field(default_factory=dict)
     _is_recent: bool = False  # whether the staleness is that of the last seconds, and not of all
     _rates: RateWindow = field(default_factory=RateWindow)
@@ -68,7 +66,7 @@ class WorkerFigures:
             self.staleness_max = int(most) if math.isfinite(most) else 0
         else:
             self._take_staleness(event)
-        self.step, self.own_s = event.step, event.own_s
+        self.step = event.step
         if event.loss is not None:
             self.loss = event.loss
         self._rates.add(at, event.time, event.samples, event.waited_s)
@@ -84,7 +82,7 @@ class WorkerFigures:
         # The totals of the end are no figures of the last seconds.
         if not self._is_recent:
             self._take_staleness(event)
-        self.step, self.own_s = event.steps, event.own_s
+        self.step = event.steps
 
     def _take_staleness(self, event: StepDone | Finished) -> None:
         self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max

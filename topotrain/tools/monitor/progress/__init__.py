@@ -1,1 +1,1 @@
-"""Parts of the displays of a running job. `live_table` chooses one."""
+"""The processes of a running job, and parts of its displays. `live_table` chooses one."""

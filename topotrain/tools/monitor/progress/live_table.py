@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from topotrain.config.topology import Topology
 from topotrain.core.events import Output
+from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress.process_states import ProcessState
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
 
@@ -37,8 +37,8 @@ class _Patient(Live):
 class LiveTable(QuietProgress):
     """Shows one row per worker, redrawn in place, and the program's unfinished line."""
 
-    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
-        super().__init__(topology, console, out)
+    def __init__(self, report: Report, console: Console, out: IO[str] | None = None) -> None:
+        super().__init__(report, console, out)
         self._unfinished = ""
         self._ended: float | None = None
         self._live = _Patient(
@@ -72,7 +72,7 @@ class LiveTable(QuietProgress):
         if self._ended is None:
             # The line is there without a wait, too, so that the table does not move up and down.
             parts.append(Text(self._wait(), style="dim", no_wrap=True, overflow="ellipsis"))
-        parts.append(draw(self.states.workers()))
+        parts.append(draw(self.report.states.workers()))
         if self._unfinished:
             parts.append(Text.from_ansi(self._unfinished))
         return Group(*parts)
@@ -98,14 +98,14 @@ def _last_state(line: str) -> str:
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
-def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> QuietProgress:
-    """Return the display for `console`: a table, lines, or only what must be said.
+def progress(report: Report, console: Console, quiet: bool = False, out: IO[str] | None = None) -> QuietProgress:
+    """Return the display of a report for `console`: a table, lines, or only what must be said.
 
     out: receives the main worker's stdout; None: the file that `console` writes to.
     """
     if quiet:
-        return QuietProgress(topology, console, out)
-    return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
+        return QuietProgress(report, console, out)
+    return LiveTable(report, console, out) if console.is_terminal else PlainProgress(report, console, out)
 
 
 def draw(workers: Iterable[ProcessState]) -> Table:

@@ -1,11 +1,26 @@
-"""The processes of a job as the terminal shows them: phases and figures."""
+"""The processes of a job in its report and on the terminal: phases, figures and counters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from topotrain.config.topology import Role, Topology
-from topotrain.core.events import Connects, Event, Exited, Failed, Finished, Left, Serving, Started, StepDone, Waits
+from topotrain.core.events import (
+    Connects,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Left,
+    LocalSteps,
+    Resized,
+    Serving,
+    Started,
+    StepDone,
+    Waits,
+)
+from topotrain.launch.recovery.resize import resized_layout
+from topotrain.tools.monitor.progress.process_tally import ProcessCounts, ProcessTally
 from topotrain.tools.recording.process_figures import WorkerFigures
 
 
@@ -21,24 +36,30 @@ class ProcessPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The phase of a process, and the time of its last progress.
+    """The phase of a worker or server, and the time of its last progress.
 
-    figures: of a worker, those that the page has, too; they stay when it starts again.
+    figures: of a worker, those that the page has, too; they stay when it starts again. tally: its counters.
+    is_shown: it is in the present layout, and no server in a worker's process or without any.
     """
 
     who: str
     unit: int
     is_server: bool
     group: int
+    is_shown: bool = True
     phase: ProcessPhase = ProcessPhase.ABSENT
     since: float = 0.0
-    step: int = 0
     waits: bool = False
     """The worker has reported that it waits itself."""
-    pid: int | None = None
     ending: str = ""
     """How it has ended."""
     figures: WorkerFigures = field(default_factory=WorkerFigures)
+    tally: ProcessTally = field(default_factory=ProcessTally)
+
+    @property
+    def step(self) -> int:
+        """The last step of the present process."""
+        return self.tally.step
 
     @property
     def word(self) -> str:
@@ -52,48 +73,60 @@ class ProcessStates:
     """Follows the processes of a layout. All times are of one clock.
 
     Args:
-        topology: the layout, with the units that run here.
+        topology: the layout of the job.
         now: the time.
     """
 
     def __init__(self, topology: Topology, now: float) -> None:
         self._states: dict[str, ProcessState] = {}
-        self.lay_out(topology, now)
+        self._lay_out(topology, now)
 
-    def lay_out(self, topology: Topology, now: float) -> None:
-        """Use this layout from now on. The states of processes that stay are kept."""
-        states = {}
-        self.topology = topology
+    def _lay_out(self, topology: Topology, now: float) -> None:
+        """Use this layout from now on. The states of processes that stay are kept, and all counters."""
+        self.topology, states = topology, {}
+        hidden, former = topology.inline or topology.collective, self._states
+        # The loss curve of a worker that joins starts here.
+        begun = ProcessCounts(time=max((tally.whole.time for tally in self.tallies().values()), default=0.0))
         for unit in topology.units:
-            # A server in a worker's process, or none at all, is no process of its own.
-            servers = () if topology.inline or topology.collective else unit.servers
-            for resident in (*servers, *unit.workers):
+            for resident in (*unit.servers, *unit.workers):
                 who, is_server = str(resident), resident.role is Role.SERVER
-                known = self._states.get(who, ProcessState(who, unit.rank, is_server, resident.group, since=now))
+                known = former.get(who)
+                tally = ProcessTally(before=begun) if known is None else known.tally
+                if known is None or not known.is_shown:
+                    shown = not (is_server and hidden)
+                    known = ProcessState(who, unit.rank, is_server, resident.group, shown, since=now, tally=tally)
                 states[who] = replace(known, unit=unit.rank)
+        left = {who: replace(state, is_shown=False) for who, state in former.items() if who not in states}
         # Replaced as a whole, and so is each state: the thread that draws reads them without a lock.
-        self._states = states
+        self._states = states | left
 
     def all(self) -> Sequence[ProcessState]:
-        """Return all states, in layout order."""
-        return list(self._states.values())
+        """Return the states that are shown, in layout order."""
+        return [state for state in self._states.values() if state.is_shown]
 
     def workers(self) -> Sequence[ProcessState]:
         """Return the states of the workers, in layout order."""
         return [state for state in self.all() if not state.is_server]
 
+    def tallies(self) -> dict[str, ProcessTally]:
+        """Return the counters of all workers and servers by name, with those that have left."""
+        return {who: state.tally for who, state in self._states.items()}
+
     def on_event(self, event: Event, now: float) -> None:
         """Record an event."""
+        if isinstance(event, StepDone | Finished | LocalSteps) and event.who in self._states:
+            self._states[event.who].tally.record(event)
         match event:
-            case StepDone(who=who, step=step) if who in self._states:
+            case StepDone(who=who) if who in self._states:
                 state = self._states[who]
                 state.figures.on_step(now, event)
-                self._states[who] = replace(
-                    state, phase=ProcessPhase.TRAINING, since=now, step=step, waits=False, ending=""
-                )
+                self._states[who] = replace(state, phase=ProcessPhase.TRAINING, since=now, waits=False, ending="")
+            case Resized(workers=workers):
+                self._lay_out(resized_layout(self.topology, workers), now)
             case Started(who=who, pid=pid):
                 self._start(who, pid, now)
-            case Serving(who=who):
+            case Serving(who=who, pid=pid) if who in self._states:
+                self._states[who].tally.start(pid)
                 self._enter(who, ProcessPhase.TRAINING, now)
             case Connects(who=who):
                 self._enter(who, ProcessPhase.CONNECTED, now)
@@ -104,7 +137,7 @@ class ProcessStates:
                 self._enter(who, ProcessPhase.OVER, now, "finished")
             case Failed(who=who):
                 self._enter(who, ProcessPhase.OVER, now, "failed")
-            case Exited(who=who, pid=pid) if who in self._states and self._states[who].pid in (None, pid):
+            case Exited(who=who, pid=pid) if who in self._states and self._states[who].tally.pid in (None, pid):
                 # A failed worker has reported it; the others are being stopped.
                 stops = event.code != 0 and self._states[who].ending != "failed"
                 self._enter(who, ProcessPhase.OVER, now, "stopped" if stops else self._states[who].ending or "finished")
@@ -124,7 +157,8 @@ class ProcessStates:
             # One process has all servers of its unit, and the name of the first.
             also = [s.who for s in self._states.values() if s.unit == state.unit and s.is_server and state.is_server]
             for each in {who, *also}:
-                self._states[each] = replace(self._states[each], step=0, waits=False, pid=pid)
+                self._states[each].tally.start(pid)
+                self._states[each] = replace(self._states[each], waits=False)
                 self._enter(each, ProcessPhase.STARTED, now)
 
     def _enter(self, who: str, phase: ProcessPhase, now: float, ending: str = "") -> None:

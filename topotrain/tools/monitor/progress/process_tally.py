@@ -87,6 +87,11 @@ class ProcessTally:
     curve: LossCurve = field(default_factory=LossCurve)
 
     @property
+    def step(self) -> int:
+        """The last step of the present process."""
+        return 0 if self.last is None else self.last.step if isinstance(self.last, StepDone) else self.last.steps
+
+    @property
     def whole(self) -> ProcessCounts:
         """The counters of all processes."""
         # Not added up event by event: jobs have hundreds of processes, which report four times a second.
@@ -99,11 +104,10 @@ class ProcessTally:
             now = ProcessCounts(made=local.made, lost=local.pending + local.dropped, waited_s=local.waited_s)
         if last is None:
             return now
-        steps = last.step if isinstance(last, StepDone) else last.steps
-        # The mean is over the steps of this process, and `steps` includes those of former ones.
-        stale = last.staleness_mean * max(0, steps - self.before.steps)
+        # The mean is over the steps of this process, and `step` includes those of former ones.
+        stale = last.staleness_mean * max(0, self.step - self.before.steps)
         traffic = {"bytes_out": last.bytes_out, "bytes_in": last.bytes_in, "bytes_link": last.bytes_link}
-        counts = {"steps": steps, "samples": last.samples, "staleness_max": last.staleness_max, "late": last.late}
+        counts = {"steps": self.step, "samples": last.samples, "staleness_max": last.staleness_max, "late": last.late}
         return replace(now, stale=stale, time=self.time, **traffic, **counts)
 
     def start(self, pid: int) -> None:
