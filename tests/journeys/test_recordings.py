@@ -83,7 +83,7 @@ def test_a_running_job_is_watched_and_a_killed_one_is_lost(runner: JobRunner) ->
     past = (workspace / FILE).stat().st_mtime - 60
     os.utime(workspace / FILE, (past, past))
     with closing(RecordedWorkspace(workspace)) as left:
-        wait(lambda: left.poll() or left.history.summary()["state"] == "lost")
+        wait(lambda: left.read().summary()["state"] == "lost")
         assert left.history.view()["job"]["lost"]
     assert watched(runner, workspace)["state"] == "lost"
 

@@ -27,9 +27,9 @@ def job_of(folder: Path | str = "work", **fields: Any) -> Job:
     return Job(name="digits", cluster=Cluster(workspace=str(folder), **{**usual, **fields}))
 
 
-def recorder_of(job: Job, resumed: bool = False, whole: bool = False) -> JobRecorder:
+def recorder_of(job: Job, resumed: bool = False, detailed: bool = False) -> JobRecorder:
     """The recorder of a job that this process leads from its start on."""
-    made = JobRecorder(whole)
+    made = JobRecorder(detailed)
     made.begin(job, layout(job.cluster))
     made.lead(resumed, ())
     return made

@@ -77,7 +77,7 @@ class Exported:
     def __init__(self, folder: Path, *logs: str, metrics: str = "", resumed: bool = False, **fields: int) -> None:
         cluster = Cluster(server_worker_separate=True, workspace=str(folder), **(fields or {"nworker_groups": 2}))
         job = Job(name="digits", cluster=cluster)
-        self.exports, self.recorder = JobExports(job, logs, metrics, {}), recorder_of(job, resumed, whole=True)
+        self.exports, self.recorder = JobExports(job, logs, metrics, {}), recorder_of(job, resumed, detailed=True)
         self.exports.follow(self.recorder)
 
     def end(self, code: int) -> None:

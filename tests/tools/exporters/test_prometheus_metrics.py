@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.tools import http_server
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
-from topotrain.tools.exporters.metrics_server import MetricsExport, parse_address
+from topotrain.tools.exporters.metrics_server import MetricsServer, parse_address
 from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
 from topotrain.tools.recording.recorded_lines import TimedEvent
 
@@ -31,10 +32,10 @@ UNPROVEN = ssl._create_unverified_context()
 
 
 @contextmanager
-def served(text: str = "0", token: str = "") -> "Iterator[MetricsExport]":
+def served(text: str = "0", token: str = "") -> "Iterator[MetricsServer]":
     environ = {metrics_server.VARIABLE: token} if token else {}
-    with closing(MetricsExport(parse_address(text, environ))) as export:
-        export.start(sampled())
+    with closing(MetricsServer(parse_address(text, environ))) as export:
+        export.follow(SimpleNamespace(read=sampled))
         yield export
 
 
@@ -106,7 +107,7 @@ def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
 def test_requests_see_the_last_state_of_the_job() -> None:
     with served() as export:
         history = sampled()
-        export.start(history)
+        export.follow(SimpleNamespace(read=lambda: history))
         history.add(TimedEvent(99.0, step("worker 0/0", 40)))
         assert values(fetch(export.url)[1])["topotrain_worker_steps_total", "0", "worker 0/0"] == 40
 
@@ -169,7 +170,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--metrics.*127\.0\.0\.1:{port}.*already in use"):
-            MetricsExport(parse_address(str(port), {}))
+            MetricsServer(parse_address(str(port), {}))
 
 
 def test_ipv6_and_names_of_this_machine() -> None:

@@ -110,7 +110,7 @@ def unit(
         from topotrain.tools.monitor.rendezvous_line import rendezvous_line
         from topotrain.tools.recording.job_recorder import JobRecorder
 
-        recorded = JobRecorder(whole=exports is not None)
+        recorded = JobRecorder(detailed=exports is not None)
         window = _Window(start.rank, quiet, as_json, recorded, exports)
         try:
             notice = rendezvous_line(start.rank, start.nprocs)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import parse_qs
 
 from topotrain.config.job import ConfigError
@@ -23,7 +22,7 @@ from topotrain.tools.dashboard.page_turns import PageTurns
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_history import HistorySource, JobHistory
 
 FIRST = "A"
 POLICY = (
@@ -41,17 +40,6 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-class HistorySource(Protocol):
-    """Has the history of a job, for several threads."""
-
-    @property
-    def history(self) -> JobHistory: ...
-
-    def poll(self) -> object:
-        """Let the history have what has come. Raises ConfigError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WatchedRun:
     """One run that the page shows. workspace: has the logs of its processes."""
@@ -63,10 +51,9 @@ class WatchedRun:
     def history(self) -> JobHistory:
         """The history, with what has come up to now. Raises HttpError."""
         try:
-            self.source.poll()
+            return self.source.read()
         except ConfigError as error:
             raise HttpError(500, str(error)) from None
-        return self.source.history
 
 
 class PageRoutes:

@@ -1,13 +1,15 @@
 """The thread of one export."""
 
 from collections import deque
+from collections.abc import Sequence
 from threading import Event as Flag
 from threading import Thread
 from time import monotonic
 from typing import Protocol
 
 from topotrain.core.events import Notice
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.exporters.curve_points import CurvePoint, CurveReader
+from topotrain.tools.recording.job_history import HistorySource, JobHistory
 
 EVERY_S = 0.5
 """Seconds between two looks at the history."""
@@ -17,26 +19,19 @@ _LONGEST = 300  # characters of an error
 
 
 class Export(Protocol):
-    """Passes the history of a job on to another tool, on a thread of its own."""
+    """Writes the curves of a job for another tool, on a thread of its own."""
 
     def start(self, history: JobHistory) -> None:
         """Begin; the history has the job already."""
         ...
 
-    def update(self, history: JobHistory) -> None:
-        """Pass on what is new."""
+    def write(self, points: Sequence[CurvePoint]) -> None:
+        """Write what is new, in the order of time."""
         ...
 
     def end(self, code: int) -> None:
         """End; the job has this exit code."""
         ...
-
-
-class KeptHistory(Protocol):
-    """Keeps the history of a job, which has no job before the first event."""
-
-    @property
-    def history(self) -> JobHistory: ...
 
 
 class ExportThread:
@@ -45,12 +40,12 @@ class ExportThread:
     Args:
         name: in notices.
         export: is called from the first event of the job on.
-        kept: the history.
+        source: of the history.
         notices: gets what the user should know.
     """
 
-    def __init__(self, name: str, export: Export, kept: KeptHistory, notices: deque[Notice]) -> None:
-        self._name, self._export, self._kept, self._notices = name, export, kept, notices
+    def __init__(self, name: str, export: Export, source: HistorySource, notices: deque[Notice]) -> None:
+        self._name, self._export, self._source, self._notices = name, export, source, notices
         self._ended, self._code = Flag(), 0
         self._thread = Thread(target=self._run, name=f"export {name}", daemon=True)
         self._thread.start()
@@ -68,16 +63,17 @@ class ExportThread:
 
     def _run(self) -> None:
         try:
-            ended = has_begun = False
+            ended, reader = False, None
             while not ended:
                 ended = self._ended.wait(EVERY_S)
-                history = self._kept.history
-                if history.has_job:
-                    if not has_begun:
-                        self._export.start(history)
-                        has_begun = True
-                    self._export.update(history)
-            if has_begun:
+                history = self._source.read()
+                if not history.has_job:
+                    continue
+                if reader is None:
+                    reader = CurveReader()
+                    self._export.start(history)
+                self._export.write(reader.read(history))
+            if reader is not None:
                 self._export.end(self._code)
         except Exception as error:
             # Errors of trackers may be pages long.

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice
 from topotrain.tools.exporters import export_thread, jsonl_export, metrics_server, tensorboard_export, tracker_export
-from topotrain.tools.exporters.export_thread import Export, ExportThread, KeptHistory
+from topotrain.tools.exporters.export_thread import Export, ExportThread
+from topotrain.tools.recording.job_history import HistorySource
 
 LOG = "--log"
 _KINDS = ("tensorboard", "jsonl", "python")
@@ -49,24 +49,26 @@ class JobExports:
         self._exports: dict[str, Export] = {}
         self._threads: list[ExportThread] = []
         self._notices = deque[Notice]()
-        self._closing = ExitStack()
-        self.url = ""
-        """Where the metrics are; "" without them."""
+        self._metrics: metrics_server.MetricsServer | None = None
         check_values(logs, metrics)
         for value in logs:
             self._exports[f"{LOG} {value}"] = _export(value, Path(job.workspace))
         if metrics:
-            served = metrics_server.MetricsExport(metrics_server.parse_address(metrics, environ))
-            self._closing.callback(served.close)
-            self.url = served.url
-            self._exports[f"{metrics_server.OPTION} {metrics}"] = served
+            self._metrics = metrics_server.MetricsServer(metrics_server.parse_address(metrics, environ))
 
-    def follow(self, kept: KeptHistory) -> None:
+    @property
+    def url(self) -> str:
+        """Where the metrics are; "" without them."""
+        return "" if self._metrics is None else self._metrics.url
+
+    def follow(self, source: HistorySource) -> None:
         """Export a history from the first event of its job on.
 
         Until then the workspace may be that of another job.
         """
-        self._threads = [ExportThread(name, each, kept, self._notices) for name, each in self._exports.items()]
+        self._threads = [ExportThread(name, each, source, self._notices) for name, each in self._exports.items()]
+        if self._metrics is not None:
+            self._metrics.follow(source)
 
     def notices(self) -> list[Notice]:
         """Return what the user should know about the exports, once."""
@@ -82,7 +84,8 @@ class JobExports:
 
     def close(self) -> None:
         """Stop serving."""
-        self._closing.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 def _export(value: str, workspace: Path) -> Export:

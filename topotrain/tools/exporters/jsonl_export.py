@@ -7,10 +7,11 @@ A value that is not finite is null.
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from topotrain.config.private_files import make_folder, open_file
-from topotrain.tools.exporters.curve_points import CurvePoint, CurveReader
+from topotrain.tools.exporters.curve_points import CurvePoint
 from topotrain.tools.recording.job_history import JobHistory
 
 FILE = "curves.jsonl"
@@ -25,7 +26,7 @@ class JsonLinesExport:
     """
 
     def __init__(self, path: Path, private: bool) -> None:
-        self._path, self._private, self._reader = path, private, CurveReader()
+        self._path, self._private = path, private
 
     def start(self, history: JobHistory) -> None:
         # The curves of a job that goes on follow those of its earlier start.
@@ -38,8 +39,8 @@ class JsonLinesExport:
             fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
         self._file = os.fdopen(fd, "w", encoding="utf-8")
 
-    def update(self, history: JobHistory) -> None:
-        self._file.writelines(map(_line, self._reader.read(history)))
+    def write(self, points: Sequence[CurvePoint]) -> None:
+        self._file.writelines(map(_line, points))
         # A reader follows the file while the job runs.
         self._file.flush()
 

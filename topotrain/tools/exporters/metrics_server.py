@@ -14,7 +14,7 @@ from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, HttpServer, plain_text
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_history import HistorySource
 
 OPTION = "--metrics"
 VARIABLE = "TOPOTRAIN_METRICS_TOKEN"
@@ -60,8 +60,8 @@ def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
     return MetricsAddress(listen, port, token)
 
 
-class MetricsExport:
-    """Serves the metrics of a job from its start to its end.
+class MetricsServer:
+    """Serves the metrics of a job from its start to its end. It answers requests itself.
 
     Args:
         address: where.
@@ -69,6 +69,8 @@ class MetricsExport:
     Raises:
         ConfigError: the address cannot be used.
     """
+
+    headers: Mapping[str, str] = {}
 
     def __init__(self, address: MetricsAddress) -> None:
         listen = address.listen
@@ -80,36 +82,19 @@ class MetricsExport:
             raise ConfigError(OPTION, where, f"must be an address to listen at ({error.strerror})") from None
         except TransportError as error:
             raise ConfigError(OPTION, where, str(error)) from None
-        port = int(sock.getsockname()[1])
-        self.url = url_of(listen.address, port, "https" if tls else "http") + PATH
-        self._responder = _MetricsResponder(listen.loopback, port, address.token)
-        self._server = HttpServer(sock, self._responder, "metrics", tls)
+        self._loopback, self._token = listen.loopback, address.token
+        self._port = int(sock.getsockname()[1])
+        self.url = url_of(listen.address, self._port, "https" if tls else "http") + PATH
+        self._source: HistorySource | None = None
+        self._server = HttpServer(sock, self, "metrics", tls)
 
-    def start(self, history: JobHistory) -> None:
-        self._responder.show(history)
-
-    def update(self, history: JobHistory) -> None:
-        """As `Export.update`; a request reads the history itself."""
-
-    def end(self, code: int) -> None:
-        """As `Export.end`."""
+    def follow(self, source: HistorySource) -> None:
+        """Serve the metrics of this history, as it is at the time of a request."""
+        self._source = source
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
-
-
-class _MetricsResponder:
-    """Answers with the present summary. token: see `MetricsAddress`."""
-
-    headers: Mapping[str, str] = {}
-
-    def __init__(self, loopback: bool, port: int, token: str) -> None:
-        self._loopback, self._port, self._token = loopback, port, token
-        self._history = JobHistory()
-
-    def show(self, history: JobHistory) -> None:
-        self._history = history
 
     def admits(self, request: HttpRequest) -> bool:
         """Return False: the whole request of each client has its time."""
@@ -126,5 +111,6 @@ class _MetricsResponder:
             return replace(refusal, headers={"www-authenticate": "Bearer"})
         if request.path != PATH:
             raise HttpError(404, f"the metrics are at {PATH}")
-        found = exposition(self._history.summary(), request.header("accept"))
+        summary = {} if self._source is None else self._source.read().summary()
+        found = exposition(summary, request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)

@@ -3,11 +3,12 @@
 They are written as torch's `SummaryWriter` does it, by TensorBoard's own writer: the launcher does not load torch.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from topotrain.config.private_files import FILE_MODE, make_folder
-from topotrain.tools.exporters.curve_points import CurveReader
+from topotrain.tools.exporters.curve_points import CurvePoint
 from topotrain.tools.recording.job_history import JobHistory
 
 FOLDER = "tensorboard"
@@ -28,7 +29,7 @@ class TensorBoardExport:
     """
 
     def __init__(self, folder: Path, private: bool) -> None:
-        self._folder, self._private, self._reader = folder, private, CurveReader()
+        self._folder, self._private = folder, private
 
     def start(self, history: JobHistory) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -42,11 +43,11 @@ class TensorBoardExport:
             for file in self._folder.glob("*.tfevents.*"):
                 file.chmod(FILE_MODE)
 
-    def update(self, history: JobHistory) -> None:
+    def write(self, points: Sequence[CurvePoint]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for point in self._reader.read(history):
+        for point in points:
             value = Summary.Value(tag=point.tag, simple_value=point.value)
             self._writer.add_event(Record(wall_time=point.time, step=point.step, summary=Summary(value=[value])))
         # Its own thread writes to the disk every two minutes only.

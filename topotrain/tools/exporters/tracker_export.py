@@ -3,10 +3,11 @@
 import importlib
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.exporters.curve_points import CurveReader
+from topotrain.tools.exporters.curve_points import CurvePoint
 from topotrain.tools.exporters.tracker import Tracker
 from topotrain.tools.recording.job_history import JobHistory
 
@@ -39,16 +40,15 @@ class TrackerExport:
     """Calls a tracker with the points of all curves, once for each step."""
 
     tracker: Tracker
-    _reader: CurveReader = field(default_factory=CurveReader)
     _step: int = 0
 
     def start(self, history: JobHistory) -> None:
         job = history.view()["job"]
         self.tracker.start({name: job.get(name) for name in _JOB})
 
-    def update(self, history: JobHistory) -> None:
+    def write(self, points: Sequence[CurvePoint]) -> None:
         values: dict[str, float] = {}
-        for point in self._reader.read(history):
+        for point in points:
             # Groups do not step together, and trackers refuse a step that is smaller than the last one.
             if point.has_worker_step and point.step > self._step:
                 if values:

@@ -66,7 +66,7 @@ def train(
         topology = replace(topology, link_mbit=loopback_mbit())
     report, exports = Report(job, topology), options.exports
     with (
-        options.recorder or JobRecorder(whole=exports is not None) as recorder,
+        options.recorder or JobRecorder(detailed=exports is not None) as recorder,
         display(report, terminal, options.quiet, options.as_json) as (window, made),
     ):
         recorder.begin(job, topology)

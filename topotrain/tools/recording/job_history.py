@@ -6,7 +6,7 @@ without numbers that JSON does not have. The memory is bounded, however long the
 
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 
 from topotrain.core.events import (
     Event,
@@ -43,6 +43,14 @@ class HistoryStart:
     at: float = 0.0
     time: float = 0.0
     resumed: bool = False
+
+
+class HistorySource(Protocol):
+    """Has the history of a job, for several threads."""
+
+    def read(self) -> "JobHistory":
+        """Return the history with what has come; it may have no job yet. Raises ConfigError."""
+        ...
 
 
 class JobHistory:

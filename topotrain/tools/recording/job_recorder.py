@@ -91,11 +91,11 @@ class JobRecorder(JobWatch):
     As a context manager it ends the recording of a job that has ended by an exception.
 
     Args:
-        whole: the history gets all samples, for the curves of exports.
+        detailed: the history gets all samples, for the curves of exports.
     """
 
-    def __init__(self, whole: bool = False) -> None:
-        self._whole = whole
+    def __init__(self, detailed: bool = False) -> None:
+        self._detailed = detailed
         self._job: Job | None = None
         self._topology: Topology | None = None
         self._led: tuple[bool, Sequence[str]] | None = None
@@ -105,13 +105,9 @@ class JobRecorder(JobWatch):
         # A unit is elected on another thread.
         self._lock = Lock()
 
-    @property
-    def history(self) -> JobHistory:
-        """The history of the job, with its earlier starts. It has no job before the first event."""
+    def read(self) -> JobHistory:
+        """Return the history of the job, with its earlier starts. It has no job before the first event."""
         return self._empty if self._writer is None else self._writer.history
-
-    def poll(self) -> None:
-        """As `WatchedRun.poll`: the history grows by itself."""
 
     def begin(self, job: Job, topology: Topology) -> None:
         """Name the job; it is recorded if this process leads it."""
@@ -130,7 +126,7 @@ class JobRecorder(JobWatch):
                 # Absolute: the program of a notebook may change the folder.
                 path = Path(job.workspace).absolute() / FILE
                 self._start = JobStart(job, topology, time.time(), *led)
-                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices, self._whole)
+                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices, self._detailed)
 
     def __call__(self, event: Event) -> None:
         """Record an event."""
@@ -150,7 +146,7 @@ class JobRecorder(JobWatch):
     def summary(self) -> Mapping[str, Any] | None:
         if self._writer is not None:
             self._writer.flush()
-        history = self.history
+        history = self.read()
         return compacted(history.summary(), SUMMARY_BYTES) if history.has_job else None
 
     def end(self, code: int | None) -> None:

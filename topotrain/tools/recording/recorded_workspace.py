@@ -53,19 +53,23 @@ class RecordedWorkspace:
         """Why it cannot be read any further."""
         if not workspace.is_dir():
             self._problem = "there is no such folder; it must be the workspace of a job"
-        self.poll()
+        self.read()
         if not self.history.has_job:
             self._problem = f"has no recording ({FILE}): a job writes one from its start on"
-            self.poll()
+            self.read()
 
-    def poll(self) -> None:
-        """Read what has come. A job that has ended without a word is lost. Raises ConfigError."""
+    def read(self) -> JobHistory:
+        """Return the history with what has come. A job that has ended without a word is lost.
+
+        Raises ConfigError.
+        """
         with self._lock:
             if not self._problem:
                 self._read_on()
             if self._problem:
                 self.close()
                 raise ConfigError(self._field, str(self._workspace), self._problem)
+            return self.history
 
     def close(self) -> None:
         """Close the file."""

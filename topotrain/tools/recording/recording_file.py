@@ -121,7 +121,7 @@ class RecordingWriter:
         header: of the start. `resumed`: an existing recording is continued.
         clock: gives the time.
         notifier: is told once when the file cannot be written. It is called on the thread of the writer.
-        whole: the history gets all samples, for the curves of exports. Else it gets those of the file, and the newest
+        detailed: the history gets all samples, for the curves of exports. Else it gets those of the file and the newest
             ones.
     """
 
@@ -131,9 +131,9 @@ class RecordingWriter:
         header: RecordingHeader,
         clock: RecordingClock,
         notifier: Notifier = NO_NOTICES,
-        whole: bool = False,
+        detailed: bool = False,
     ) -> None:
-        self._path, self._clock, self._notifier, self._whole = path, clock, notifier, whole
+        self._path, self._clock, self._notifier, self._detailed = path, clock, notifier, detailed
         self.history = JobHistory()
         """With the earlier starts of the job. It has no job before the first event, and is replaced then."""
         self._header, self._seen, self._newest = header, SeenEvents(), NewestSamples(path)
@@ -207,7 +207,7 @@ class RecordingWriter:
         now = self._clock() - self._began
         found += self._slots.due(now)
         newest = self._slots.newest(now, whole)
-        self._remember(come if self._whole else filter(self._seen.is_new, (*found, *newest)))
+        self._remember(come if self._detailed else filter(self._seen.is_new, (*found, *newest)))
         try:
             if self._file is None:
                 self._file = self._opened()
