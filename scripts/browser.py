@@ -16,10 +16,6 @@ from typing import Any
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
 """Pictures that tests leave behind, to be looked at."""
 _WAIT_S = 60.0
-_CHARTS_IN_WINDOW = """[...document.querySelectorAll('.chart')].filter((chart) => {
-  const { top, bottom, height } = chart.getBoundingClientRect();
-  return height > 0 && bottom > 0 && top < window.innerHeight;
-})"""
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -90,11 +86,10 @@ class Browser:
         self.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": list(patterns)})
 
     def open(self, address: str) -> None:
-        """Open an address and wait until the page has drawn a job, with the charts that are in the window."""
+        """Open an address and wait until the page has drawn a job, with its charts."""
         self.driver.get(address)
         self.wait("return document.querySelectorAll('.process').length > 0")
-        # The page draws one chart in each frame.
-        self.wait(f"return {_CHARTS_IN_WINDOW}.every((chart) => chart.querySelector('canvas').ariaLabel)")
+        self.wait("return !window.Plotly || document.querySelector('#charts .main-svg') !== null")
 
     def script(self, text: str, *arguments: Any) -> Any:
         """Run a script in the page; return what it returns."""
@@ -186,11 +181,14 @@ def chromium(width: int = 1400, height: int = 1000) -> Iterator[Browser]:
 
 
 def page_file(
-    folder: Path, view: dict[str, Any], second: dict[str, Any] | None = None, logs: dict[str, str] | None = None
+    folder: Path,
+    view: dict[str, Any],
+    runs: list[dict[str, Any]] | None = None,
+    logs: dict[str, str] | None = None,
 ) -> str:
     """Write the page of a view as one file; return its address."""
     from topotrain.tools.dashboard.mailed_page import mailed_page
 
     path = folder / "job.html"
-    path.write_text(mailed_page(json.loads(json.dumps(view)), second, logs), encoding="utf-8")
+    path.write_text(mailed_page(json.loads(json.dumps(view)), runs or [], logs), encoding="utf-8")
     return path.as_uri()

@@ -24,7 +24,7 @@ from page_command import WatchedJob, watching
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-NAMES = ("page-map", "page-curves", "page-replay", "page-two-runs")
+NAMES = ("page-map", "page-curves", "page-replay", "page-runs", "page-runs-charts")
 LIMIT_BYTES = 150_000
 WIDTH, HEIGHT = 1280, 860
 _COLORS = 256
@@ -48,7 +48,7 @@ class Pictures:
         """Open a page in a theme, and wait for its curves."""
         self.browser.open(address)
         self.choose(theme)
-        self.browser.wait("return document.querySelectorAll('.chart canvas').length >= 3")
+        self.browser.wait("return document.querySelectorAll('.annotation').length >= 3")
 
     def choose(self, theme: str) -> None:
         """Choose light or dark, as a reader does."""
@@ -113,14 +113,16 @@ def of_recorded_jobs(pictures: Pictures, folder: Path) -> None:
         browser.script("window.scrollTo(0, 0)")
         pictures.take("page-replay")
         pictures.choose("dark")
-        browser.click("#replay-live")
-        pictures.scroll_to("#curves")
+        browser.click("#moment-follow")
+        pictures.scroll_to("#charts-section")
         pictures.take("page-curves")
-    with watching(_topotrain("watch", "downpour", "sandblaster"), folder, "said-two") as page:
+    with watching(_topotrain("watch", "."), folder, "said-two") as page:
         pictures.open(page.address, "dark")
-        browser.wait("return document.querySelector('[data-chart=loss] .key').textContent.includes('B group 0')")
-        pictures.scroll_to("#curves")
-        pictures.take("page-two-runs")
+        browser.wait("return document.getElementById('run-rows').textContent.includes('sandblaster')")
+        pictures.scroll_to("#runs")
+        pictures.take("page-runs")
+        pictures.scroll_to("#charts-section")
+        pictures.take("page-runs-charts")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The page of real jobs in a real browser: frameworks, a death, what commands ask, and the replay of an ended job."""
+"""The page of real jobs in a real browser: frameworks, a death, what commands ask, and ended jobs side by side."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def test_each_framework_is_seen_while_it_runs_and_afterwards(
         assert framework.lower() in browser.text("#job-framework").lower()
         browser.wait("return document.querySelectorAll('.process').length === arguments[0]", processes)
         browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
-        browser.wait("return [...document.querySelectorAll('.chart figcaption')].some((f) => f.textContent === 'Loss')")
+        browser.wait("return [...document.querySelectorAll('.annotation')].some((one) => one.textContent === 'Loss')")
         browser.picture(f"live-{framework.lower()}")
         browser.wait("return document.body.dataset.connection === 'recorded'")
         assert set(browser.script(STATES)) <= {"finished", "waits", "applies"}
@@ -153,16 +153,16 @@ def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Bro
             launcher.kill()
 
 
-def test_two_jobs_that_have_ended_are_replayed_and_compared(runner: JobRunner, browser: Browser) -> None:
+def test_two_jobs_of_a_folder_that_have_ended_are_shown_and_compared(runner: JobRunner, browser: Browser) -> None:
     for name, cluster in (("one", SANDBLASTER), ("two", DOWNPOUR)):
         runner.run(cluster, "steady.py", "--epochs", "2", "--step-s", "0.02", name=name)
-    words = [sys.executable, "-m", "topotrain", "watch", "one", "two"]
+    words = [sys.executable, "-m", "topotrain", "watch", "."]
     with watching(words, runner.folder) as job:
         browser.open(job.address)
-        browser.wait("return document.getElementById('run-key').textContent.includes('two')")
-        move = "const s = document.getElementById('replay-slider'); s.value = 0; s.dispatchEvent(new Event('input'));"
+        browser.wait("return document.getElementById('run-rows').textContent.includes('two')")
+        move = "const s = document.getElementById('moment-slider'); s.value = 0; s.dispatchEvent(new Event('input'));"
         browser.script(move)
         assert set(browser.script(STATES)) == {"starting"}
-        browser.click("#replay-live")
+        browser.click("#moment-follow")
         browser.wait("return document.querySelectorAll('.process[data-state=finished]').length > 0")
         browser.picture("watch-two")

@@ -67,7 +67,7 @@ class PageClient:
     def _whole(self, path: str) -> str:
         return path if path.startswith(("/login", "/metrics")) else self.root + path
 
-    def updates(self, run: str = "A") -> Iterator[Any]:
+    def updates(self, run: str = "0") -> Iterator[Any]:
         """Yield what the page is told: a whole view, and then what is new, until the job has ended."""
         data = self.get(f"/api/view?run={run}").data
         yield data

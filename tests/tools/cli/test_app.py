@@ -746,7 +746,7 @@ def test_a_job_of_a_store_is_no_folder(ask: Ask, here: Path, monkeypatch: pytest
     monkeypatch.delenv("TOPOTRAIN_RENDEZVOUS")
     for words, said in (
         (["jobs", "list", "work"], "work: is no URL of a store"),
-        (["watch", "tcp://h:1", "--port", "0", "b"], "WORKSPACE2, --port: tcp://h:1 is a store, which has no page"),
+        (["watch", "tcp://h:1", "--port", "0", "b"], "b, --port: tcp://h:1 is a store, which has no page"),
         (["watch", "tcp://h:1", "--host", "127.0.0.1"], "--host: tcp://h:1 is a store"),
         (["watch", "w", "--once", "--port", "0"], "--port: --once prints the state of one job"),
         (["watch", "w", "--json"], "--json: it needs --once"),

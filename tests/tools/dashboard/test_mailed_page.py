@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from base64 import b64encode
 from contextlib import closing
 from hashlib import sha256
@@ -13,6 +14,7 @@ from growing_recording import GrowingRecording, step
 
 from topotrain.core.events import Notice
 from topotrain.tools.cli import app
+from topotrain.tools.dashboard.chart_library import chart_library
 from topotrain.tools.dashboard.mailed_page import UnknownForm, mailed_page, one_script, view_of
 from topotrain.tools.dashboard.page_files import PageFile, page_files
 from topotrain.tools.dashboard.page_json import embedded_json, page_json
@@ -53,26 +55,34 @@ def workspace(tmp_path: Path) -> Path:
 
 def test_the_file_has_the_view_and_only_its_own_script_runs(workspace: Path) -> None:
     view = view_of(workspace)
-    text = mailed_page(view, view | {"cursor": 0}, {"worker 0/0": EVIL})
+    text = mailed_page(view, [{"name": EVIL}], {"worker 0/0": EVIL})
     page = Elements(text)
     ((policy, _),) = [meta for meta in page.all("meta") if meta[0].get("http-equiv") == "Content-Security-Policy"]
     content = policy["content"] or ""
     scripts = {attributes.get("id") or attributes.get("type"): code for attributes, code in page.all("script")}
-    assert set(scripts) == {"module", "view", "view-b", "logs"}, "what the view says is in no element of its own"
+    data = {"data-view", "data-runs", "data-logs"}
+    assert set(scripts) == {None, "module", *data}, "what the view says is in no element of its own"
     ((_, style),) = page.all("style")
-    for what, source in (("script-src", scripts["module"]), ("style-src", style)):
-        hashed = b64encode(sha256(source.encode()).digest()).decode()
-        assert f"{what} 'sha256-{hashed}';" in content
+    module, library, style = (
+        f"'sha256-{b64encode(sha256(code.encode()).digest()).decode()}'"
+        for code in (scripts["module"], scripts[None], style)
+    )
+    assert f"script-src {module} {library}; style-src {style};" in content
+    assert "plotly.js v" in scripts[None][:200]
     assert content.startswith("default-src 'none';") and "unsafe" not in content and "'self'" not in content
-    assert json.loads(scripts["view"]) == json.loads(page_json(view)) and json.loads(scripts["view-b"])["cursor"] == 0
-    assert json.loads(scripts["view"])["story"][0]["text"].endswith(EVIL)
-    assert json.loads(scripts["logs"]) == {"worker 0/0": EVIL}
+    assert json.loads(scripts["data-view"]) == json.loads(page_json(view))
+    assert json.loads(scripts["data-view"])["story"][0]["text"].endswith(EVIL)
+    assert json.loads(scripts["data-runs"]) == [{"name": EVIL}]
+    assert json.loads(scripts["data-logs"]) == {"worker 0/0": EVIL}
     assert text.index("Content-Security-Policy") < text.index("<style") < text.index("</body>")
     assert '<html lang="en" data-source="embedded">' in text
 
 
 def test_the_file_loads_nothing(workspace: Path) -> None:
     text = mailed_page({**view_of(workspace), "story": []})
+    library = chart_library()
+    assert library is not None
+    text = text.replace(library.text, "")
     for attribute in re.findall(r'\b(?:src|href)="([^"]*)"', text):
         assert attribute.startswith(("#", "data:")), attribute
     assert "/static/" not in text
@@ -137,10 +147,11 @@ def run(*words: str) -> int:
 
 def test_the_command_writes_the_file(workspace: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert run("watch", str(workspace), str(workspace), "--html", str(file)) == 0
+    shutil.copytree(workspace, tmp_path / "sweep" / "two")
+    assert run("watch", str(workspace), str(tmp_path / "sweep"), "--html", str(file)) == 0
     scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
-    assert {"view", "view-b"} <= set(scripts)
-    assert json.loads(scripts["logs"]) == {}
+    assert [each["name"] for each in json.loads(scripts["data-runs"])] == ["job", "sweep/two"]
+    assert json.loads(scripts["data-logs"]) == {}
 
 
 def test_the_file_has_the_last_lines_of_each_log(workspace: Path, tmp_path: Path) -> None:
@@ -149,7 +160,7 @@ def test_the_file_has_the_last_lines_of_each_log(workspace: Path, tmp_path: Path
     file = tmp_path / "page.html"
     assert run("watch", str(workspace), "--html", str(file)) == 0
     scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
-    assert json.loads(scripts["logs"]) == {"worker 0/1": "\n".join(f"line {n}" for n in range(950, 1000))}
+    assert json.loads(scripts["data-logs"]) == {"worker 0/1": "\n".join(f"line {n}" for n in range(950, 1000))}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
 from topotrain.tools import http_server
-from topotrain.tools.dashboard.page_files import page_files
+from topotrain.tools.dashboard.chart_library import chart_library
+from topotrain.tools.dashboard.page_files import LIBRARY, page_files
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
 from topotrain.tools.dashboard.web_routes import WatchedRun
 from topotrain.tools.recording.job_history import JobHistory
@@ -69,7 +71,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
-PATHS = ("/", "/static/main.js", "/api/view", "/api/view?cursor=0", "/api/log?process=worker+0/0", "/nothing")
+PATHS = (
+    "/",
+    "/static/main.js",
+    "/api/view",
+    "/api/runs",
+    "/api/view?cursor=0",
+    "/api/log?process=worker+0/0",
+    "/nothing",
+)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -130,7 +140,14 @@ def test_all_answers_have_the_policy(page: PageClient) -> None:
 
 def test_the_page_and_all_its_files_are_served_and_need_nothing_from_elsewhere(page: PageClient) -> None:
     files = page_files()
-    assert page.get("/").text == files["index.html"].text
+    library = chart_library()
+    assert library is not None
+    index = page.get("/").text
+    assert f'src="static/{library.name}"' in index and LIBRARY not in index and "://" not in index
+    answer = page.get(f"/static/{library.name}")
+    assert answer.text == library.text and "immutable" in answer.headers["cache-control"]
+    assert library.name == f"plotly-{version('plotly')}.min.js", "its address changes with its version"
+    del files["index.html"]
     for name, file in files.items():
         answer = page.get(f"/static/{name}")
         assert answer.text == file.text
@@ -154,7 +171,7 @@ def test_methods_and_sizes_are_limited(page: PageClient) -> None:
 
 def test_the_view_and_then_what_is_new(page: PageClient, recording: GrowingRecording) -> None:
     view = page.get("/api/view").data
-    assert view["job"]["name"] == "digits" and view["runs"] == 1
+    assert view["job"]["name"] == "digits" and page.get("/api/runs").data == []
     assert [process["name"] for process in view["processes"]] == ["worker 0/0", "worker 0/1", "server 0/0"]
     updates = page.updates()
     assert next(updates)["processes"] == view["processes"]
@@ -207,11 +224,11 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
             stack.enter_context(closing(GrowingRecording(tmp_path / name, name)))
         client = stack.enter_context(served(tmp_path / "one", tmp_path / "two"))
         client.login()
-        for path, name in (("/api/view", "one"), ("/api/view?run=A", "one"), ("/api/view?run=B", "two")):
-            view = client.get(path).data
-            assert (view["job"]["name"], view["runs"]) == (name, 2)
-        assert next(client.updates("B"))["job"]["name"] == "two"
-        assert client.get("/api/view?run=C").status == 404
+        for path, name in (("/api/view", "one"), ("/api/view?run=0", "one"), ("/api/view?run=1", "two")):
+            assert client.get(path).data["job"]["name"] == name
+        assert next(client.updates("1"))["job"]["name"] == "two"
+        assert [run["name"] for run in client.get("/api/runs").data] == ["one", "two"]
+        assert {client.get(f"/api/view?run={wrong}").status for wrong in ("2", "-1", "A", "01")} == {404}
 
 
 def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: GrowingRecording) -> None:

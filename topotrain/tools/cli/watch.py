@@ -18,12 +18,12 @@ EXAMPLE = """\b
 Example:
   topotrain watch workspace/digits
   topotrain watch workspace/digits workspace/letters --port 8080
+  topotrain watch workspace/compare
   topotrain watch workspace/digits --once --json
   topotrain watch workspace/digits --html digits.html
   topotrain watch tcp://127.0.0.1:29400 --job night7
 """
 HOST = "127.0.0.1"
-WORKSPACE2 = "WORKSPACE2"
 
 
 def _port(value: str | int) -> int:
@@ -52,16 +52,14 @@ WatchHost = Annotated[
 
 
 def watch(
-    workspace: Annotated[
-        str,
+    workspaces: Annotated[
+        list[str],
         typer.Argument(
-            metavar="WORKSPACE",
-            help="The folder of a job that runs, or has ended; or the URL of a store, with --job.",
+            metavar="WORKSPACE...",
+            help="The folder of a job that runs, or has ended; several ones, or a folder that has them, side by side; "
+            "or the URL of a store, with --job.",
         ),
     ],
-    second: Annotated[
-        Path | None, typer.Argument(metavar=WORKSPACE2, help="Of another job, which is laid over it.")
-    ] = None,
     port: Annotated[
         int | None, typer.Option("--port", metavar="N", parser=_port, help="Of the page; without it, any free one.")
     ] = None,
@@ -83,7 +81,8 @@ def watch(
     It is read from the recording in the workspace, and the job is not disturbed. The page is served until Ctrl-C.
     """
     with refusing():
-        paged = {WORKSPACE2: second is not None, "--port": port is not None, "--host": bool(host)}
+        workspace, *others = workspaces
+        paged = {" ".join(others): bool(others), "--port": port is not None, "--host": bool(host)}
         if not jobs.is_folder(workspace, job):
             _refuse({**paged, "--html": html is not None}, f"{workspace or 'a store'} is a store, which has no page")
             text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
@@ -94,10 +93,10 @@ def watch(
             jobs.print_once(Path(workspace), as_json)
         else:
             _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
-            found = [Path(workspace), *([] if second is None else [second])]
+            found = [Path(one) for one in workspaces]
             if html is None:
                 raise typer.Exit(serve(found, port or 0, host or HOST))
-            del paged[WORKSPACE2]
+            del paged[" ".join(others)]
             _refuse(paged, "--html writes a file, and serves no page")
             write_page(html, found)
 
@@ -137,15 +136,17 @@ def serve(workspaces: Sequence[Path], port: int, host: str) -> int:
     Raises ConfigError or BadInput.
     """
     from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
+    from topotrain.tools.dashboard.run_folders import runs_of
 
-    return serve_until_stopped([workspace.absolute() for workspace in workspaces], PageOptions(port, host))
+    return serve_until_stopped([run.absolute() for run in runs_of(workspaces)], PageOptions(port, host))
 
 
 def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     """Write the page of recorded jobs into one file. Raises ConfigError or BadInput."""
     from topotrain.tools.dashboard.mailed_page import page_of
+    from topotrain.tools.dashboard.run_folders import runs_of
 
-    text = page_of(workspaces)
+    text = page_of(runs_of(workspaces))
     check_writable("--html", file)
     # The user has named this file, so its mode is what the umask gives.
     try:

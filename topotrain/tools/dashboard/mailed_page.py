@@ -16,16 +16,19 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from topotrain.tools.dashboard.page_files import INDEX, PageFile, page_files
+from topotrain.tools.dashboard.chart_library import chart_library
+from topotrain.tools.dashboard.page_files import INDEX, LIBRARY, PageFile, page_files
 from topotrain.tools.dashboard.page_json import embedded_json
 from topotrain.tools.dashboard.process_logs import tails_of
+from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_folders import named_runs
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.-]+)";[ \t]*\n?', re.M)
 _EXPORT = re.compile(r"^export (?=(?:async function|function|class|const)\b)", re.M)
 _EXPORTED = re.compile(r"^export (?:async function|function|class|const)\s*\*?\s*([\w$]+)", re.M)
 _UNKNOWN = re.compile(r"^(?:import|export)\b.*|\bimport\(.*|\bimport\.meta\b.*", re.M)
-_STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.-]+)">')
+_STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.-]+)"([^>]*)>')
 _SCRIPT = re.compile(r'<script type="module" src="static/([\w.-]+)"></script>')
 _LIVE = 'data-source="live"'
 _FIRST_META = '<meta charset="utf-8">'
@@ -43,46 +46,51 @@ def view_of(workspace: Path) -> dict[str, Any]:
 
 
 def page_of(workspaces: Sequence[Path]) -> str:
-    """Return the page of one or two recorded jobs as one file.
+    """Return the page of recorded jobs as one file.
 
-    It has the logs of the first job. Raises ConfigError.
+    The map, the processes, the events and the logs are those of the first job. Raises ConfigError.
     """
-    first, *others = workspaces
-    view = view_of(first)
-    return mailed_page(view, view_of(others[0]) if others else None, tails_of(first, view))
+    named = named_runs(workspaces)
+    views = {name: view_of(workspace) for name, workspace in named.items()}
+    view = next(iter(views.values()))
+    return mailed_page(view, compared(views), tails_of(workspaces[0], view))
 
 
 def mailed_page(
-    view: Mapping[str, Any], second: Mapping[str, Any] | None = None, logs: Mapping[str, str] | None = None
+    view: Mapping[str, Any], runs: Sequence[Mapping[str, Any]] = (), logs: Mapping[str, str] | None = None
 ) -> str:
-    """Return the page of a view as one file.
+    """Return the page of a view as one file, with the library of the charts if it is installed.
 
-    second: the view of a run that is laid over it. logs: the last lines of each process, by its name.
+    runs: beside each other, if there are several. logs: the last lines of each process, by its name.
     """
-    files = page_files()
+    files, library = page_files(), chart_library()
     text = files[INDEX].text
     styles, scripts = _STYLE.findall(text), _SCRIPT.findall(text)
-    if len(styles) != 1 or len(scripts) != 1 or not all(mark in text for mark in (_LIVE, _FIRST_META, _END)):
-        raise UnknownForm(f"{INDEX}: must have one style sheet, one module, {_LIVE}, {_FIRST_META} and {_END}")
-    style, script = files[styles[0]].text, one_script(files, scripts[0])
-    if "</style" in style.lower() or "</script" in script.lower() or "<!--" in script:
+    if len(styles) != 1 or len(scripts) != 1 or not all(mark in text for mark in (_LIVE, _FIRST_META, _END, LIBRARY)):
+        raise UnknownForm(
+            f"{INDEX}: must have one style sheet, one module, {_LIVE}, {_FIRST_META}, {LIBRARY} and {_END}"
+        )
+    ((sheet, attributes),) = styles
+    style, script = files[sheet].text, one_script(files, scripts[0])
+    charts = "" if library is None else library.text
+    if "</style" in style.lower() or any("</script" in code.lower() or "<!--" in code for code in (script, charts)):
         raise UnknownForm("a style or a script of the page would end its own element")
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src {_hash(script)} {_hash(charts)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    parts = {"view": view, "view-b": second, "logs": logs}
+    parts = {"data-view": view, "data-runs": runs, "data-logs": logs or {}}
     data = "".join(
-        f'<script type="application/json" id="{name}">{embedded_json(part)}</script>\n'
-        for name, part in parts.items()
-        if part is not None
+        f'<script type="application/json" id="{name}">{embedded_json(part)}</script>\n' for name, part in parts.items()
     )
     meta = f'{_FIRST_META}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     for old, new in (
         (_LIVE, 'data-source="embedded"'),
         (_FIRST_META, meta),
-        (f'<link rel="stylesheet" href="static/{styles[0]}">', f"<style>{style}</style>"),
+        (f'<link rel="stylesheet" href="static/{sheet}"{attributes}>', f"<style{attributes}>{style}</style>"),
         (f'<script type="module" src="static/{scripts[0]}"></script>', f'<script type="module">{script}</script>'),
+        # Behind the others, whose marks a library might have in it.
+        (LIBRARY, "" if library is None else f"{library.placeholders}<script>{charts}</script>"),
     ):
         text = text.replace(old, new, 1)
     # Last: the view may have any text in it, also that of a mark.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INDEX = "index.html"
+LIBRARY = "<!-- library -->"
+"""The place in the index of the library of the charts."""
 _FOLDER = Path(__file__).parent / "page"
 _KINDS: Mapping[str, str] = {
     ".html": "text/html",

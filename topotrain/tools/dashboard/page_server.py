@@ -1,4 +1,4 @@
-"""Serve the page of one run, or of two side by side.
+"""Serve the page of one run, or of several side by side.
 
 The server has threads of its own. When a page asks, it reads the history that the launcher keeps for its recording, or
 the recording. So a launcher without an open page does nothing more than one that serves none.
@@ -22,11 +22,11 @@ from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import LOGIN, PageAccess
 from topotrain.tools.dashboard.page_turns import TURN_S, PageTurns
+from topotrain.tools.dashboard.run_folders import named_runs
 from topotrain.tools.dashboard.web_routes import PageRoutes, WatchedRun
 from topotrain.tools.http_server import HttpServer
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
-_RUNS = ("A", "B")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -86,11 +86,11 @@ def bind_page(options: PageOptions) -> BoundPage:
 
 @contextmanager
 def served_page(bound: BoundPage, watched: Sequence[WatchedRun], turn_s: float = TURN_S) -> Iterator[str]:
-    """Serve the page of one or two runs for the length of the block.
+    """Serve the page of these runs for the length of the block.
 
     Yields the address that works once. turn_s: between two answers to a page.
     """
-    runs = dict(zip(_RUNS, watched))
+    runs = dict(zip(named_runs([run.workspace for run in watched]), watched))
     loopback = ipaddress.ip_address(bound.host).is_loopback
     access, turns = PageAccess(bound.names, bound.port, open_metrics=loopback), PageTurns(turn_s)
     server = HttpServer(bound.sock, PageRoutes(runs, turns, access, bound.tls is not None), "page", bound.tls)

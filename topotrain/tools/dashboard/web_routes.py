@@ -2,7 +2,8 @@
 
 GET  /login?token=T       the one-time token for a cookie, with which the others are below a path of random letters
 GET  /                    the page, and its files below /static/
-GET  /api/view            the view of a run: ?run=B the second one
+GET  /api/view            the view of a run: ?run=1 the second one
+GET  /api/runs            the curves and settings of all runs
 GET  /api/view?cursor=N   what is new behind an earlier answer, about a second later
 GET  /api/log             the last lines of a log: ?process=worker 0/0
 GET  /metrics             the figures for Prometheus
@@ -15,16 +16,17 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from topotrain.config.job import ConfigError
+from topotrain.tools.dashboard.chart_library import chart_library
 from topotrain.tools.dashboard.page_access import PageAccess, PageRequest
-from topotrain.tools.dashboard.page_files import INDEX, page_files
+from topotrain.tools.dashboard.page_files import INDEX, LIBRARY, PageFile, page_files
 from topotrain.tools.dashboard.page_json import page_json
 from topotrain.tools.dashboard.page_turns import PageTurns
 from topotrain.tools.dashboard.process_logs import tail_of
+from topotrain.tools.dashboard.run_comparison import compared
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
 from topotrain.tools.recording.job_history import HistorySource, JobHistory
 
-FIRST = "A"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,7 +62,7 @@ class PageRoutes:
     """The addresses of the server, and the answer of each.
 
     Args:
-        runs: by the name that the page has for them.
+        runs: by the names that the page shows.
         turns: between two answers about a run.
         access: gives the cookie.
         secure: browsers reach the server over TLS.
@@ -68,7 +70,7 @@ class PageRoutes:
 
     def __init__(self, runs: Mapping[str, WatchedRun], turns: PageTurns, access: PageAccess, secure: bool) -> None:
         self._runs, self._turns, self._access, self._secure = runs, turns, access, secure
-        self._files = page_files()
+        self._files, self._library = page_files(), chart_library()
         self.headers = HEADERS
 
     def admits(self, request: HttpRequest) -> bool:
@@ -85,9 +87,11 @@ class PageRoutes:
             case "/login":
                 return self._login(request, query)
             case "/":
-                return self._file(INDEX)
+                return self._index()
             case "/api/view":
                 return self._view(query)
+            case "/api/runs":
+                return self._comparison()
             case "/api/log":
                 return self._log(query)
             case "/metrics":
@@ -121,11 +125,21 @@ class PageRoutes:
         headers = {"location": root, "set-cookie": cookie + ("; Secure" if self._secure else "")}
         return replace(plain_text(303, ""), headers=headers)
 
+    def _index(self) -> HttpAnswer:
+        charts = self._library
+        script = "" if charts is None else f'{charts.placeholders}<script defer src="static/{charts.name}"></script>'
+        index = self._files[INDEX]
+        return _of_page(replace(index, text=index.text.replace(LIBRARY, script, 1)))
+
     def _file(self, name: str) -> HttpAnswer:
+        if self._library is not None and name == self._library.name:
+            # Its address has its version, so a browser need not ask for it again.
+            kept = {"cache-control": "private, max-age=31536000, immutable"}
+            return replace(_of_page(PageFile(name, self._library.text)), headers=kept)
         found = self._files.get(name)
-        if found is None:
+        if found is None or name == INDEX:
             raise HttpError(404, "no such file")
-        return HttpAnswer(200, found.text.encode(), f"{found.media_type}; charset=utf-8")
+        return _of_page(found)
 
     def _view(self, query: Mapping[str, str]) -> HttpAnswer:
         """Return the whole view of a run, or what is new."""
@@ -138,7 +152,7 @@ class PageRoutes:
         data = history.view() if known is None else history.since(known)
         if data["job"]["ended"] is None:
             self._turns.expect()
-        return HttpAnswer(200, page_json(data | {"runs": len(self._runs)}).encode(), "application/json")
+        return HttpAnswer(200, page_json(data).encode(), "application/json")
 
     def _log(self, query: Mapping[str, str]) -> HttpAnswer:
         """Return the last lines of a process's log."""
@@ -156,9 +170,19 @@ class PageRoutes:
         found = exposition(self._run(query).history.summary(), request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)
 
+    def _comparison(self) -> HttpAnswer:
+        """Return all runs beside each other; of one alone nothing."""
+        several = self._runs if len(self._runs) > 1 else {}
+        views = {name: run.history.view() for name, run in several.items()}
+        return HttpAnswer(200, page_json(compared(views)).encode(), "application/json")
+
     def _run(self, query: Mapping[str, str]) -> WatchedRun:
         """Return the run of a request."""
-        run = self._runs.get(query.get("run", FIRST))
-        if run is None:
+        number, runs = query.get("run", "0"), list(self._runs.values())
+        if number not in map(str, range(len(runs))):
             raise HttpError(404, "no such run")
-        return run
+        return runs[int(number)]
+
+
+def _of_page(file: PageFile) -> HttpAnswer:
+    return HttpAnswer(200, file.text.encode(), f"{file.media_type}; charset=utf-8")

@@ -183,7 +183,8 @@ class StateTrack:
 
     def since(self, number: int) -> list[list[Any]]:
         """Return the entries with higher numbers as in the view."""
-        return [[round(at, 3), state] for each, at, state in self._entries if each > number]
+        new = bisect_right(self._entries, number, key=lambda entry: entry[0])
+        return [[round(at, 3), state] for _, at, state in self._entries[new:]]
 
 
 @dataclass(frozen=True, slots=True)

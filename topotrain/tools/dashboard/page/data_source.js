@@ -1,74 +1,60 @@
-// Where the page's data come from: the server of a running or recorded job, or the file itself.
+// Where the page's data come from: the server of running or recorded jobs, or the file itself.
 
+import { byId } from "./elements.js";
 import { JobView } from "./job_view.js";
 
 const AGAIN_MS = 2000;
+const RUNS_MS = 4000;
+const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 
-/** Data that are written into the page, or null. */
-function embedded(id) {
-  const holder = document.getElementById(id);
-  return holder && JSON.parse(holder.textContent);
-}
+/** `live`: there is a server. Without one all data are in the page. */
+export class DataSource {
+  live = document.documentElement.dataset.source === "live";
 
-/** A View that is written into the page: a recorded job that needs no server. */
-export class EmbeddedSource {
-  constructor() {
-    this.live = false;
-    this._logs = embedded("logs") ?? {};
+  /** Call `listener.onView`, `onDelta`, `onRuns` and `onConnection` as data arrive. */
+  constructor(listener) {
+    this._listener = listener;
+    this.follow(0);
+    this._compare();
   }
 
-  /** Call `listener.onView(run, JobView)` once for each run. */
-  start(listener) {
-    for (const [run, id] of [["A", "view"], ["B", "view-b"]]) {
-      const view = embedded(id);
-      if (view) listener.onView(run, new JobView(view));
-    }
-    listener.onConnection("recorded");
-  }
-
-  /** The last lines of a process's log, if they were written into the page, or null. */
-  async log(process) {
-    return this._logs[process] ?? null;
-  }
-}
-
-/** The server of the page: a whole View of a run, then what is new, which the server holds back for about a second. */
-export class ServerSource {
-  constructor() {
-    this.live = true;
-  }
-
-  /** Call `listener.onView`, `onDelta` and `onConnection` as data arrive. */
-  start(listener) {
-    // A second run is asked for only where there is one: a refused request is an error in the browser's console.
-    this._follow("A", listener, (runs) => runs > 1 && this._follow("B", listener, () => {}));
-  }
-
-  async _follow(run, listener, onFirst) {
+  /** Show a run, by its number, and no other one any more: a whole View, then what is new, about once a second. */
+  async follow(run) {
+    this._run = run;
     let view = null;
-    while (!view?.over) {
-      const data = await this._news(run, view);
+    do {
+      const data = await this._ask(`view?run=${run}${view === null ? "" : `&cursor=${view.cursor}`}`);
+      if (this._run !== run) return;
+      this._listener.onConnection(data === null ? "lost" : this.live && data.job.ended === null ? "live" : "recorded");
       if (data === null) {
-        if (run === "A") listener.onConnection("lost");
-        await new Promise((done) => { setTimeout(done, AGAIN_MS); });
+        await pause(AGAIN_MS);
         continue;
       }
-      const first = view === null;
       // Whole: another job has begun in this workspace.
-      const whole = first || data.whole;
+      const whole = view === null || data.whole;
       if (whole) view = new JobView(data);
       else view.merge(data);
-      if (run === "A") listener.onConnection(view.over ? "recorded" : "live");
-      if (whole) listener.onView(run, view);
-      else listener.onDelta(run, view);
-      if (first) onFirst(Number(data.runs ?? 1));
-    }
+      if (whole) this._listener.onView(view);
+      else this._listener.onDelta();
+    } while (this.live && (view === null || view.job.ended === null));
   }
 
-  async _news(run, view) {
+  async _compare() {
+    let running;
+    do {
+      const runs = await this._ask("runs");
+      if (runs?.length > 1) this._listener.onRuns(runs);
+      running = runs === null || (runs.length > 1 && runs.some((run) => run.running));
+      await pause(RUNS_MS);
+    } while (this.live && running);
+  }
+
+  // Null: there is no server any more.
+  async _ask(what, form = "json") {
+    if (!this.live) return JSON.parse(byId(`data-${what.split("?")[0]}`).textContent);
     try {
-      const answer = await fetch(`api/view?run=${run}${view === null ? "" : `&cursor=${view.cursor}`}`);
-      return answer.ok ? await answer.json() : null;
+      const answer = await fetch(`api/${what}`);
+      return answer.ok ? await answer[form]() : null;
     } catch {
       return null;
     }
@@ -76,12 +62,7 @@ export class ServerSource {
 
   /** The last lines of a process's log, or null. */
   async log(process) {
-    const answer = await fetch(`api/log?process=${encodeURIComponent(process)}`);
-    return answer.ok ? answer.text() : null;
+    if (!this.live) return (await this._ask("logs"))[process] ?? null;
+    return this._ask(`log?run=${this._run}&process=${encodeURIComponent(process)}`, "text");
   }
-}
-
-/** The source that index.html names. */
-export function dataSource() {
-  return document.documentElement.dataset.source === "embedded" ? new EmbeddedSource() : new ServerSource();
 }

@@ -1,0 +1,114 @@
+"""Several runs side by side: one curve of each run for each metric, and the settings in which they differ."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_POINTS = 300
+_SUMS = frozenset({"samples_per_s", "bytes_per_s", "updates_per_s", "memory_bytes"})
+"""Metrics of which a run has the sum of its processes. Of others it has the mean."""
+_ABSENT = frozenset({"dead", "away", "finished", "starting", "restarts"})
+_SETTING = re.compile(r"^\s*(\w+):\s*(.+)$", re.MULTILINE)
+_OWN = frozenset({"workspace", "name"})
+"""Settings in which all runs differ."""
+
+
+def compared(views: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs as the page shows them beside each other, each with its columns of a table and its curves.
+
+    views: of each run, by its name.
+    """
+    settings = {name: _settings(view) for name, view in views.items()}
+    names = dict.fromkeys(key for own in settings.values() for key in own)
+    differing = [key for key in names if len({own.get(key) for own in settings.values()}) > 1]
+    shown = ("framework", "workers", "servers", *differing)
+    return [
+        {
+            "name": name,
+            "running": view["job"]["ended"] is None,
+            "columns": {
+                "state": _state(view["job"]),
+                **{key: settings[name].get(key, "–") for key in shown},
+                **_results(view["job"]),
+            },
+            **_curves(view),
+        }
+        for name, view in views.items()
+    ]
+
+
+def _state(job: Mapping[str, Any]) -> str:
+    if job["ended"] is None:
+        return "lost" if job["lost"] else "running"
+    return "ended" if job["code"] == 0 else f"failed, code {job['code']}"
+
+
+def _results(job: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run has reached, as text."""
+    loss, rate, seconds = job["loss"], job["samples_per_s"], int(job["elapsed"])
+    return {
+        "step": f"{job['step'] or 0:,}",
+        "loss": "–" if loss is None else f"{loss:.4g}",
+        "samples/s": "–" if rate is None else f"{rate:,.0f}",
+        "time": f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+    }
+
+
+def _settings(view: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run was started with, as text, by the names that the job file has."""
+    found: dict[str, list[str]] = {}
+    for key, value in _SETTING.findall(view["job"].get("block", "")):
+        found.setdefault(key, []).append(value.strip().strip('"'))
+    roles = [process["role"] for process in view["processes"]]
+    counts = {f"{role}s": str(roles.count(role)) for role in ("worker", "server")}
+    own = {key: ", ".join(values) for key, values in found.items() if key not in _OWN}
+    return {"framework": view["job"].get("framework", ""), **counts, **own}
+
+
+def _curves(view: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the curves of a run at evenly spaced times. Where none of its processes has made figures there is null."""
+    series = [each for each in view["series"] if each["points"]]
+    ends = [each["points"][-1][0] for each in series]
+    at = np.linspace(0.0, float(np.median(ends)), _POINTS + 1)[1:] if ends else np.empty(0)
+    away = {name: _absences(entries, at) for name, entries in view["states"].items()}
+    step, found = np.zeros(len(at)), dict[str, Any]()
+    for metric in dict.fromkeys(each["metric"] for each in series):
+        some = _of_processes([each for each in series if each["metric"] == metric])
+        values = np.stack([_values(each, at, away) for each in some])
+        if metric == "loss":
+            step = np.max([_at(each["points"], 1, at) for each in some], axis=0)
+        counts = np.count_nonzero(np.isfinite(values), axis=0)
+        total = np.nansum(values, axis=0) / (1 if metric in _SUMS else np.maximum(counts, 1))
+        found[metric] = [round(float(value), 6) if count else None for value, count in zip(total, counts)]
+    return {"at": at.round(3).tolist(), "step": np.nan_to_num(step).tolist(), "curves": found}
+
+
+def _of_processes(series: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the series of single processes, unless only the job or groups have some."""
+    single = [each for each in series if not each["of"].startswith(("job", "group "))]
+    return single or series
+
+
+def _values(series: Mapping[str, Any], at: Any, away: Mapping[str, Any]) -> Any:
+    """Return the values of a series at these times; NaN: none, or one of its processes was not there."""
+    values = _at(series["points"], 2, at)
+    for name in series["of"].split(">"):
+        if name in away:
+            values[away[name]] = np.nan
+    return values
+
+
+def _at(points: Sequence[Any], part: int, at: Any) -> Any:
+    """Return a part of the last points before these times; NaN: none."""
+    known = np.array([np.nan, *(np.nan if point[part] is None else point[part] for point in points)], dtype=float)
+    return known[np.searchsorted([point[0] for point in points], at, side="right")]
+
+
+def _absences(entries: Sequence[Any], at: Any) -> Any:
+    """Return at which of these times a process makes no figures."""
+    absent = np.array([False, *(state in _ABSENT for _, state in entries)])
+    changes = [time for time, _ in entries]
+    # Its first and last figures are of the moments at which it begins and ends.
+    return absent[np.searchsorted(changes, at, side="left")] & absent[np.searchsorted(changes, at, side="right")]
