@@ -58,7 +58,7 @@ class Row:
     """One line of a table.
 
     A `figure` of None could not be measured, and the note says why. `processor_ms` is the processor time of a step in
-    all processes of the side, and `megabytes` are those of its parameters.
+    all processes of the side, and `megabytes` are those of its parameters in tables of earlier commits.
     """
 
     what: str
@@ -71,10 +71,10 @@ class Row:
     processor_ms: float | None = None
     megabytes: float | None = None
 
-    def costing(self, samples: Samples, megabytes: float | None = None) -> "Row":
+    def costing(self, samples: Samples) -> "Row":
         """The same with the processor time of a side's turns."""
         spent = median(samples.processor) * 1e3 if samples.processor else None
-        return replace(self, processor_ms=spent, megabytes=megabytes)
+        return replace(self, processor_ms=spent)
 
 
 def row(what: str, figure: Figure | float, unit: str, note: str = "", mode: str = "") -> Row:
@@ -102,7 +102,7 @@ def ratio(
     """The ratio of two sides of a table, or why one of them is missing."""
     for name in (side, over):
         if name not in found:
-            return absent(what, unit, missing[name], mode)
+            return absent(what, unit, missing.get(name, f"{name} is missing"), mode)
     return row(what, found[side].over(found[over]), unit, note, mode)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.sides import Refused, Sides, refusal, spawn
+from benchmarks.sides import Refused, Sides, job_command, spawn
 
 LEARNER = Path(__file__).parent / "programs" / "learner.py"
 LIMIT_S = 180
@@ -34,14 +34,9 @@ def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str, l
 
     Beside that file the job leaves report.json, and `work`, its workspace.
     """
-    why = refusal(conf)
-    if why:
-        raise Refused(why)
     folder = sides.room(name)
-    (folder / "job.conf").write_text(conf)
-    command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
-    command += ["--set", f"cluster.workspace={folder / 'work'}", "--report", str(folder / "report.json")]
-    command += [str(folder / "job.conf"), str(program), "--out", str(folder / "points"), *args]
+    words = ("run", "--quiet", "--forkserver", sides.serve(), "--report", str(folder / "report.json"))
+    command = [*job_command(folder, conf, *words), str(program), "--out", str(folder / "points"), *args]
     _run(folder, [command], [{}], limit_s)
     return folder / "points"
 

@@ -30,24 +30,15 @@ class Namespaces:
     """
 
     names: tuple[str, ...]
-    addresses: tuple[str, ...] = ("127.0.0.1",)
-    interface: str = "lo"
+    addresses: tuple[str, ...]
+    interface: str
 
     @property
     def commands(self) -> list[list[str]]:
         return [["ip", "netns", "exec", name] for name in self.names]
 
     @classmethod
-    def loopback(cls, control: str = "") -> Self | None:
-        """One network with only a loopback interface, with a congestion control of its own. None if not permitted."""
-        made = cls((_name(),))
-        if made._build(control):
-            return made
-        made.close()
-        return None
-
-    @classmethod
-    def hosts(cls, number: int, mbit: float, control: str = "", delay_ms: float = 0.0) -> Self | None:
+    def hosts(cls, number: int, mbit: float, delay_ms: float = 0.0) -> Self | None:
         """`number` networks on one switch; each sends and receives `mbit` Mbit/s at most. None if not permitted.
 
         delay_ms: from one host to another, one way.
@@ -55,17 +46,14 @@ class Namespaces:
         tag = f"{os.getpid() % 10000}x{next(_NUMBERS)}"
         names = tuple(f"bench{tag}h{n}" for n in range(number))
         made = cls((*names, f"bench{tag}sw"), tuple(f"10.77.0.{n + 1}" for n in range(number)), "wire0")
-        if made._build(control) and made._wire(number, mbit, delay_ms):
+        if made._build() and made._wire(number, mbit, delay_ms):
             return made
         made.close()
         return None
 
-    def _build(self, control: str) -> bool:
+    def _build(self) -> bool:
         for name in self.names:
             if not (_run("ip", "netns", "add", name) and _run("ip", "-n", name, "link", "set", "lo", "up")):
-                return False
-            setting = f"net.ipv4.tcp_congestion_control={control}"
-            if control and not _run("ip", "netns", "exec", name, "sysctl", "-w", setting):
                 return False
         return True
 
@@ -105,7 +93,3 @@ def _delayed(device: str, mbit: float, delay_ms: float) -> tuple[str, ...]:
     # The limit is in packets, of which more than the default of 1000 may be under way.
     path = ("delay", f"{delay_ms:g}ms", "rate", f"{mbit}mbit", "limit", "20000")
     return ("qdisc", "add", "dev", device, "root", "netem", *path)
-
-
-def _name() -> str:
-    return f"bench{os.getpid() % 10000}x{next(_NUMBERS)}"

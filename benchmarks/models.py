@@ -250,12 +250,6 @@ def build(name: str, rank: int, times: int = 1) -> Work:
     return Work(model, samples, batches, recipe.loss)
 
 
-def megabytes(name: str) -> float:
-    """The MiB of a work's parameters."""
-    with torch.device("meta"):
-        return parameters(_RECIPES[name].model()) * 4 / 2**20
-
-
 def parameters(model: nn.Module) -> int:
     """Trainable elements."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -82,6 +82,20 @@ def refusal(conf: str) -> str:
     return ""
 
 
+def job_command(folder: Path, conf: str, *words: str) -> list[str]:
+    """The command line of a job in a folder, where its conf is written, without the script.
+
+    Args:
+        words: the command of topotrain and its options.
+    Raises Refused, also for a conf that topotrain does not take (yet).
+    """
+    if why := refusal(conf):
+        raise Refused(why)
+    file = folder / "job.conf"
+    file.write_text(conf)
+    return [sys.executable, "-m", "topotrain", *words, "--set", f"cluster.workspace={folder / 'work'}", str(file)]
+
+
 @dataclass(slots=True)
 class Side:
     """Living processes; use it as what `Sides.job` or `Sides.peer` return."""
@@ -240,20 +254,17 @@ class Sides:
             transport: the value of `cluster.transport`, if not the default.
             cold: with a forkserver of its own, as a user's job has it.
             script: what it runs.
-        Raises Refused, also for a conf that topotrain does not take (yet).
+        Raises Refused.
         """
-        why = refusal(conf)
-        if why:
-            raise Refused(why)
         folder = self.room(name)
-        file = folder / "job.conf"
-        file.write_text(conf)
-        command = [sys.executable, "-m", "topotrain", "run", "--quiet"]
-        command += ["--set", f"cluster.workspace={folder / 'work'}"]
-        command += ["--set", f"cluster.transport={transport}"] if transport else []
-        command += [] if cold else ["--forkserver", self.serve()]
-        command += [str(file), str(script), "--socket", str(folder / "line"), "--model", model, *self._arguments]
+        words = ["run", "--quiet", *(() if cold else ("--forkserver", self.serve()))]
+        words += ["--set", f"cluster.transport={transport}"] if transport else []
+        command = [*job_command(folder, conf, *words), str(script), *self._asked(folder, model)]
         return self._start(name, folder, [command], [{}], workers)
+
+    def _asked(self, folder: Path, model: str) -> list[str]:
+        """The arguments of every stepper."""
+        return ["--socket", str(folder / "line"), "--model", model, *self._arguments]
 
     def units(self, name: str, conf: str, model: str, hosts: Sequence[str], wrap: Sequence[Sequence[str]]) -> Side:
         """A job of one worker on each host, by `topotrain unit`. Raises Refused.
@@ -263,13 +274,10 @@ class Sides:
             wrap: as for `peer`.
         """
         folder = self.room(name)
-        file = folder / "job.conf"
-        file.write_text(conf)
-        common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--nprocs", str(len(hosts))]
-        common += ["--set", f"cluster.workspace={folder / 'work'}", "--rendezvous", (folder / "meet").as_uri()]
-        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model, *self._arguments]
+        words = ("unit", "--quiet", "--nprocs", str(len(hosts)), "--rendezvous", (folder / "meet").as_uri())
+        script = [str(STEPPER), *self._asked(folder, model)]
         commands = [
-            [*before, *common, "--host", host, "--rank", str(rank), *script]
+            [*before, *job_command(folder, conf, *words, "--host", host, "--rank", str(rank)), *script]
             for rank, (host, before) in enumerate(zip(hosts, wrap, strict=False))
         ]
         return self._start(name, folder, commands, [{}] * len(hosts), len(hosts))
@@ -293,8 +301,7 @@ class Sides:
             more: variables for all of them.
         """
         folder = self.room(name)
-        command = [sys.executable, str(script), "--socket", str(folder / "line"), "--model", model, "--peer", way]
-        command += self._arguments
+        command = [sys.executable, str(script), *self._asked(folder, model), "--peer", way]
         commands = [[*(wrap[rank] if wrap else ()), *command] for rank in range(size)]
         return self._start(name, folder, commands, self.meeting(size, **more), size)
 

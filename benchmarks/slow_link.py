@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
+from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, ratio, row
 from benchmarks.learning import ddp, first, job
 from benchmarks.link import Namespaces
 from benchmarks.models import build, parameters
@@ -43,37 +43,25 @@ def shaped_ddp(sides: Sides, size: int, model: str, delay_ms: float = 0.0) -> Si
 
 
 def two_hosts(rounds: int, accuracy_rounds: int) -> list[Row]:
-    """Samples per second, and the wire's share of a push and a pull."""
+    """Samples per second of two hosts, and the time to an accuracy."""
     arithmetic = wire_s("mlp")
     with Sides() as sides:
         starts: dict[str, Callable[[], Side]] = {
             "DDP": lambda: shaped_ddp(sides, 2, "mlp"),
             "Hogwild": lambda: sides.job("hogwild", HOGWILD, 2, "mlp"),
-            "kVisible, kAtStep": lambda: sides.job("pair", cluster(1, inside=LINK), 1, "mlp"),
-            "kHidden, kOnArrival": lambda: sides.job("arrival", cluster(1, inside=LINK, top=ARRIVAL), 1, "mlp"),
         }
         living, missing = gather(starts)
         turns = {name: partial(side.run, SYNC_FREQ if name == "Hogwild" else 1) for name, side in living.items()}
         # A side that says hello has taken its first step, and a link knows no caches: no round is spared.
         found = interleave(turns, rounds, spare=0) if turns else {}
     how = "" if "DDP" in found else f"DDP by arithmetic, {arithmetic:.2f} s a step ({missing.get('DDP')})"
-    step = found.get("DDP", Samples((arithmetic,) * rounds))
-    rows = [row("MLP, 2 hosts: DDP, one step", step.figure, "s", how)]
-    what, unit = f"{TWO_HOSTS}, samples per second", "× DDP"
-    if "Hogwild" in found:
-        note = "; ".join(filter(None, (how, f"servers meet every {SYNC_FREQ} steps")))
-        rows.append(row(what, step.over(found["Hogwild"]), unit, note))
-    else:
-        rows.append(absent(what, unit, missing["Hogwild"]))
-    if accuracy_rounds:
-        rows.append(_time_to_accuracy(step, accuracy_rounds, how))
-    what, unit = "MLP: push + pull, 1 worker and 1 server, computing included", "× wire time"
-    for mode in list(starts)[2:]:
-        if mode in found:
-            rows.append(row(what, found[mode].figure.times(1 / arithmetic), unit, mode=mode))
-        else:
-            rows.append(absent(what, unit, missing[mode], mode))
-    return rows
+    step = found.setdefault("DDP", Samples((arithmetic,) * rounds))
+    note = "; ".join(filter(None, (how, f"servers meet every {SYNC_FREQ} steps")))
+    rows = [
+        row("MLP, 2 hosts: DDP, one step", step.figure, "s", how),
+        ratio(f"{TWO_HOSTS}, samples per second", found, missing, "DDP", "Hogwild", "× DDP", note),
+    ]
+    return [*rows, _time_to_accuracy(step, accuracy_rounds, how)] if accuracy_rounds else rows
 
 
 def _time_to_accuracy(step: Samples, rounds: int, how: str) -> Row:
@@ -115,16 +103,7 @@ def four_workers(rounds: int, steps: int) -> list[Row]:
         living, missing = gather(starts)
         turns = {name: partial(side.run, steps) for name, side in living.items()}
         found = interleave(turns, rounds, spare=0) if turns else {}
-    rows = [_step(name, found, missing) for name in starts]
-    for way, mode in (("at step", "kHidden, kAtStep"), ("on arrival", "kHidden, kOnArrival")):
-        fast = f"4 servers, {way}"
-        for what, slow, theory in (("ring", "ring", 1.5), ("1 server", f"1 servers, {way}", 4.0)):
-            what = f"4 workers, 4.5 MB: {what} over 4 dedicated servers"
-            if slow in found and fast in found:
-                rows.append(row(what, found[slow].over(found[fast]), "×", f"theory {theory:g}", mode))
-            else:
-                rows.append(absent(what, "×", missing.get(slow) or missing[fast], mode))
-    return rows
+    return [_step(name, found, missing) for name in starts]
 
 
 def _step(name: str, found: Mapping[str, Samples], missing: Mapping[str, str]) -> Row:

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
 from benchmarks.processor import Turn
 from benchmarks.record import environment, run_table
-from benchmarks.sides import Refused, Sides, cluster
+from benchmarks.sides import Refused, Sides, cluster, job_command
 
 SCRIPT = Path(__file__).parent / "programs" / "first_step.py"
 PATIENCE_S = 240.0
@@ -49,17 +49,15 @@ def commands(way: str, folder: Path) -> list[list[str]]:
         return [[*python, *script]]
     if way == "torchrun alone":
         return [[*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]]
-    conf = folder / "job.conf"
     sizes = {"run 1": (1, 1, 1), "run 2": (2, 1, 1), "run 4": (2, 2, 2)}
-    # Each of two units has a worker, and a server in the same process.
-    conf.write_text(cluster(*sizes[way]) if way in sizes else cluster(2, 2, separate=False))
-    topotrain, job = [*python, "-m", "topotrain"], ["--set", f"cluster.workspace={folder / 'work'}", str(conf), *script]
     if way in sizes:
-        return [[*topotrain, "run", "--quiet", *job]]
+        return [[*job_command(folder, cluster(*sizes[way]), "run", "--quiet"), *script]]
+    # Each of two units has a worker, and a server in the same process.
+    conf = cluster(2, 2, separate=False)
     if way == "unit":
-        meet = ["--rendezvous", (folder / "meet").as_uri(), "--nprocs", "2"]
-        return [[*topotrain, "unit", "--quiet", *meet, "--rank", str(rank), *job] for rank in range(2)]
-    return [[*topotrain, "launch", way, *(_MPIRUN if way == "mpirun" else ()), *job]]
+        words = ("unit", "--quiet", "--rendezvous", (folder / "meet").as_uri(), "--nprocs", "2", "--rank")
+        return [[*job_command(folder, conf, *words, str(rank)), *script] for rank in range(2)]
+    return [[*job_command(folder, conf, "launch", way, *(_MPIRUN if way == "mpirun" else ())), *script]]
 
 
 def start(sides: Sides, way: str) -> Turn:

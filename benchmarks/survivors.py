@@ -12,65 +12,44 @@ disk: what a job writes must not slow down another's steps.
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness import ROUNDS, Figure, Row, Samples, absent, interleave, row
-from benchmarks.record import environment, run_table
+from benchmarks.learning import run_program
+from benchmarks.record import run_table
 from benchmarks.sides import Refused, Side, Sides, cluster
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, numbers
 
 PROGRAM = Path(__file__).parent / "programs" / "mourner.py"
-CLUSTERS = {
-    "Sandblaster, 3 workers": "nworkers_per_group: 3 nservers_per_group: 2",
-    "Downpour, 2 groups of 2 workers": "nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2",
+JOBS = {
+    "Sandblaster, 3 workers": cluster(3, 2, top="snapshot_s: 0"),
+    "Downpour, 2 groups of 2 workers": cluster(2, 2, 2, top="snapshot_s: 0"),
 }
-VICTIM = "worker 0/1"
 STEP, USUAL_S = "a synchronous step, 2 workers, MLP of 10.5 M parameters, Adam", 30.0
 WRITTEN_S = 60.0
 """How long a snapshot may take until it is on disk."""
 
 
-def once(cluster: str, steps: int, backwards: int) -> dict[str, float]:
-    """The incident of one job."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        conf, report, workspace = folder / "job.conf", folder / "report.json", folder / "job"
-        conf.write_text(
-            f'snapshot_s: 0 cluster {{ {cluster} server_worker_separate: true workspace: "{workspace}" }}\n'
-        )
-        command = [sys.executable, "-m", "topotrain", "run", "--report", str(report), str(conf), str(PROGRAM)]
-        command += [str(steps), str(backwards), str(workspace / "trains")]
-        said = subprocess.STDOUT
-        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=said) as job:
-            while not (workspace / "trains").exists() and job.poll() is None:
-                time.sleep(0.02)
-            if job.poll() is None:
-                entries = json.loads((workspace / "processes.json").read_text())
-                os.kill(next(entry["pid"] for entry in entries if VICTIM in entry["roles"]), signal.SIGKILL)
-            out, _ = job.communicate(timeout=300)
-        if job.returncode:
-            raise RuntimeError(out.decode(errors="replace"))
-        (incident,) = json.loads(report.read_text())["incidents"]
+def once(sides: Sides, conf: str, steps: int, backwards: int) -> dict[str, float]:
+    """The incident of one job. Raises Refused."""
+    folder = run_program(sides, "death", conf, PROGRAM, str(steps), str(backwards)).parent
+    (incident,) = json.loads((folder / "report.json").read_text())["incidents"]
     return dict(incident)
 
 
 def pauses(rounds: int, steps: int) -> list[Row]:
     rows = []
-    for name, block in CLUSTERS.items():
+    for name, conf in JOBS.items():
         kept, restarted, back = [], [], []
-        for _ in range(rounds):
-            incident = once(block, steps, 1)
-            kept.append(incident["others_waited_s"])
-            back.append(incident["waited_s"])
-            restarted.append(once(block, steps, 2)["waited_s"])
+        with Sides() as sides:
+            for _ in range(rounds):
+                incident = once(sides, conf, steps, 1)
+                kept.append(incident["others_waited_s"])
+                back.append(incident["waited_s"])
+                restarted.append(once(sides, conf, steps, 2)["waited_s"])
         what = f"{name}, one of them killed"
         note = f"the dead worker trains again after {Samples(tuple(back)).median:.2f} s"
         # The report does not tell the survivors of the group from the other groups.

@@ -8,10 +8,10 @@ sent. Needs root: without it nothing is measured.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 
-from benchmarks.harness import ROUNDS, Row, absent, interleave, row
+from benchmarks.harness import ROUNDS, Row, absent, interleave, ratio
 from benchmarks.link import Namespaces
-from benchmarks.models import megabytes
 from benchmarks.processor import Turn
 from benchmarks.record import run_table, say
 from benchmarks.sides import Side, Sides, cluster, gather
@@ -82,17 +82,12 @@ def compare(
         found = interleave(turns, rounds) if turns else {}
     rows = [absent(f"{label}: {name}", "× DDP", why) for name, why in missing.items()]
     for name, samples in found.items():
-        sent = sorted(hosts.sent[name])[len(hosts.sent[name]) // 2]
-        note = f"{samples.median * 1e3:.0f} ms, {sent:.1f} MiB sent by a host"
-        if "DDP" not in found:
-            rows.append(row(f"{label}: {name}", samples.figure, "s", note).costing(samples, megabytes(model)))
-            continue
-        cost = sum(samples.processor) / sum(found["DDP"].processor)
-        note = f"{note}, {cost:.2f} × DDP's processor time"
-        rows.append(
-            row(f"{label}: {name}", samples.over(found["DDP"]), "× DDP", note).costing(samples, megabytes(model))
-        )
-        say(f"  {rows[-1].what}: {rows[-1].figure:.2f} ({rows[-1].low:.2f} to {rows[-1].high:.2f}), {note}")
+        note = f"{samples.median * 1e3:.0f} ms, {median(hosts.sent[name]):.1f} MiB sent by a host"
+        if "DDP" in found:
+            cost = sum(samples.processor) / sum(found["DDP"].processor)
+            note = f"{note}, {cost:.2f} × DDP's processor time"
+        rows.append(ratio(f"{label}: {name}", found, missing, name, "DDP", "× DDP", note).costing(samples))
+        say(f"  {rows[-1].what}: {rows[-1].figure or 0:.2f}, {note}")
     return rows
 
 

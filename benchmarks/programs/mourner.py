@@ -1,9 +1,11 @@
-"""A script of which one worker is killed: an MLP with steps of a few milliseconds.
+"""A script of which the second worker kills itself once, behind step 50: an MLP with steps of a few milliseconds.
 
-STEPS BACKWARDS FILE: the number of steps, the number of backwards in each, and a file that is made behind step 50 of
-the second worker. With two backwards a step cannot be repeated, so that a death restarts the whole group.
+--out FILE STEPS BACKWARDS: the mark of the death, the number of steps, and the number of backwards in each. With two
+backwards a step cannot be repeated, so that a death restarts the whole group.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 
-steps, backwards = map(int, sys.argv[1:3])
+mark, steps, backwards = Path(sys.argv[2]), *map(int, sys.argv[3:])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -25,5 +27,6 @@ for number, (inputs, targets) in enumerate(loader, 1):
     for left in reversed(range(backwards)):
         loss.backward(retain_graph=left > 0)
     optimizer.step()
-    if number == 50 and tt.rank() == 1:
-        Path(sys.argv[3]).touch()
+    if number == 50 and tt.rank() == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks import islands, islands_loss, two_hosts
+from benchmarks import islands, islands_loss, training_step, two_hosts
+from benchmarks.contest import Contestant, Limits
 from benchmarks.goodput import PUBLISHED, Failures, simulated
-from benchmarks.gpu_training import GLOO, NCCL, ONE_GPU, Clock, Contestant, Target, contestants, measure_model
-from benchmarks.gpus import Gpus
+from benchmarks.gpu_training import GLOO, NCCL, ONE_GPU, Target, contestants, measure_model
 from benchmarks.harness import Figure
 from benchmarks.islands_loss import ALL, WAYS, Trained, rows_of
 from benchmarks.predictions import (
@@ -19,12 +19,11 @@ from benchmarks.predictions import (
 )
 from benchmarks.record import RESULTS, load
 from benchmarks.sides import cluster, refusal
-from benchmarks.training_step import ARRANGEMENTS, MODES, conf
 from topotrain.tools.prediction import measured_errors
 
 
 def test_every_conf_is_taken() -> None:
-    confs = [conf(arrangement, mode) for arrangement in ARRANGEMENTS for mode in MODES]
+    confs = [one.conf for one in training_step.contestants() if not one.way]
     confs += [layout.conf(network) for layout in LAYOUTS.values() for network in NETWORKS.values()]
     confs += [*(way.conf for way in WAYS.values()), *two_hosts.JOBS.values()]
     confs += [islands.islands(f"{way} {islands.NESTEROV}") for way in (islands.STREAMING, islands.DECOUPLED)]
@@ -33,7 +32,7 @@ def test_every_conf_is_taken() -> None:
 
 
 def test_gpus_of_their_own_are_connected_by_nccl() -> None:
-    one, two = ({each.key: each for each in contestants(Target("cuda", Gpus(("H100",) * n, 80.0)))} for n in (1, 2))
+    one, two = ({each.key: each for each in contestants(Target(("H100",) * n, 80.0))} for n in (1, 2))
     assert all(each.way or each.missing or not refusal(each.conf) for each in (*one.values(), *two.values()))
     assert (two[NCCL].way, two[NCCL].workers) == ("ddp+nccl", 2) and GLOO not in two
     assert one[NCCL].missing == ONE_GPU and one[f"{NCCL}, one worker"].workers == 1
@@ -44,9 +43,9 @@ def test_the_code_path_of_gpus_measures_on_cpus_and_keeps_what_works() -> None:
     engine, refused = cluster(2, 2, separate=False, inside="engine: kGloo"), cluster(2, inside="outer { }")
     chosen = [Contestant("alone", 2, way="alone"), Contestant(GLOO, 2, way="ddp")]
     chosen += [Contestant(name, 2, conf=each, over=GLOO) for name, each in (("a", engine), ("b", refused))]
-    rows = measure_model("small", Target("cpu", Gpus()), 5, Clock(300.0), chosen)
+    rows = measure_model("small", Target(), 5, Limits(300.0), chosen)
     assert all(line.figure for line in rows[:3]) and "outer" in rows[3].note, rows
-    late = measure_model("small", Target("cpu", Gpus()), 5, Clock(0.0), chosen)
+    late = measure_model("small", Target(), 5, Limits(0.0), chosen)
     assert {line.note for line in late} == {"left out: the 0 s for this table were over"}
 
 
