@@ -1,7 +1,7 @@
 """What compression costs, beside a copy: `python -m benchmarks.compression [--rounds N]`.
 
-Rule: bodies of 1 MB, as buckets are; 4.5 MB and 40 MB of float32 gradients, encoded and decoded one after another in
-memory that is there already. One thread. All ways take turns (A B A B ...) with a plain copy of the same bodies; a
+Rule: bodies of 1 MB, as buckets are; 4.5 MB of float32 gradients, encoded and decoded one after another in memory that
+is there already. One thread. All ways take turns (A B A B ...) with a plain copy of the same bodies; a
 ratio of 3 means "as long as copying three times". What came back is compared after the last round.
 
     codec      encode and decode alone
@@ -25,7 +25,7 @@ from topotrain.extensions.compression.codecs import Codec
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for
 
 BODY = 1 << 18  # elements
-SIZES = {"4.5 MB": 1_125_000, "40 MB": 10_000_000}
+NUMEL, SIZE = 1_125_000, "4.5 MB"
 KINDS = {
     "kFp16": (Compression.kFp16, 1.0),
     "kBf16": (Compression.kBf16, 1.0),
@@ -39,13 +39,13 @@ KINDS = {
 class Bodies:
     """Gradients in bodies of 1 MB, and all the memory that one kind needs for them."""
 
-    def __init__(self, numel: int, kind: str) -> None:
+    def __init__(self, kind: str) -> None:
         compression, ratio = KINDS[kind]
         codec = codec_for(compression, torch.float32, ratio)
         assert codec is not None
         self.codec: Codec = codec
-        flat = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-        self.given = [flat[lo : lo + BODY] for lo in range(0, numel, BODY)]
+        flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+        self.given = [flat[lo : lo + BODY] for lo in range(0, NUMEL, BODY)]
         self.turned = [x.flip(0) for x in self.given]
         self.shown = self.turned
         self.out = [torch.zeros_like(x) for x in self.given]
@@ -98,35 +98,31 @@ def clocked(run: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
-def table_of(size: str, rounds: int) -> list[Row]:
-    """All kinds and ways at one size."""
-    plain = Bodies(SIZES[size], "kFp16")
-    bodies = {kind: Bodies(SIZES[size], kind) for kind in KINDS}
+def measure(options: argparse.Namespace) -> list[Row]:
+    """All kinds and ways."""
+    torch.set_num_threads(1)
+    plain = Bodies("kFp16")
+    bodies = {kind: Bodies(kind) for kind in KINDS}
     sides = {"copy": clocked(plain.copy)}
     for kind, its in bodies.items():
         for way, run in (("codec", its.alone), ("feedback", its.with_feedback), ("stream", its.values)):
-            sides[f"{kind}, {way}, {size}"] = clocked(run)
-    samples = interleave(sides, rounds)
+            sides[f"{kind}, {way}, {SIZE}"] = clocked(run)
+    samples = interleave(sides, options.rounds)
     for its in bodies.values():
         its.check()
     copied = samples.pop("copy")
-    found = [row(f"a copy, {size}", copied.figure, "ms")]
+    found = [row(f"a copy, {SIZE}", copied.figure, "ms")]
     for what, its_samples in samples.items():
         share = bodies[what.partition(",")[0]].share
-        gbit = 32.0 * SIZES[size] * (1 - share) / (its_samples.median * 1e6)
+        gbit = 32.0 * NUMEL * (1 - share) / (its_samples.median * 1e6)
         note = f"{its_samples.median:.2f} ms, {share:.1%} of the bytes, pays below {gbit:.0f} Gbit/s"
         found.append(row(what, its_samples.over(copied), "copies", note=note))
     return found
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    torch.set_num_threads(1)
-    return [line for size in SIZES for line in table_of(size, options.rounds)]
-
-
-def rounds_option(parser: argparse.ArgumentParser) -> None:
+def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2 * ROUNDS, help=f"at least {ROUNDS}")
 
 
 if __name__ == "__main__":
-    run_table("compression", "What compression costs", measure, rounds_option)
+    run_table("compression", "What compression costs", measure, declare)

@@ -4,11 +4,9 @@
     bytes    of a worker, against arithmetic
     deaths   workers are killed in turn: samples per second
     speeds   workers of different speed, against the sum of the speeds
-    server   a server is killed, with and without a second copy
-    memory   of a worker over that of the plain script
     loss     the held-out loss of several ways to train, at equal samples (`islands_loss.py`)
 
-Where processes sleep for a step (deaths, speeds, server), two cores carry all of them, and the product's own work is a
+Where processes sleep for a step (deaths, speeds), two cores carry all of them, and the product's own work is a
 few percent of a core. Those jobs keep a ledger with a cell for each sample, and each cell is looked at in the end.
 """
 
@@ -17,11 +15,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import islands_loss
-from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
+from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, ratio, row
 from benchmarks.learning import run_program
 from benchmarks.models import CharacterModel, parameters
 from benchmarks.programs.characters import text
@@ -70,56 +67,38 @@ def slow_link(rounds: int) -> list[Row]:
         # Two rounds of every fragment, and three steps of DDP, which take as long.
         turns = {name: partial(side.run, 3 if name == "DDP" else 2 * SYNC_FREQ) for name, side in living.items()}
         found = interleave(turns, rounds, spare=0) if turns else {}
-    rows = [_step_row(name, found, missing) for name in starts]
     if "plain" not in found:
-        return rows
-    computing = found["plain"].median
-    how = "" if "DDP" in found else f"DDP by arithmetic, {computing + ring_s(ISLANDS):.2f} s a step ({missing['DDP']})"
-    ddp = found.get("DDP", Samples((computing + ring_s(ISLANDS),) * rounds))
-    for name in ("streaming", "decoupled"):
-        what = f"{ISLANDS} islands, {name}, {MBIT} Mbit/s and {DELAY_MS} ms: samples per second"
-        if name not in found:
-            rows.append(absent(what, "× never meet", missing[name]))
-            continue
-        mine = found[name]
-        if "never meet" in found:
-            rows.append(row(what, found["never meet"].over(mine), "× never meet"))
-        rows.append(row(what, found["plain"].over(mine), "× plain processes"))
-        rows.append(row(what, ddp.over(mine), "× DDP", how))
-    return rows
-
-
-def _step_row(name: str, found: Mapping[str, Samples], missing: Mapping[str, str]) -> Row:
-    what = f"{ISLANDS} processes, 0.47 M parameters: {name}, one step"
-    if name in missing:
-        return absent(what, "ms", missing[name])
-    return row(what, found[name].figure.times(1e3), "ms")
+        raise Refused(missing["plain"])
+    computing, how = found["plain"].median, ""
+    if "DDP" not in found:
+        how = f"DDP by arithmetic, {computing + ring_s(ISLANDS):.2f} s a step ({missing['DDP']})"
+        found["DDP"] = Samples((computing + ring_s(ISLANDS),) * rounds)
+    what = f"{ISLANDS} islands, {{}}, {MBIT} Mbit/s and {DELAY_MS} ms: samples per second"
+    return [
+        ratio(what.format(name), found, missing, over, name, f"× {over}", how if over == "DDP" else "")
+        for name in ("streaming", "decoupled")
+        for over in ("never meet", "DDP")
+    ]
 
 
 def traffic() -> list[Row]:
     """What a round of all fragments adds to the bytes of a worker."""
     elements, rows = parameters(CharacterModel(text()[2])), []
-    ddp = 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * elements * SYNC_FREQ  # sent and received, as our bytes are
     for compression, up, down in (("kNone", 4.0, 4.0), ("kE3M0", 0.5 + 4 / 256, 2.0)):
         what = f"{ISLANDS} islands, {compression}: bytes of a worker in {SYNC_FREQ} steps, both ways"
-        try:
-            with Sides() as sides:
-                inside = f"{STREAMING} {NESTEROV} compression: {compression} transport: kTcp"
-                # Both have the same start and the same end.
-                short, long = (_bytes(sides, islands(inside), rounds) for rounds in (2, 6))
-        except Refused as reason:
-            rows.append(absent(what, "× arithmetic", reason.args[0]))
-            continue
+        inside = f"{STREAMING} {NESTEROV} compression: {compression} transport: kTcp"
+        with Sides() as sides:
+            # Both have the same start and the same end.
+            short, long = (_bytes(sides, islands(inside), rounds) for rounds in (2, 6))
         measured, counted = (long - short) / 4, elements * (up + down)
-        arithmetic = f"{elements} elements × {up + down:g} bytes"
-        note = f"{measured / 1e6:.3f} MB, {arithmetic}; DDP {ddp / measured:.0f} times that, both ways"
+        note = f"{measured / 1e6:.3f} MB, {elements} elements × {up + down:g} bytes"
         rows.append(row(what, measured / counted, "× arithmetic", note))
     return rows
 
 
 def _bytes(sides: Sides, conf: str, rounds: int) -> float:
     steps = rounds * SYNC_FREQ
-    sizes = ("--samples", str(ISLANDS * steps), "--batch", "1", "--steps", str(steps))
+    sizes = ("--samples", str(ISLANDS * steps), "--batch", "1")
     folder = run_program(sides, f"bytes {rounds}", conf, CHARACTERS, *sizes).parent
     report = json.loads((folder / "report.json").read_text())
     # The first worker also sends the first values and fetches the result.
@@ -132,45 +111,37 @@ class StepTimes:
     """The times of the steps of a job, in seconds of the clock.
 
     Attributes:
-        processes: by (rank, process id).
-        killed: the times of the deaths.
+        processes: of each process, also of those that have died.
+        deaths: how many died.
         wrong: samples that did not count once.
     """
 
-    processes: Mapping[tuple[int, int], Sequence[float]]
-    killed: Sequence[float]
+    processes: Sequence[Sequence[float]]
+    deaths: int
     wrong: int
 
     @property
     def rate(self) -> float:
         """Steps per second of all workers, while all of them were there."""
-        first = max(times[0] for times in self.processes.values())
-        last = min(times[-1] for times in self.processes.values())
-        made = sum(first < time <= last for times in self.processes.values() for time in times)
+        first = max(times[0] for times in self.processes)
+        last = min(times[-1] for times in self.processes)
+        made = sum(first < time <= last for times in self.processes for time in times)
         return made / (last - first)
 
     @property
     def rates(self) -> list[float]:
         """Steps per second of each process."""
-        return [(len(times) - 1) / (times[-1] - times[0]) for times in self.processes.values()]
+        return [(len(times) - 1) / (times[-1] - times[0]) for times in self.processes]
 
     @property
     def seconds(self) -> float:
         """From the first step of the job to its last one."""
-        times = [time for its in self.processes.values() for time in its]
-        return max(times) - min(times)
+        return max(times[-1] for times in self.processes) - min(times[0] for times in self.processes)
 
     @property
     def steps(self) -> int:
         """Those that were made, also if they did not count."""
-        return sum(map(len, self.processes.values()))
-
-    @property
-    def longest_pause(self) -> float:
-        """Seconds between two steps of one worker, over all its processes, at most."""
-        ranks = {rank for rank, _ in self.processes}
-        merged = [sorted(t for (of, _), its in self.processes.items() if of == rank for t in its) for rank in ranks]
-        return max(b - a for times in merged for a, b in pairwise(times))
+        return sum(map(len, self.processes))
 
 
 def timed(sides: Sides, name: str, conf: str, samples: int, speeds: Sequence[float], *more: str) -> StepTimes:
@@ -181,13 +152,8 @@ def timed(sides: Sides, name: str, conf: str, samples: int, speeds: Sequence[flo
     from safetensors.torch import load_file
 
     cells = load_file(folder / "work" / "final.safetensors")["cells"]
-    processes = {}
-    for file in folder.glob("times-*"):
-        _, rank, pid = file.name.split("-")
-        if times := [float(line) for line in file.read_text().splitlines() if line]:
-            processes[int(rank), int(pid)] = times
-    killed = sorted(float(file.read_text()) for file in folder.glob("killed-*"))
-    return StepTimes(processes, killed, int((cells != 1).sum()))
+    processes = [[float(line) for line in file.read_text().splitlines() if line] for file in folder.glob("times-*")]
+    return StepTimes([its for its in processes if its], len(list(folder.glob("killed-*"))), int((cells != 1).sum()))
 
 
 LEDGER = "reduce: kSum"
@@ -200,15 +166,12 @@ def deaths(seconds: float, every: float) -> list[Row]:
     kills, speeds = max(1, int(seconds / every) - 1), [1.0] * ISLANDS
     samples = int(seconds * ISLANDS * 1000 / STEP_MS)
     what = f"{ISLANDS} islands, quorum 1, one dies every {every:g} s"
-    try:
-        with Sides() as sides:
-            conf = islands(EXACT, servers=1, top=f"{LEDGER} restarts: {kills + 1}")
-            calm = timed(sides, "no deaths", conf, samples, speeds)
-            words = ("--kill-every", str(every), "--kills", str(kills))
-            torn = timed(sides, "deaths", conf, samples, speeds, *words)
-    except Refused as reason:
-        return [absent(f"{what}: samples per second", "× without deaths", str(reason))]
-    note = f"{len(torn.killed)} deaths in {torn.seconds:.0f} s; {torn.steps - samples} steps were made twice"
+    with Sides() as sides:
+        conf = islands(EXACT, servers=1, top=f"{LEDGER} restarts: {kills + 1}")
+        calm = timed(sides, "no deaths", conf, samples, speeds)
+        words = ("--kill-every", str(every), "--kills", str(kills))
+        torn = timed(sides, "deaths", conf, samples, speeds, *words)
+    note = f"{torn.deaths} deaths in {torn.seconds:.0f} s; {torn.steps - samples} steps were made twice"
     note += f"; {torn.wrong} samples did not count once" if torn.wrong else "; each sample counted once"
     return [row(f"{what}: samples per second", calm.seconds / torn.seconds, "× without deaths", note)]
 
@@ -224,13 +187,9 @@ def speeds(samples: int) -> list[Row]:
         "in step": islands(f"sync_freq: {SYNC_FREQ} transport: kTcp {MEAN}", count, 1, LEDGER),
         "never meet": cluster(1, 1, count, server_groups=0, separate=False),
     }
-    what, found = "speeds 1:1:0.7:0.4: samples per second", dict[str, StepTimes]()
-    try:
-        with Sides() as sides:
-            for name, conf in ways.items():
-                found[name] = timed(sides, name, conf, samples, SPEEDS)
-    except Refused as reason:
-        return [absent(what, "× the sum of the speeds", str(reason))]
+    what = "speeds 1:1:0.7:0.4: samples per second"
+    with Sides() as sides:
+        found = {name: timed(sides, name, conf, samples, SPEEDS) for name, conf in ways.items()}
     # Islands that never meet have a result each, of which the job saves one.
     total = sum(found["never meet"].rates)
     theory = len(SPEEDS) * min(SPEEDS) / sum(SPEEDS)
@@ -243,76 +202,12 @@ def speeds(samples: int) -> list[Row]:
     return rows
 
 
-def server_deaths(samples: int) -> list[Row]:
-    """One of two servers dies."""
-    rows = []
-    for replicas in (2, 1):
-        what = f"4 islands, quorum 1, replicas {replicas}: a server is killed"
-        conf = islands(f"{EXACT} replicas: {replicas}", 4, 2, f"{LEDGER} snapshot_s: 2")
-        try:
-            with Sides() as sides:
-                calm = timed(sides, "no death", conf, samples, [1.0] * 4)
-                words = ("--server", "server 0/1", "--server-at", str(samples // 8))
-                torn = timed(sides, "death", conf, samples, [1.0] * 4, *words)
-        except Refused as reason:
-            rows.append(absent(f"{what}: longest pause of an island", "steps", str(reason)))
-            continue
-        pause = 1e3 * (torn.longest_pause - calm.longest_pause) / STEP_MS
-        note = f"{torn.longest_pause:.2f} s; without a death {calm.longest_pause:.2f} s; {len(torn.killed)} killed"
-        rows.append(row(f"{what}: longest pause of an island", pause, "steps more", note))
-        again = f"{torn.wrong} samples did not count once"
-        rows.append(row(f"{what}: steps that were made twice", float(torn.steps - samples), "steps", again))
-    return rows
-
-
-SMALL_MB, LARGE_MB = 16, 144
-
-
-def memory() -> list[Row]:
-    """The bytes that each byte of the model adds to the peak of a worker, less those of the plain script."""
-    ways = {
-        "plain": lambda sides, model: sides.peer(f"plain {model}", "alone", 1, model),
-        "in step": lambda sides, model: _island(sides, model, f"sync_freq: 4 {NESTEROV}"),
-        "with overlap": lambda sides, model: _island(sides, model, f"sync_freq: 4 overlap: 2 {NESTEROV}"),
-        "decoupled": lambda sides, model: _island(sides, model, f"sync_freq: 4 quorum: 1 {NESTEROV}"),
-    }
-    slopes: dict[str, float] = {}
-    rows = []
-    for name, begin in ways.items():
-        what = f"a worker, {name}: memory for each byte of the model"
-        try:
-            small, large = (_peak(partial(begin, model=f"memory:{mb * 10**6}")) for mb in (SMALL_MB, LARGE_MB))
-        except Refused as reason:
-            rows.append(absent(what, "bytes", str(reason)))
-            continue
-        slopes[name] = (large - small) / ((LARGE_MB - SMALL_MB) * 1e6)
-        note = f"peaks {small / 1e6:.0f} MB and {large / 1e6:.0f} MB at {SMALL_MB} MB and {LARGE_MB} MB"
-        if name == "plain" or "plain" not in slopes:
-            rows.append(row(what, slopes[name], "bytes", note))
-        else:
-            more = slopes[name] - slopes["plain"]
-            rows.append(row(f"{what}, over the plain script", more, "bytes", note))
-    return rows
-
-
-def _island(sides: Sides, model: str, inside: str) -> Side:
-    # A short name: the path of a socket has at most 107 characters.
-    return sides.job("island", islands(f"{inside} transport: kTcp", 1, 1), 1, model)
-
-
-def _peak(begin: Callable[[Sides], Side]) -> float:
-    with Sides() as sides:
-        side = begin(sides)
-        side.run(16)
-        return float(max(answer["peak"] for answer in side.ask(check=True)))
-
-
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some parts; nothing is saved then")
     parser.add_argument("--seconds", type=float, default=120.0, help="deaths: of each of two jobs")
     parser.add_argument("--kill-every", type=float, default=29.0, help="deaths: seconds from one to the next")
-    parser.add_argument("--steps", type=int, default=1600, help="speeds and server: of all workers together")
+    parser.add_argument("--steps", type=int, default=1600, help="speeds: of all workers together")
     parser.add_argument("--seeds", type=int, default=3, help="loss: jobs of each way")
     parser.add_argument("--ways", nargs="+", choices=islands_loss.WAYS, default=list(islands_loss.WAYS), help="loss")
 
@@ -322,8 +217,6 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = {
     "bytes": lambda _: traffic(),
     "deaths": lambda options: deaths(options.seconds, options.kill_every),
     "speeds": lambda options: speeds(options.steps),
-    "server": lambda options: server_deaths(options.steps),
-    "memory": lambda _: memory(),
     "loss": lambda options: islands_loss.measure(options.ways, options.seeds),
 }
 
@@ -333,7 +226,10 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     for name, part in PARTS.items():
         if name in (options.only or PARTS):
             say(name)
-            rows += part(options)
+            try:
+                rows += part(options)
+            except Refused as reason:
+                rows.append(absent(name, "×", str(reason)))
     return rows
 
 

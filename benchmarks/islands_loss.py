@@ -93,12 +93,6 @@ WAYS: Mapping[str, Way] = {
         _islands(DECOUPLED),
         deaths=("1:100", "2:200", "3:300"),
     ),
-    "in-step": Way("In step: sync_freq 24, 6 fragments", _islands("sync_freq: 24 fragments: 6")),
-    "in-step-deaths": Way(
-        "In step, and each of three workers dies three times",
-        _islands("sync_freq: 24 fragments: 6"),
-        deaths=("1:40", "2:80", "3:120", "1:160", "2:200", "3:240", "1:280", "2:320", "3:360"),
-    ),
 }
 
 
@@ -158,7 +152,7 @@ def measure(names: Sequence[str], seeds: int) -> list[Row]:
     found: dict[str, list[Trained]] = {}
     lost: dict[str, str] = {}
     order = Random(1)
-    with Sides(preload=("benchmarks.programs.characters",)) as sides:
+    with Sides() as sides:
         for seed in range(seeds):
             for name in order.sample(names, len(names)):
                 if name in lost:

@@ -44,14 +44,11 @@ def run_program(sides: Sides, name: str, conf: str, program: Path, *args: str, l
 def ddp(sides: Sides, name: str, size: int, *args: str) -> list[Point]:
     """Run DDP to its end. Raises Refused."""
     folder = sides.room(name)
-    command = [sys.executable, str(LEARNER), "--peer", "ddp", *_files(folder), *args]
+    # All runs of the same sides keep their digits in one file.
+    files = ("--out", str(folder / "points"), "--digits", str(folder.parent / "digits.pt"))
+    command = [sys.executable, str(LEARNER), "--peer", "ddp", *files, *args]
     _run(folder, [command] * size, sides.meeting(size))
     return _points(folder / "points")
-
-
-def _files(folder: Path) -> tuple[str, ...]:
-    """Where a run writes, and where all runs of the same sides keep their digits."""
-    return "--out", str(folder / "points"), "--digits", str(folder.parent / "digits.pt")
 
 
 def _run(

@@ -5,29 +5,21 @@ adding a process really takes from the machine at the end of a run.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.harness import Row, absent, row
+from benchmarks.programs.stepper import memory
 from benchmarks.record import run_table
-from benchmarks.sides import Side, Sides, attempt, cluster
+from benchmarks.sides import Refused, Side, Sides, cluster
+from topotrain.launch.agent.workspace import PROCESSES_FILE
 
 STEPS = 10
 _MB = 1e6
 
 
-def _resident(pid: int) -> dict[str, int]:
-    """The same of another process of ours."""
-    status = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status") if ":" in line)  # noqa: SIM115
-    rollup = dict(line.split(":", 1) for line in open(f"/proc/{pid}/smaps_rollup") if ":" in line)  # noqa: SIM115
-    return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
-
-
 def servers(side: Side) -> list[int]:
     """Process ids of a job's servers, from the file in its workspace that names its processes."""
-    import json
-
-    from topotrain.launch.agent.workspace import PROCESSES_FILE
-
     entries = json.loads((side.folder / "work" / PROCESSES_FILE).read_text())
     return [entry["pid"] for entry in entries if entry["servers"]]
 
@@ -44,9 +36,10 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
         }
         base = 0.0
         for name, begin in starts.items():
-            side = attempt(begin)
-            if isinstance(side, str):
-                rows.append(absent(f"{name}: a worker", "MB", side))
+            try:
+                side = begin()
+            except Refused as reason:
+                rows.append(absent(f"{name}: a worker", "MB", str(reason)))
                 continue
             side.run(STEPS)
             used = side.ask(check=True)
@@ -56,7 +49,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
             note = f"share {share:.0f} MB; {more - base:+.0f} MB over a process alone"
             rows.append(row(f"{name}: a worker, {STEPS} steps", more, "MB", note))
             if name not in ("alone", "DDP"):
-                found = [_resident(pid) for pid in servers(side)]
+                found = [memory(pid) for pid in servers(side)]
                 note = f"share {sum(f['share'] for f in found) / len(found) / _MB:.0f} MB"
                 rows.append(row(f"{name}: a server", max(f["peak"] for f in found) / _MB, "MB", note))
             side.end()

@@ -106,11 +106,6 @@ class Case:
     layout: str
     network: str
 
-    @property
-    def held_out(self) -> bool:
-        """Whether nothing may be tuned on this case."""
-        return self in HELD_OUT
-
     def __str__(self) -> str:
         return f"{self.model}, {self.layout}, {self.network}"
 
@@ -183,19 +178,12 @@ def step_s(found: "Prediction", known: "Probe", layout: Layout) -> float:
 # --- measuring ---
 
 
-def start(sides: Sides, case: Case) -> Side:
-    """The job of a case. Raises Refused."""
-    network = NETWORKS[case.network]
-    way = f"{case.model}/{STRAGGLER}x{FACTOR}" if network.straggler else case.model
-    conf = LAYOUTS[case.layout].conf(network)
-    return sides.job(str(case), conf, WORKERS, way, network.transport, script=PROGRAM)
-
-
 def measure_case(case: Case, predicted_s: float) -> Figure:
     """Seconds of a step of one worker, from a real job. Raises Refused."""
-    layout = LAYOUTS[case.layout]
+    layout, network = LAYOUTS[case.layout], NETWORKS[case.network]
+    model = f"{case.model}/{STRAGGLER}x{FACTOR}" if network.straggler else case.model
     with Sides() as sides:
-        side = start(sides, case)
+        side = sides.job(str(case), layout.conf(network), WORKERS, model, network.transport, script=PROGRAM)
         turn(side, layout, FEWEST * max(1, layout.period), predicted_s)
         found = [turn(side, layout, layout.steps_of_turn(predicted_s), predicted_s) for _ in range(TURNS)]
     return Figure(median(found), min(found), max(found))
@@ -224,7 +212,10 @@ def summary(outcomes: Sequence[Outcome]) -> list[Row]:
         row(f"{what}: median", Figure(median(errors), errors[0], errors[-1]), "%"),
         row(f"{what}: nine of ten are below", nine_of_ten(errors), "%"),
     ]
-    regrets = [found for found in map(_regret, _together(outcomes)) if found is not None]
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.case.model, outcome.case.network), []).append(outcome)
+    regrets = [_regret(group) for group in groups.values() if len(group) > 1]
     if regrets:
         worst = max(value for value, _ in regrets)
         how = "; ".join(text for value, text in regrets if value > 1)
@@ -242,18 +233,8 @@ def nine_of_ten(values: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
 
 
-def _together(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """The outcomes of each model on each network."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault((outcome.case.model, outcome.case.network), []).append(outcome)
-    return list(found.values())
-
-
-def _regret(group: Sequence[Outcome]) -> tuple[float, str] | None:
+def _regret(group: Sequence[Outcome]) -> tuple[float, str]:
     """The regret of the advice, and what it was."""
-    if len(group) < 2:
-        return None
     advised = min(group, key=lambda outcome: outcome.predicted_job_s)
     best = min(group, key=lambda outcome: outcome.job_s)
     where = f"{best.case.model}, {best.case.network}"
@@ -265,16 +246,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this table."""
     parser.add_argument("--held-out", action="store_true", help="only the cases that are kept apart")
     parser.add_argument("--cases", type=int, default=0, metavar="N", help="only the first N of them; 0: all")
-    parser.add_argument("--only", default="", metavar="WORDS", help='only cases with all of these, as in "char TCP"')
-    parser.add_argument("--seed", type=int, default=1, help="of the order")
     parser.add_argument("--probe-seconds", type=float, default=15.0, help="of the probe before each case")
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases to run, in their order."""
-    cases = [case for case in CASES if case.held_out == options.held_out]
-    cases = [case for case in cases if all(word.lower() in str(case).lower() for word in options.only.split())]
-    Random(options.seed).shuffle(cases)
+    cases = [case for case in CASES if (case in HELD_OUT) == options.held_out]
+    Random(1).shuffle(cases)
     return cases[: options.cases or None]
 
 

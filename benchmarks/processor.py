@@ -69,15 +69,18 @@ class MachineLoad:
 
 def _machine() -> tuple[float, float]:
     """Busy and stolen processor seconds of all cores since the machine started."""
-    user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(int, _first_line().split()[1:])
+    line = Path("/proc/stat").read_text().partition("\n")[0]
+    user, nice, system, _idle, _wait, irq, softirq, steal, *_ = map(int, line.split()[1:])
     return (user + nice + system + irq + softirq) * _TICK_S, steal * _TICK_S
 
 
-def _first_line() -> str:
-    return Path("/proc/stat").read_text().partition("\n")[0]
-
-
 def _own() -> float:
-    """Processor seconds of this process and of those that have ended, theirs included."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in found)
+    """Processor seconds of this process and of those that have ended below it."""
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return mine.ru_utime + mine.ru_stime + spent_below()
+
+
+def spent_below() -> float:
+    """Processor seconds of all processes that have ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

@@ -5,7 +5,6 @@ started by `topotrain run`; a peer is two or more processes of ordinary PyTorch.
 """
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -13,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
+from benchmarks.link import Namespaces
 from benchmarks.processor import Turn, processor_seconds
 from benchmarks.record import ROOT, environment, say
 
@@ -26,12 +26,6 @@ STEPPER = Path(__file__).parent / "programs" / "stepper.py"
 START_S = 120.0
 PATIENCE_S = 240.0
 END_S = 20.0
-
-
-class Closeable(Protocol):
-    """Something that must be closed."""
-
-    def close(self) -> None: ...
 
 
 class Refused(Exception):
@@ -207,22 +201,19 @@ class Sides:
     Args:
         arguments: of the stepper, in all sides.
         patience_s: the most that an answer of a side may take.
-        preload: modules that the forkserver of the jobs imports, before the processes of a job.
     """
 
-    def __init__(
-        self, arguments: Sequence[str] = (), patience_s: float = PATIENCE_S, preload: Sequence[str] = ()
-    ) -> None:
-        self._arguments, self._patience, self._preload = list(arguments), patience_s, tuple(preload)
+    def __init__(self, arguments: Sequence[str] = (), patience_s: float = PATIENCE_S) -> None:
+        self._arguments, self._patience = list(arguments), patience_s
         self._folder = Path(tempfile.mkdtemp(prefix="bench-"))
         self._forkserver: Any = None
         self._rooms = 0
-        self._also: list[Closeable] = []
+        self._also = ExitStack()
         self.living: dict[str, Side] = {}
 
-    def also_close(self, thing: Closeable) -> None:
-        """Close this, too, after the last process."""
-        self._also.append(thing)
+    def also_close(self, network: Namespaces) -> None:
+        """Take this network away, too, after the last process."""
+        self._also.callback(network.close)
 
     def __enter__(self) -> "Sides":
         return self
@@ -234,8 +225,7 @@ class Sides:
             side.end()
         if self._forkserver is not None:
             self._forkserver.close()
-        for thing in self._also:
-            thing.close()
+        self._also.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def job(
@@ -322,10 +312,7 @@ class Sides:
         if self._forkserver is None:
             from topotrain.launch.agent import forkserver
 
-            with _said(environment()):
-                self._forkserver = forkserver.start(
-                    self._folder / "forkserver.log", (*forkserver.PRELOAD, *self._preload)
-                )
+            self._forkserver = forkserver.start(self._folder / "forkserver.log", environ=environment())
         return str(self._forkserver.path)
 
     def _start(
@@ -359,29 +346,10 @@ def spawn(errors: Path, command: Sequence[str], more: Mapping[str, str]) -> "sub
         return subprocess.Popen(command, env=env, cwd=errors.parent, stdout=subprocess.DEVNULL, stderr=file)
 
 
-@contextmanager
-def _said(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def attempt(start: Callable[..., Side], *args: Any) -> Side | str:
-    """The side that a call starts, or why there is none."""
-    try:
-        return start(*args)
-    except Refused as reason:
-        return str(reason)
 
 
 def gather(starts: Mapping[str, Callable[[], Side]]) -> tuple[dict[str, Side], dict[str, str]]:
@@ -389,10 +357,9 @@ def gather(starts: Mapping[str, Callable[[], Side]]) -> tuple[dict[str, Side], d
     living: dict[str, Side] = {}
     missing: dict[str, str] = {}
     for name, begin in starts.items():
-        found = attempt(begin)
-        if isinstance(found, Side):
-            living[name] = found
-        else:
-            missing[name] = found
-            say(f"  {name}: {found}")
+        try:
+            living[name] = begin()
+        except Refused as reason:
+            missing[name] = str(reason)
+            say(f"  {name}: {reason}")
     return living, missing

@@ -8,7 +8,6 @@ modules, are in the kernel's cache.
 import argparse
 import ctypes
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import ROUNDS, Row, absent, interleave, row
-from benchmarks.processor import Turn
+from benchmarks.harness import ROUNDS, Row, interleave, ratio, row
+from benchmarks.processor import Turn, spent_below
 from benchmarks.record import environment, run_table
 from benchmarks.sides import Refused, Sides, cluster, job_command
 
@@ -38,7 +37,6 @@ WAYS: Mapping[str, str] = {
     "mpirun": "topotrain launch mpirun, 2 units",
     "torchrun alone": "for comparison: torchrun, 2 processes of the same script, each by itself",
 }
-_TOOLS = {"mpirun": "mpirun"}
 
 
 def commands(way: str, folder: Path) -> list[list[str]]:
@@ -68,7 +66,7 @@ def start(sides: Sides, way: str) -> Turn:
     env = environment()
     # As for a user: the modules are compiled once, by the round that does not count.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    before, began = _spent(), time.time()
+    before, began = spent_below(), time.time()
     running = []
     for number, line in enumerate(words):
         with (folder / f"{number}.err").open("wb") as errors:
@@ -79,15 +77,9 @@ def start(sides: Sides, way: str) -> Turn:
     if any(codes) or not marks:
         said = (folder / "0.err").read_text(errors="replace").strip().splitlines()
         raise Refused(said[-1] if said else f"exit codes {codes}")
-    turn = Turn(max(marks) - began, _spent() - before)
+    turn = Turn(max(marks) - began, spent_below() - before)
     shutil.rmtree(folder)
     return turn
-
-
-def _spent() -> float:
-    """Processor seconds of all processes that have ended below this one."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _reap() -> None:
@@ -108,7 +100,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     """The rows of all ways to start a job that this machine has."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    missing = {way for way, tool in _TOOLS.items() if shutil.which(tool) is None}
+    missing = {} if shutil.which("mpirun") else {"mpirun": "mpirun is not installed"}
     with Sides() as sides:
         calls: dict[str, Callable[[], Turn]] = {
             way: partial(start, sides, way) for way in (PLAIN, *WAYS) if way not in missing
@@ -118,10 +110,8 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
     note = "the processor time is that of the whole run"
     rows = [row("python, the same script alone", plain.figure, "s", note).costing(plain)]
     for way, what in WAYS.items():
-        if way in missing:
-            rows.append(absent(what, "x python", f"{_TOOLS[way]} is not installed"))
-        else:
-            rows.append(row(what, found[way].over(plain), "x python").costing(found[way]))
+        line = ratio(what, found, missing, way, PLAIN, "x python")
+        rows.append(line if way in missing else line.costing(found[way]))
     return rows
 
 

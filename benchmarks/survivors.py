@@ -92,11 +92,10 @@ class Turns:
 
 
 def snapshots(rounds: int, seconds: float) -> list[Row]:
-    times = [0.0, 1.0, *([USUAL_S] if seconds > USUAL_S else [])]
     with Sides() as sides:
         try:
             turns = {}
-            for each in times:
+            for each in (0.0, 1.0):
                 conf = cluster(servers=2, top=f"snapshot_s: {each:g}")
                 turns[f"{each:g}"] = Turns(sides.job(f"every {each:g} s", conf, 2, "mlp+adam"), seconds)
             found = interleave({name: turn.run for name, turn in turns.items()}, rounds)
@@ -111,15 +110,11 @@ def snapshots(rounds: int, seconds: float) -> list[Row]:
         )
     ).figure
     step = f"a step takes {never.median * 1e3:.1f} ms without; {rounds} turns of {seconds:g} s each"
-    rows = [
+    return [
         row(f"{STEP}: snapshot_s: 1 against 0", percent(often.over(never)), "%", step),
         row("from it: a snapshot costs", cost.times(1e3), "ms", f"{sum(taken['1'])} of them"),
         row("from it: one per 30 s costs", cost.times(100 / USUAL_S), "%"),
     ]
-    if "30" in found:
-        note = f"{sum(taken['30'])} of them"
-        rows.append(row(f"{STEP}: snapshot_s: 30 against 0", percent(found["30"].over(never)), "%", note))
-    return rows
 
 
 def percent(figure: Figure) -> Figure:
@@ -130,7 +125,7 @@ def percent(figure: Figure) -> Figure:
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=400, help="of a job of which a worker is killed")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn; 31 measures one snapshot per 30 s, too")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn")
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

@@ -300,7 +300,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="?", type=Path, default=ROOT / "topotrain", help="folder of the package")
     parser.add_argument("--write", action="store_true", help="make today's numbers those of the last release")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--check", action="store_true", help="end with code 1 where a part is above its ceiling")
     parser.add_argument("--lower", action="store_true", help="lower the ceilings of parts that have become smaller")
     options = parser.parse_args()
@@ -315,7 +314,7 @@ def main() -> None:
     now = measure(options.package)
     if options.write:
         RELEASE.write_text(json.dumps({**kept, "release": now}, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(now, indent=2) if options.json else table(now, kept["release"]))
+    print(table(now, kept["release"]))
 
 
 if __name__ == "__main__":

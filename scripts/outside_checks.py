@@ -153,13 +153,11 @@ def must(holds: object, text: str) -> None:
 
 @check("the wheel has what it needs, and no more", short=True)
 def wheel_contents(project: OutsideProject) -> str:
-    wheel = project.wheel
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(project.wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
-    package = REPOSITORY / "topotrain"
-    there = {path.relative_to(REPOSITORY).as_posix() for path in package.rglob("*") if path.is_file()}
-    expected = {name for name in there if "__pycache__" not in name}
+    there = [path.relative_to(REPOSITORY) for path in REPOSITORY.glob("topotrain/**/*") if path.is_file()]
+    expected = {path.as_posix() for path in there if "__pycache__" not in path.parts}
     must({"topotrain/config/job.proto", "topotrain/config/job.binpb", "topotrain/py.typed"} <= expected, "no job.proto")
     page = {f"topotrain/tools/dashboard/page/{name}" for name in ("index.html", "main.js", "style.css")}
     must(page <= expected, f"not all of {', '.join(sorted(page))}")
@@ -168,7 +166,7 @@ def wheel_contents(project: OutsideProject) -> str:
     must("Requires-Python: >=3.11" in metadata, "no Requires-Python")
     must(re.search(r"^License-Expression: Apache-2.0$", metadata, re.MULTILINE), "no License-Expression")
     must("Classifier: License" not in metadata, "a classifier of the license beside its expression")
-    return f"{len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB"
+    return f"{len(names)} files, {project.wheel.stat().st_size / 1e6:.1f} MB"
 
 
 @check("the source distribution builds the same wheel", short=True)
@@ -257,12 +255,6 @@ def asking_commands(project: OutsideProject) -> str:
     return f"Python {env['python']['version']}, torch {env['torch']['version']}"
 
 
-def processes(project: OutsideProject, workspace: str) -> dict[str, int]:
-    """Return the process ids of a running job by role."""
-    entries = json.loads((project.folder / workspace / "processes.json").read_text(encoding="utf-8"))
-    return {role: entry["pid"] for entry in entries for role in entry["roles"]}
-
-
 def read_until(process: "subprocess.Popen[str]", text: str) -> None:
     """Read the output of a job until a line has the text."""
     heard = []
@@ -280,27 +272,14 @@ def killed_worker(project: OutsideProject) -> str:
     words = ["conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)]
     with project.training(*words) as process:
         read_until(process, "epoch 5 of")
-        os.kill(processes(project, "workspace/downpour")["worker 1/0"], signal.SIGKILL)
+        entries = json.loads((project.folder / "workspace/downpour/processes.json").read_text(encoding="utf-8"))
+        os.kill(next(entry["pid"] for entry in entries if "worker 1/0" in entry["roles"]), signal.SIGKILL)
         said = process.communicate(timeout=300)[0]
         must(process.returncode == 0, f"exit code {process.returncode}:\n{said[-1000:]}")
     report = project.report()
     must(report["incidents"], "the kill came too late")
     must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
     return f"{report['incidents'][0]['action']}; {report['samples']:,} samples"
-
-
-@check("all processes are killed: topotrain run --resume goes on")
-def resumed(project: OutsideProject) -> str:
-    epochs = 60
-    # A folder of its own, for that of the other checks has snapshots already.
-    setting = ["--set", "cluster.workspace=workspace/resumed"]
-    with project.training(*setting, "conf/downpour.conf", "-m", "orchard.train", "--epochs", str(epochs)) as process:
-        read_until(process, "epoch 30 of")
-        for pid in set(processes(project, "workspace/resumed").values()):
-            os.kill(pid, signal.SIGKILL)
-    report = project.job("--resume", "workspace/resumed")
-    must(report["samples"] == epochs * SAMPLES, f"{report['samples']} samples, must be {epochs * SAMPLES}")
-    return f"{report['samples']:,} samples, accuracy {report['metrics']['accuracy']:.1%}"
 
 
 MISSPELLED = "import topotrain as tt\n\ntt.prepair()\n"

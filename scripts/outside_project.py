@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from outside_checks import CHECKS, REPOSITORY, Check, CheckFailed, NotRun, OutsideProject, build_packages
+from outside_checks import CHECKS, REPOSITORY, TIMEOUT_S, Check, CheckFailed, NotRun, OutsideProject, build_packages
 from packaging.requirements import Requirement
 
 SAMPLE = Path(__file__).with_name("sample_project")
-TIMEOUT_S = 900
 
 
 def try_one(check: Check, project: OutsideProject) -> tuple[str, str]:

@@ -5,11 +5,7 @@ job's samples that are done. A worker may kill itself.
 """
 
 import argparse
-import json
 import math
-import os
-import signal
-from collections.abc import Collection
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -20,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from benchmarks.models import CharacterModel
+from benchmarks.programs.timed_steps import die_once
 
 LENGTH = 64
 """Characters in a sample."""
@@ -67,61 +64,36 @@ def saved_loss(final: Path, seed: int) -> float:
     return held_out_loss(model, held)
 
 
-class OwnSteps:
-    """The steps of one worker, over all its starts."""
-
-    def __init__(self, file: Path, deaths: Collection[tuple[int, int]]) -> None:
-        self._file = file
-        self.count = int(file.read_text()) if file.exists() else 0
-        self._dies_at = {step for worker, step in deaths if worker == tt.rank()}
-
-    def add(self) -> None:
-        """Count a step; this process may die here."""
-        self.count += 1
-        self._file.write_text(str(self.count))
-        # It comes back with a higher count, so it dies once behind each of these steps.
-        if self.count in self._dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def deaths_of(words: list[str]) -> set[tuple[int, int]]:
-    """(worker, the step behind which it dies) pairs, from words such as 1:100."""
-    return {(int(worker), int(step)) for worker, _, step in (word.partition(":") for word in words)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the marks of deaths are beside this file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, required=True, help="of all workers together")
     parser.add_argument("--batch", type=int, required=True, help="samples in a batch of a worker group")
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--every", type=int, default=0, help="worker (0,0) looks at the held-out loss after so many")
     parser.add_argument("--deaths", nargs="*", default=[], help="1:100: worker 1 dies behind its step 100")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    numbers, held, words = text()
+    numbers, _, words = text()
     draw = torch.Generator().manual_seed(options.seed)
     starts = torch.randint(len(numbers) - LENGTH, (options.samples,), generator=draw)
     model = fresh_model(words, options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     loader = DataLoader(windows(numbers, starts), batch_size=options.batch)
     wrapped, optimizer, loader = tt.prepare(model, optimizer, loader)
-    own = OwnSteps(options.out.with_name(f"steps-{tt.rank()}"), deaths_of(options.deaths))
-    looks = options.every if tt.is_main() else 0
-    with open(options.out if tt.is_main() else os.devnull, "w") as points:
-        # The share of the job's samples needs the number of epochs.
-        for _ in tt.epochs(1):
-            for inputs, targets in loader:
-                rate = options.rate * (1 + math.cos(math.pi * tt.progress())) / 2
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                optimizer.zero_grad()
-                F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
-                optimizer.step()
-                own.add()
-                if looks and own.count % looks == 0:
-                    points.write(json.dumps([own.count, held_out_loss(wrapped, held)]) + "\n")
+    # One death of a worker at most: its next start counts from 0 again.
+    deaths = {int(step) for worker, step in (word.split(":") for word in options.deaths) if int(worker) == tt.rank()}
+    # The share of the job's samples needs the number of epochs.
+    for _ in tt.epochs(1):
+        for number, (inputs, targets) in enumerate(loader, 1):
+            rate = options.rate * (1 + math.cos(math.pi * tt.progress())) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            if number in deaths:
+                die_once(options.out.with_name(f"killed-{tt.rank()}"))
 
 
 if __name__ == "__main__":

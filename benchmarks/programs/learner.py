@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from benchmarks.models import mlp
+from benchmarks.models import cross_entropy, mlp, own_seconds
 
 
 def images(kept: Path) -> list[Tensor]:
@@ -49,17 +49,6 @@ def digits(wide: bool, kept: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows(train_x), train_y.long(), rows(test_x), test_y.long()
 
 
-def own_seconds(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """How long a forward and a backward take here, without anybody to wait for: the median of nine."""
-    inner = getattr(model, "module", model)
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        torch.autograd.grad(F.cross_entropy(inner(x), y), list(inner.parameters()))  # no hook sees it
-        times.append(time.perf_counter() - began)
-    return sorted(times)[4]
-
-
 def batches(x: Tensor, y: Tensor, size: int, draw: torch.Generator) -> Iterator[list[Tensor]]:
     """Batches without end, with replacement."""
     while True:
@@ -75,7 +64,6 @@ def main() -> None:
     parser.add_argument("--peer", choices=("job", "ddp"), default="job")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -94,7 +82,7 @@ def main() -> None:
     model: nn.Module = mlp() if options.model == "mlp" else nn.Sequential(
         nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
     )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=options.momentum, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, fused=True)
     if options.peer == "ddp":
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
@@ -109,7 +97,8 @@ def main() -> None:
     elif options.peer == "job":
         model, optimizer = tt.prepare(model, optimizer)
     steps = options.slow_steps if slow and options.slow_steps else options.steps
-    more = 3 * own_seconds(model, train_x[: options.batch], train_y[: options.batch]) if slow else 0.0
+    rows = train_x[: options.batch], train_y[: options.batch]
+    more = 3 * own_seconds(getattr(model, "module", model), cross_entropy, *rows) if slow else 0.0
     began, looking = time.perf_counter(), 0.0
     with open(options.out if rank == 0 else os.devnull, "w") as file:
         # A loader of topotrain must come to its own end.

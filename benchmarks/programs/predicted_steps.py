@@ -8,15 +8,14 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import topotrain as tt
-from benchmarks.models import Work, build
+from benchmarks.models import Work, build, own_seconds
 from benchmarks.programs.stepper import Line, sgd
 
 SAMPLES = 1 << 20
@@ -38,31 +37,6 @@ class Drawn(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         at = number % len(self._inputs)
         return self._inputs[at], self._targets[at]
-
-
-class Slowness:
-    """A worker that takes so many times as long to compute: it rests for the time that is missing."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor, self._rest_s = factor, 0.0
-
-    def rest(self, work: Work, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Rest before a step with this batch."""
-        if self._factor <= 1:
-            return
-        if not self._rest_s:
-            self._rest_s = (self._factor - 1) * own_seconds(work, model, x, y)
-        time.sleep(self._rest_s)
-
-
-def own_seconds(work: Work, model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The processor time of a forward and a backward here: the median of five, of which no hook sees anything."""
-    times = []
-    for _ in range(5):
-        began = time.thread_time()
-        torch.autograd.grad(work.loss_of(model, x, y), [p for p in model.parameters() if p.requires_grad])
-        times.append(time.thread_time() - began)
-    return median(times)
 
 
 class Orders:
@@ -108,7 +82,8 @@ def main() -> None:
     rank = tt.rank()
     orders = Orders(Line(options.socket) if options.socket else None, rank)
     work = build(name, 0)
-    slowness = Slowness(float(factor) if slow and int(slow) == rank else 1.0)
+    # A slow worker rests for the time that is missing.
+    more, rest_s = float(factor) - 1 if slow and int(slow) == rank else 0.0, 0.0
     loader = DataLoader(Drawn(work), batch_size=work.samples * GROUP_SHARE, drop_last=True)
     model, optimizer, loader = tt.prepare(work.model, sgd(work.model), loader)
     for _ in tt.epochs(1):
@@ -116,7 +91,9 @@ def main() -> None:
             if not orders.go_on():
                 break
             y = y.flatten()
-            slowness.rest(work, model, x, y)
+            if more and not rest_s:
+                rest_s = more * own_seconds(model, work.loss_of, x, y)
+            time.sleep(rest_s)
             optimizer.zero_grad()
             work.loss_of(model, x, y).backward()
             optimizer.step()

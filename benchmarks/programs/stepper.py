@@ -46,13 +46,12 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
 
 
-def with_job(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = tt.prepare(model, sgd(model))
-    return model, optimizer
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=RATE, fused=True)
 
 
-def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = tt.prepare(model, Adam(model.parameters(), lr=RATE, fused=True))
+def with_job(model: nn.Module, optimizer_of: Callable[[nn.Module], Optimizer] = sgd) -> tuple[nn.Module, Optimizer]:
+    model, optimizer = tt.prepare(model, optimizer_of(model))
     return model, optimizer
 
 
@@ -109,7 +108,7 @@ def fsdp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
 
 WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer | None]]] = {
     "job": with_job,
-    "job+adam": with_adam,
+    "job+adam": partial(with_job, optimizer_of=adam),
     "alone": alone,
     "no_update": no_update,
     "ddp": ddp,
@@ -159,10 +158,10 @@ class Stepper:
         return float(total[0] / total[1])
 
 
-def memory() -> dict[str, int]:
-    """Bytes: the most that was ever resident, and the share of it now if common pages are divided by their users."""
-    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)  # noqa: SIM115
-    rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)  # noqa: SIM115
+def memory(pid: int) -> dict[str, int]:
+    """Bytes of a process: the most that was ever resident, and its share of it now if users divide common pages."""
+    status = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status") if ":" in line)  # noqa: SIM115
+    rollup = dict(line.split(":", 1) for line in open(f"/proc/{pid}/smaps_rollup") if ":" in line)  # noqa: SIM115
     return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
 
 
@@ -208,7 +207,7 @@ def main() -> None:
             began = time.perf_counter()
             line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
         elif "check" in order:
-            line.say(checksum=stepper.checksum(), **memory())
+            line.say(checksum=stepper.checksum(), **memory(os.getpid()))
         else:
             break
     if options.peer in _MEETING:

@@ -1,11 +1,10 @@
 """A ledger whose steps take a given time; each process writes the times of its steps into a file of its own.
 
-A worker may kill itself at given times, and the first one may kill a server. The job's result has a cell for each
+A worker may kill itself at given times. The job's result has a cell for each
 sample, in which a sample that counted n times has n.
 """
 
 import argparse
-import json
 import os
 import signal
 import time
@@ -29,55 +28,27 @@ class Cells(nn.Module):
         return -self.cells[numbers].sum()
 
 
-class Deaths:
-    """What dies, and when; each death happens once, over all starts of the job.
+def die_once(mark: Path) -> None:
+    """Kill this process, unless the mark says that it has been killed before."""
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_time(out: Path, numbers: range, every: float) -> None:
+    """Die behind a step if a death is due; the first step of the job starts the clock.
 
     Args:
         out: the marks of deaths are beside this file.
-        workers: how many the job has.
+        numbers: of the job's deaths, those that are this worker's.
+        every: seconds from one death of the job to the next.
     """
-
-    def __init__(self, out: Path, workers: int, options: argparse.Namespace) -> None:
-        self._out, self._options = out, options
-        self._began = 0.0
-        self._steps = 0
-        # Workers other than the first die in turn.
-        self._own = range(tt.rank() - 1, options.kills, workers - 1) if tt.rank() else ()
-
-    def after_step(self) -> None:
-        """A step of this process is over."""
-        self._steps += 1
-        if self._options.server and tt.is_main() and self._steps == self._options.server_at:
-            self._kill_server()
-        if self._options.kill_every:
-            self._kill_own()
-
-    def _marked(self, name: str) -> bool:
-        """Mark a death with its time. Returns False where it is marked already."""
-        try:
-            with open(self._out.with_name(name), "x") as file:
-                file.write(repr(time.time()))
-        except FileExistsError:
-            return False
-        return True
-
-    def _kill_server(self) -> None:
-        entries = json.loads((self._out.parent / "work" / "processes.json").read_text())
-        victim = next(entry["pid"] for entry in entries if self._options.server in entry["roles"])
-        if self._marked("killed-server"):
-            os.kill(victim, signal.SIGKILL)
-
-    def _kill_own(self) -> None:
-        began = self._out.with_name("began")
-        if not self._began and not began.exists():
-            if tt.is_main():
-                began.write_text(repr(time.time()))
-            return
-        self._began = self._began or float(began.read_text() or time.time())
-        for number in self._own:
-            late = time.time() - self._began - self._options.kill_every * (number + 1)
-            if late >= 0 and self._marked(f"killed-{number}"):
-                os.kill(os.getpid(), signal.SIGKILL)
+    began = out.with_name("began")
+    if every and tt.is_main() and not began.exists():
+        began.write_text(repr(time.time()))
+    for number in numbers if began.exists() else ():
+        if time.time() >= float(began.read_text() or "inf") + every * (number + 1):
+            die_once(out.with_name(f"killed-{number}"))
 
 
 def main() -> None:
@@ -88,15 +59,14 @@ def main() -> None:
     parser.add_argument("--speeds", type=float, nargs="+", required=True, help="of each worker")
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds from one death of a worker to the next")
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--server", default="", help='"server 0/1" is killed by the first worker')
-    parser.add_argument("--server-at", type=int, default=0, help="behind so many steps of that worker")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = Cells(options.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(TensorDataset(torch.arange(options.samples)), batch_size=1)
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
-    deaths = Deaths(options.out, len(options.speeds), options)
+    # Workers other than the first die in turn.
+    numbers = range(tt.rank() - 1, options.kills, len(options.speeds) - 1) if tt.rank() else range(0)
     step_s = options.step_ms / 1000 / options.speeds[tt.rank()]
     with options.out.with_name(f"times-{tt.rank()}-{os.getpid()}").open("w", buffering=1) as times:
         for (numbers,) in loader:
@@ -105,7 +75,7 @@ def main() -> None:
             model(numbers).backward()
             optimizer.step()
             times.write(f"{time.time()!r}\n")
-            deaths.after_step()
+            die_in_time(options.out, numbers, options.kill_every)
 
 
 if __name__ == "__main__":

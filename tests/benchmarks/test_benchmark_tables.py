@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import islands, islands_loss, training_step, two_hosts
+from benchmarks import asynchrony, islands, islands_loss, training_step, two_hosts
 from benchmarks.contest import Contestant, Limits
 from benchmarks.goodput import PUBLISHED, Failures, simulated
 from benchmarks.gpu_training import GLOO, NCCL, ONE_GPU, Target, contestants, measure_model
@@ -29,6 +29,7 @@ def test_every_conf_is_taken() -> None:
     confs += [islands.islands(f"{way} {islands.NESTEROV}") for way in (islands.STREAMING, islands.DECOUPLED)]
     assert not any(map(refusal, confs))
     assert "apply" in refusal(cluster(top="apply: kOnArrival"))
+    assert all(conf == "allreduce" or "correction=" in " ".join(sets) for _, _, conf, sets in asynchrony.JOBS)
 
 
 def test_gpus_of_their_own_are_connected_by_nccl() -> None:
