@@ -66,7 +66,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(torch.arange(options.samples)), batch_size=1)
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     # Workers other than the first die in turn.
-    numbers = range(tt.rank() - 1, options.kills, len(options.speeds) - 1) if tt.rank() else range(0)
+    own = range(tt.rank() - 1, options.kills, len(options.speeds) - 1) if tt.rank() else range(0)
     step_s = options.step_ms / 1000 / options.speeds[tt.rank()]
     with options.out.with_name(f"times-{tt.rank()}-{os.getpid()}").open("w", buffering=1) as times:
         for (numbers,) in loader:
@@ -75,7 +75,7 @@ def main() -> None:
             model(numbers).backward()
             optimizer.step()
             times.write(f"{time.time()!r}\n")
-            die_in_time(options.out, numbers, options.kill_every)
+            die_in_time(options.out, own, options.kill_every)
 
 
 if __name__ == "__main__":
