@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from topotrain.training.api import (
         as_is,
         clip_grad_norm_,
+        enumerate,
         epochs,
         is_main,
         keep,
@@ -69,7 +70,9 @@ _contribute(
 # Imported at the first use: the command line must start without torch, which takes seconds to import.
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
-    **dict.fromkeys(("clip_grad_norm_", "keep", "log", "progress", "as_is", "split"), "topotrain.training.api"),
+    **dict.fromkeys(
+        ("clip_grad_norm_", "enumerate", "keep", "log", "progress", "as_is", "split"), "topotrain.training.api"
+    ),
     **dict.fromkeys(
         ("broadcast", "gather", "global_step", "max", "mean", "min", "sum"),
         "topotrain.extensions.worker_values.worker_values",
@@ -107,6 +110,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_parallel",
     "device",
+    "enumerate",
     "epochs",
     "gather",
     "global_step",

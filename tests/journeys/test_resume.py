@@ -66,6 +66,21 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobR
     assert torch.equal(cells, torch.full_like(cells, 9)), (found.steps(0), cells)
 
 
+def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunner) -> None:
+    """Its seven batches make four steps: two, two, two, one. Step 10 is in the middle of the third epoch."""
+    extra = "checkpoint_freq: 10 snapshot_s: 0"
+    undisturbed = runner.run(INLINE, "numbered.py", "tt", extra=extra).final
+    numbers = runner.folder / "numbers-1.txt"
+    seen = numbers.read_text().splitlines()
+    at = runner.folder / "job" / "manifests" / "step-10"
+    for counted in ("builtin", "tt"):
+        numbers.unlink()
+        ended = runner.run(INLINE, "numbered.py", counted, extra=extra, options=("--resume", str(at)))
+        assert ("counts them by enumerate(loader)" in ended.err) is (counted == "builtin"), ended.err
+        assert (numbers.read_text().splitlines() == seen[-10:]) is (counted == "tt")
+    assert all(torch.equal(tensor, ended.final[name]) for name, tensor in undisturbed.items())
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

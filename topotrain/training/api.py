@@ -3,6 +3,7 @@
 In an ordinary process each of them does nothing, or what plain PyTorch would do.
 """
 
+import builtins
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_limits import bound
 
+Batch = TypeVar("Batch")
 Module = TypeVar("Module", bound=nn.Module)
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 LoaderType = TypeVar("LoaderType", bound=DataLoader[Any])
@@ -288,7 +290,7 @@ def _enter_job(here: Context, made: PreparedObjects) -> Worker:
         cut.start(worker)
     if worker.lazy:
         wait_by_layer(model, worker)
-    for number, optimizer in enumerate(request.optimizers):
+    for number, optimizer in builtins.enumerate(request.optimizers):
         here.adopted[optimizer].join(worker, number, "" if cut is None else STATE_IN_PARTS)
     here.join(worker, cut)
     if place.job.debug and here.is_main:
@@ -435,6 +437,28 @@ def epochs(count: int) -> EpochLoop:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError("tt.epochs", count, "must be a whole number >= 0")
     return EpochLoop(count)
+
+
+def enumerate(batches: Iterable[Batch], start: int = 0) -> Iterator[tuple[int, Batch]]:
+    """Python's `enumerate`; after a restart the numbers go on where the epoch does.
+
+    A restart leaves out the batches of the present epoch of which steps are made already. So a script that uses the
+    number of a batch, to accumulate gradients or for a schedule, gets the same numbers as without the restart.
+
+    Args:
+        batches: the prepared loader, or what reads it, such as `zip` of two loaders or a progress bar.
+        start: number of the first batch of an epoch.
+
+    Returns:
+        an iterator over pairs of number and batch. With leases (`shard: kLease`) a worker that starts again counts an
+        equal part of what all groups have read as its own.
+    """
+    passes = process.passes()
+    before = (0, 0) if passes is None else passes.place()
+    for number, batch in builtins.enumerate(batches):
+        if not number and passes is not None:
+            start += passes.number_from(before)
+        yield start + number, batch
 
 
 def progress() -> float:

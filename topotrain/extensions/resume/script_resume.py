@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from topotrain.config.job import ConfigError, OnFailure
-from topotrain.core.events import EventNotifier, Unrepeatable
+from topotrain.core.events import EventNotifier, LastingNotice, Unrepeatable
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.elastic.leave import GroupLeaving
@@ -36,6 +36,11 @@ from topotrain.training.data.script_position import ScriptPosition
 from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
+
+ACCUMULATES = (
+    "this epoch goes on in its middle, and a step has several batches: if the script counts them by enumerate(loader), "
+    "steps have other batches than without the restart; tt.enumerate(loader) goes on with the number"
+)
 
 
 def _saves(here: Context) -> bool:
@@ -64,6 +69,7 @@ class ScriptResume(ScriptPosition):
         self._ahead: ReadAhead | None = None
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
+        self._told = False
         self._turns = 0
         self.in_epochs = False
         """Whether the script is in the middle of a loop over `tt.epochs`."""
@@ -99,6 +105,12 @@ class ScriptResume(ScriptPosition):
         if not self._at.interleaved:
             self._at = replace(self._at, interleaved=True)
             self._here.emit(Unrepeatable(str(self._worker.me), INTERLEAVED, job=True))
+
+    def accumulates(self) -> None:
+        """See `distributed_loader.ResumeRecorder`."""
+        if not self._told:
+            self._told = True
+            self._here.emit(LastingNotice(str(self._worker.me), ACCUMULATES))
 
     def batches_left(self, epoch: int, loader: ShardedLoader | None = None) -> int:
         earlier, loader = self._earlier, loader or self._here.loader

@@ -30,7 +30,7 @@ from topotrain.training.data.batch_ranges import Runs
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.data_fingerprint import knows_ranks, sample_of
 from topotrain.training.data.iterable_dataset import IterableEpoch
-from topotrain.training.data.job_progress import EpochShare, batches_in
+from topotrain.training.data.job_progress import EpochShare, batches_in, own_done
 from topotrain.training.data.loader_view import LoaderView
 from topotrain.training.data.map_dataset import (
     PLAIN,
@@ -117,16 +117,21 @@ class PassProgress:
 
     def __init__(self, loader: Any, plan: DataPlan, done: Runs = ()) -> None:
         self._loader, self._plan, self._done = loader, plan, done
+        self._first = own_done(plan, done)
         self._share: EpochShare | None = None
         self._last: BatchPosition | None = None
         self._over = False
         self.batches = 0
         """Batches that the script was given."""
+        self.number = 0
+        """Number in this worker's part of the epoch of the batch that was given last."""
         self._trains = self.whole = False
 
     def given(self, place: BatchPosition, whole: bool) -> None:
         """Note that the script gets this batch. whole: each worker reads all of it."""
         self._last = place
+        # Only the first one is asked for. With leases `place` counts what other groups had.
+        self.number = self._first + (self.batches if self._plan.mode == "lease" else place.before + place.seq)
         self.batches += 1
         self.whole = whole
         self._trains = torch.is_grad_enabled()
@@ -168,6 +173,8 @@ class ScriptPasses:
         """Number of passes that were begun."""
         self.recorder: ResumeRecorder | None = None
         self.loaders = 0
+        self.numbered = False
+        """Whether the script gets the numbers of its batches by `tt.enumerate`."""
         self.leading: ShardedLoader | None = None
         """Return the loader that counts as the progress of the script."""
         # Weak references: a pass that the script drops must be collected, because `__del__` gives its batches back.
@@ -345,6 +352,9 @@ class ShardedLoader(LoaderView):
             ConfigError: the step may be made with both, and one is divided in shares that are not equal.
         """
         given = self._all.given(self._accounting.own_steps)
+        recorder = self._recorder if progress.number >= progress.batches > 0 else None  # the pass goes on in its middle
+        if recorder is not None and given.get(self) is progress and torch.is_grad_enabled() and not self._all.numbered:
+            recorder.accumulates()
         given[self] = progress
         if len(given) == 1:
             return False
@@ -418,6 +428,20 @@ class ShardedLoader(LoaderView):
         """As `Passes` has it. Of two loaders that are read at once, the first one counts."""
         leading = self._all.leading
         return 0.0 if self._all.begun == position or leading is None else leading.share_of_pass()
+
+    def place(self) -> tuple[int, int]:
+        """As `Passes` has it."""
+        leading = self._all.leading
+        last = None if leading is None else leading._progress
+        return self._all.begun, 0 if last is None else last.batches
+
+    def number_from(self, place: tuple[int, int]) -> int:
+        """As `Passes` has it. Of two loaders that are read at once, the first one counts."""
+        now, leading = self.place(), self._all.leading
+        if now == place or now[1] != 1 or leading is None or leading._progress is None:
+            return 0
+        self._all.numbered = True
+        return leading._progress.number
 
     def share_of_pass(self) -> float:
         """The share of this loader's last pass that is done."""

@@ -42,11 +42,8 @@ class EpochShare:
         left = -(-(batches - sum(last - first for first, last in done)) // wide)
         if plan.mode == "lease":
             return cls(units, units - left, left)
-        own_done = sum(
-            (number // wide) % plan.groups == plan.group for first, last in done for number in range(first, last)
-        )
         mine = slice(plan.group, None, plan.groups)
-        return cls(len(range(units)[mine]), own_done // wide, len(range(left)[mine]))
+        return cls(len(range(units)[mine]), own_done(plan, done), len(range(left)[mine]))
 
     def behind(self, units: int) -> float:
         """The share of the epoch that is done behind so many units of this pass."""
@@ -55,6 +52,20 @@ class EpochShare:
         # One division of whole numbers: a job that goes on from a snapshot gets the figure of one that never stopped.
         # What another layout has left over is stretched, so that each worker ends at 1.
         return min(1.0, (self.done * self.left + units * (self.total - self.done)) / (self.left * self.total))
+
+
+def own_done(plan: DataPlan, done: Runs) -> int:
+    """Of the batches that are `done`, the number of those that a worker with this part of the data was given.
+
+    With leases it is an equal part of them, because no process knows which group had which.
+    """
+    wide = plan.workers if plan.in_rounds else 1
+    if plan.mode == "lease":
+        return sum(last - first for first, last in done) // wide // plan.groups
+    return (
+        sum((number // wide) % plan.groups == plan.group for first, last in done for number in range(first, last))
+        // wide
+    )
 
 
 class Passes(Protocol):
@@ -68,6 +79,15 @@ class Passes(Protocol):
 
         Raises:
             ConfigError: the loader has no length.
+        """
+
+    def place(self) -> tuple[int, int]:
+        """Passes that were begun, and batches that the last one has given."""
+
+    def number_from(self, place: tuple[int, int]) -> int:
+        """The number in the epoch of the batch with which a pass has begun since `place`; 0 if none has.
+
+        The script gets the numbers of its batches from the place on by `tt.enumerate`.
         """
 
 
@@ -100,6 +120,14 @@ class PlainPasses:
     def share_since(self, position: int) -> float:
         """As `Passes` has it."""
         return min(1.0, (self._backwards - position) / max(1, batches_in(self._loader)))
+
+    def place(self) -> tuple[int, int]:
+        """As `Passes` has it: an ordinary process begins each epoch with its first batch."""
+        return 0, 0
+
+    def number_from(self, place: tuple[int, int]) -> int:
+        """As `Passes` has it."""
+        return 0
 
 
 def batches_in(loader: Any) -> int:

@@ -245,6 +245,10 @@ class ResumeRecorder(ABC):
         """The script reads two loaders at once: a fresh process would not find its place."""
 
     @abstractmethod
+    def accumulates(self) -> None:
+        """A step has several batches of a pass that goes on in its middle, whose numbers the script may count anew."""
+
+    @abstractmethod
     def batches_left(self, epoch: int, loader: Any = None) -> int:
         """Batches that this worker's group has not yet had applied, of those of a pass.
 
