@@ -47,7 +47,15 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 CONTENTS: Mapping[str, Iterable[str]] = {
-    "Begin": ["README", "docs/topologies", "docs/modes", "docs/examples", "docs/teaching", "docs/coming-from"],
+    "Begin": [
+        "README",
+        "docs/tutorial",
+        "docs/topologies",
+        "docs/modes",
+        "docs/examples",
+        "docs/teaching",
+        "docs/coming-from",
+    ],
     "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
     "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/replay", "docs/security"],

@@ -112,25 +112,6 @@ class Forked:
         return self.returncode
 
 
-FORGET_PACKAGE = """
-import sys
-for name in [name for name in sys.modules if name.partition(".")[0] == "topotrain"]:
-    del sys.modules[name]
-"""
-
-
-def run_without_package(warm_at: str, code: str, *arguments: str) -> tuple[int, str]:
-    """Run code at the repository's root in a process that has imported torch, but nothing of ours.
-
-    Returns its exit code and its output, errors included.
-    """
-    root = Path(__file__).parents[2]
-    process = Forked(warm_at, ["-c", FORGET_PACKAGE + code, *arguments], root, os.environ)
-    out, _ = process.communicate(120)
-    assert process.returncode is not None
-    return process.returncode, out
-
-
 # ---- the one who forks -----------------------------------------------------------------------------------------------
 
 

@@ -40,9 +40,13 @@ class HttpRequest:
     query: str
     headers: Sequence[tuple[str, str]]
 
+    def values(self, name: str) -> list[str]:
+        """Return all values of a header."""
+        return [value for key, value in self.headers if key == name]
+
     def header(self, name: str) -> str:
         """Return the first value of a header; "": there is none."""
-        return next((value for key, value in self.headers if key == name), "")
+        return next(iter(self.values(name)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     parts = [
         "\n".join(_job(summary)),
         _table(
-            ("worker", "state", "step", "loss", "samples/s", "staleness", "p95", "max", "waits", "memory"),
+            ("worker", "state", "pid", "step", "loss", "samples/s", "staleness", "p95", "max", "waits", "memory"),
             _workers(summary),
         ),
         _table(("server", "state", "updates", "updates/s", "memory"), _servers(summary)),
@@ -58,6 +58,7 @@ def _workers(summary: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (
             _word(each.get("name")).removeprefix("worker "),
             _word(each.get("state")),
+            _number(each.get("pid"), 0),
             _number(each.get("step"), 0),
             _number(each.get("loss"), 4),
             _number(each.get("samples_per_s"), 1),

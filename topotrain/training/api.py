@@ -453,11 +453,11 @@ def enumerate(batches: Iterable[Batch], start: int = 0) -> Iterator[tuple[int, B
         an iterator over pairs of number and batch. With leases (`shard: kLease`) a worker that starts again counts an
         equal part of what all groups have read as its own.
     """
-    passes = process.passes()
-    before = (0, 0) if passes is None else passes.place()
+    loader = process.passes()
+    before = loader.place() if isinstance(loader, ShardedLoader) else (0, 0)
     for number, batch in builtins.enumerate(batches):
-        if not number and passes is not None:
-            start += passes.number_from(before)
+        if not number and isinstance(loader, ShardedLoader):
+            start += loader.number_from(before)
         yield start + number, batch
 
 

@@ -14,8 +14,8 @@ from topotrain.config.topology import layout
 from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.tools.cli import app
 from topotrain.tools.cli.performance import shown_search
+from topotrain.tools.cli.performance.measured_probe import unlike_this_machine
 from topotrain.tools.diagnostics.environment_report import processor_name
-from topotrain.tools.probe.probe_origin import unlike_this_machine
 
 Ask = Callable[..., tuple[int, str, str]]
 FAST = ("--probe", "probe.json", "--within", "1s", "--sync")

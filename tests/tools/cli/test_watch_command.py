@@ -65,7 +65,7 @@ def test_the_state_of_a_running_job_is_printed_once(ask: Ask, workspace: Path) -
     assert lines[1] == "25 % done, epoch 2, about 15.0 s left" or lines[1] == "25 % done, epoch 2"
     assert lines[2] == "step 100, loss 0.5000, 3200.0 samples/s"
     (row,) = (line.split() for line in lines if line.startswith("0/0") and "computes" in line)
-    assert row == ["0/0", "computes", "100", "0.5000", "3200.0", "0.50", "0.0", "3", "25", "%", "250", "MB"]
+    assert row == ["0/0", "computes", "11", "100", "0.5000", "3200.0", "0.50", "0.0", "3", "25", "%", "250", "MB"]
     assert "worker 0/0 logs accuracy 0.7500" in lines
     assert "last snapshot: 2, after step 90" in lines
     incident = "worker 1/0 (pid 12) was killed by SIGKILL; group 1 restarts; trained again after 1.0 s"

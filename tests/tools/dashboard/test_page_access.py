@@ -2,14 +2,15 @@
 
 import pytest
 
-from topotrain.tools.dashboard.page_access import PageAccess, PageRequest
+from topotrain.tools.dashboard.page_access import PageAccess
+from topotrain.tools.http_server import HttpRequest
 
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def request(path: str = "/", method: str = "GET", scheme: str = "http", **headers: str) -> PageRequest:
+def request(path: str = "/", method: str = "GET", **headers: str) -> HttpRequest:
     named = {"host": "localhost:8000", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    return PageRequest(method, path, scheme, [(name, value) for name, value in named.items() if value])
+    return HttpRequest(method, path, "", [(name, value) for name, value in named.items() if value])
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_other_names_are_refused_also_with_the_cookie(access: PageAccess, host: 
 
 
 def test_two_names_are_refused(access: PageAccess) -> None:
-    twice = PageRequest("GET", "/", "http", [("host", "localhost"), ("host", "evil.example")])
+    twice = HttpRequest("GET", "/", "", [("host", "localhost"), ("host", "evil.example")])
     assert "Host header" in access.refusal(twice)
 
 

@@ -10,28 +10,12 @@ This module is pure but for the random numbers. The text of a refusal is one lin
 
 import hmac
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+from topotrain.tools.http_server import HttpRequest
 
 LOGIN, METRICS = "/login", "/metrics"
 _BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class PageRequest:
-    """The parts of a request that are checked before it is carried out.
-
-    scheme: http or https. headers: lower-case names and values, as often as they came.
-    """
-
-    method: str
-    path: str
-    scheme: str
-    headers: Sequence[tuple[str, str]]
-
-    def values(self, name: str) -> list[str]:
-        """Return all values of a header."""
-        return [value for key, value in self.headers if key == name]
 
 
 class PageAccess:
@@ -41,11 +25,13 @@ class PageAccess:
         names: the host names and addresses by which browsers may reach this server, IPv6 addresses in brackets.
         port: of the server. Cookies do not differ by port, so it is in the name of the cookie, and the cookie is for
             `root` alone, the random beginning of the page's path.
+        secure: browsers reach the server over TLS.
         open_metrics: `/metrics` needs no cookie, because only this machine reaches the server.
     """
 
-    def __init__(self, names: Iterable[str], port: int, open_metrics: bool = False) -> None:
+    def __init__(self, names: Iterable[str], port: int, secure: bool = False, open_metrics: bool = False) -> None:
         self._names, self._open_metrics = frozenset(name.lower() for name in names), open_metrics
+        self.secure = secure
         self.cookie = f"topotrain-{port}"
         self.root = f"/{secrets.token_urlsafe(_BYTES)}"
         self._token: str | None = secrets.token_urlsafe(_BYTES)
@@ -69,12 +55,12 @@ class PageAccess:
             return "this address was used already; `topotrain watch WORKSPACE` prints a new one"
         return "wrong token: open the address that topotrain has printed"
 
-    def refusal(self, request: PageRequest) -> str:
-        """Return why a request is refused; "": it may be carried out."""
+    def refusal(self, request: HttpRequest) -> str:
+        """Return why a request is refused; "": it may be carried out. Its path is without `root`."""
         hosts, origins = request.values("host"), request.values("origin")
         if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
             return "this server is not known by the name in the Host header"
-        ours = f"{request.scheme}://{hosts[0]}".lower()
+        ours = f"{'https' if self.secure else 'http'}://{hosts[0]}".lower()
         if any(origin.lower() != ours for origin in origins):
             return "only this page itself may ask (Origin header)"
         sites = request.values("sec-fetch-site")
@@ -86,7 +72,7 @@ class PageAccess:
             return "no token: open the address that topotrain has printed"
         return ""
 
-    def _has_session(self, request: PageRequest) -> bool:
+    def _has_session(self, request: HttpRequest) -> bool:
         pairs = (part.strip().partition("=") for value in request.values("cookie") for part in value.split(";"))
         given = [value for name, _, value in pairs if name == self.cookie]
         return bool(self._session) and any(_same(value, self._session) for value in given)

@@ -92,8 +92,8 @@ def served_page(bound: BoundPage, watched: Sequence[WatchedRun], turn_s: float =
     """
     runs = dict(zip(named_runs([run.workspace for run in watched]), watched))
     loopback = ipaddress.ip_address(bound.host).is_loopback
-    access, turns = PageAccess(bound.names, bound.port, open_metrics=loopback), PageTurns(turn_s)
-    server = HttpServer(bound.sock, PageRoutes(runs, turns, access, bound.tls is not None), "page", bound.tls)
+    access, turns = PageAccess(bound.names, bound.port, bound.tls is not None, loopback), PageTurns(turn_s)
+    server = HttpServer(bound.sock, PageRoutes(runs, turns, access), "page", bound.tls)
     try:
         yield bound.url(access.token)
     finally:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.chart_library import chart_library
-from topotrain.tools.dashboard.page_access import PageAccess, PageRequest
+from topotrain.tools.dashboard.page_access import PageAccess
 from topotrain.tools.dashboard.page_files import INDEX, LIBRARY, PageFile, page_files
 from topotrain.tools.dashboard.page_json import page_json
 from topotrain.tools.dashboard.page_turns import PageTurns
@@ -65,11 +65,10 @@ class PageRoutes:
         runs: by the names that the page shows.
         turns: between two answers about a run.
         access: gives the cookie.
-        secure: browsers reach the server over TLS.
     """
 
-    def __init__(self, runs: Mapping[str, WatchedRun], turns: PageTurns, access: PageAccess, secure: bool) -> None:
-        self._runs, self._turns, self._access, self._secure = runs, turns, access, secure
+    def __init__(self, runs: Mapping[str, WatchedRun], turns: PageTurns, access: PageAccess) -> None:
+        self._runs, self._turns, self._access = runs, turns, access
         self._files, self._library = page_files(), chart_library()
         self.headers = HEADERS
 
@@ -109,8 +108,7 @@ class PageRoutes:
         inside = self._is_inside(request)
         # A cookie counts only inside the path it was given to.
         headers = [(name, value) for name, value in request.headers if inside or name != "cookie"]
-        scheme = "https" if self._secure else "http"
-        return self._access.refusal(PageRequest(request.method, self._path(request), scheme, headers))
+        return self._access.refusal(replace(request, path=self._path(request), headers=headers))
 
     def _login(self, request: HttpRequest, query: Mapping[str, str]) -> HttpAnswer:
         """Give the cookie for the token, and go to the page."""
@@ -122,7 +120,7 @@ class PageRoutes:
             raise HttpError(403, self._access.login_refusal())
         root = f"{self._access.root}/"
         cookie = f"{self._access.cookie}={session}; HttpOnly; SameSite=strict; Path={root}"
-        headers = {"location": root, "set-cookie": cookie + ("; Secure" if self._secure else "")}
+        headers = {"location": root, "set-cookie": cookie + ("; Secure" if self._access.secure else "")}
         return replace(plain_text(303, ""), headers=headers)
 
     def _index(self) -> HttpAnswer:

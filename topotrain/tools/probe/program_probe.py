@@ -61,16 +61,6 @@ class ProbeProgress(Protocol):
         ...
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def stage(self, text: str) -> None:
-        """As `ProbeProgress.stage`."""
-
-    def note(self, text: str) -> None:
-        """As `ProbeProgress.note`."""
-
-
 @dataclass(frozen=True)
 class ProbeRequest:
     """A request for the measurements of a program.

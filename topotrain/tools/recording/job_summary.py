@@ -123,6 +123,7 @@ def _worker(process: ProcessTrack) -> dict[str, Any]:
     return {
         "name": str(process.address),
         "state": process.states.now or "starting",
+        "pid": process.pid,
         "step": figures.step,
         "loss": None if figures.loss is None else _finite(figures.loss),
         "samples_per_s": _rounded(figures.samples_per_s),

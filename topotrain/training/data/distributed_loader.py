@@ -430,13 +430,16 @@ class ShardedLoader(LoaderView):
         return 0.0 if self._all.begun == position or leading is None else leading.share_of_pass()
 
     def place(self) -> tuple[int, int]:
-        """As `Passes` has it."""
+        """Passes that were begun, and batches that the last one has given."""
         leading = self._all.leading
         last = None if leading is None else leading._progress
         return self._all.begun, 0 if last is None else last.batches
 
     def number_from(self, place: tuple[int, int]) -> int:
-        """As `Passes` has it. Of two loaders that are read at once, the first one counts."""
+        """The number in the epoch of the batch with which a pass has begun since `place`; 0 if none has.
+
+        Of two loaders that are read at once, the first one counts. The script counts on by `tt.enumerate`.
+        """
         now, leading = self.place(), self._all.leading
         if now == place or now[1] != 1 or leading is None or leading._progress is None:
             return 0

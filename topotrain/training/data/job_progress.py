@@ -81,15 +81,6 @@ class Passes(Protocol):
             ConfigError: the loader has no length.
         """
 
-    def place(self) -> tuple[int, int]:
-        """Passes that were begun, and batches that the last one has given."""
-
-    def number_from(self, place: tuple[int, int]) -> int:
-        """The number in the epoch of the batch with which a pass has begun since `place`; 0 if none has.
-
-        The script gets the numbers of its batches from the place on by `tt.enumerate`.
-        """
-
 
 class PlainPasses:
     """Passes in an ordinary process, which reads the script's own loader.
@@ -120,14 +111,6 @@ class PlainPasses:
     def share_since(self, position: int) -> float:
         """As `Passes` has it."""
         return min(1.0, (self._backwards - position) / max(1, batches_in(self._loader)))
-
-    def place(self) -> tuple[int, int]:
-        """As `Passes` has it: an ordinary process begins each epoch with its first batch."""
-        return 0, 0
-
-    def number_from(self, place: tuple[int, int]) -> int:
-        """As `Passes` has it."""
-        return 0
 
 
 def batches_in(loader: Any) -> int:

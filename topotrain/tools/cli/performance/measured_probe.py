@@ -35,13 +35,9 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
 
 
 def note_other_program(probe: "Probe", file: Path, program: str) -> None:
-    """Warn that a probe was made with a program of another name than the job's.
-
-    The job's may be "".
-    """
-    from topotrain.tools.probe.probe_origin import is_of_other_file
-
-    if is_of_other_file(probe, program):
+    """Warn that a probe was made with a program of another name than the job's, which may be ""."""
+    # A probe has no folder of its program.
+    if program and Path(program).name != probe.program:
         _say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
 
 
@@ -52,12 +48,28 @@ def note_not_run(probe: "Probe", file: Path, program: str) -> None:
 
 
 def note_other_machine(probe: "Probe", file: Path) -> None:
-    """Warn that a probe was made on another machine, or with other versions."""
-    from topotrain.tools.probe.probe_origin import unlike_this_machine
+    """Warn that a probe was made on another machine, or with other versions.
 
+    A prediction of other machines needs no check. One of this machine is as good as the probe is like it.
+    """
     differs = unlike_this_machine(probe)
     if differs:
         _say(f"warning: {file} was not made here, so its figures may not hold: {differs}")
+
+
+def unlike_this_machine(probe: "Probe") -> str:
+    """Return the differences between the probed machine and this one, in words; "": there are none."""
+    from importlib.metadata import version
+
+    from topotrain.launch.agent.worker_threads import allowed_cores
+    from topotrain.tools.diagnostics.environment_report import processor_name
+
+    here = {
+        "cpu": (probe.machine.cpu, processor_name()),
+        "cores": (str(probe.machine.cores), str(allowed_cores())),
+        **{name: (probe.versions.get(name, "unknown"), version(name)) for name in ("torch", "topotrain")},
+    }
+    return ", ".join(f"{name} {there}, here {found}" for name, (there, found) in here.items() if there != found)
 
 
 def _say(text: str) -> None:

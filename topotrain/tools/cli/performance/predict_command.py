@@ -19,7 +19,7 @@ from topotrain.tools.cli.job_arguments import (
     refusing,
     with_link,
 )
-from topotrain.tools.cli.performance.shown_search import shown_rehearsal
+from topotrain.tools.cli.performance.shown_search import LATE_S, shown_search
 from topotrain.tools.monitor.monitored_run import complain
 
 EXAMPLE = """\b
@@ -94,7 +94,7 @@ def predict(
             found = load_probe(file)
             note_other_program(found, file, job.program)
         try:
-            with shown_rehearsal() as listener:
+            with shown_search(late_s=LATE_S) as listener:
                 predicted = predictions.predict(job, found, machines, seed, trace, listener)
         except OSError as error:
             complain(f"{trace}: cannot be written ({error.strerror})")

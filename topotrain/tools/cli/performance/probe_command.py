@@ -75,12 +75,14 @@ def probe(
 
 
 class _Line:
-    """Shows the stages of a probe, in one line of a terminal that can redraw it."""
+    """Shows the stages of a probe, in one line of a terminal that can redraw it. quiet: it shows nothing."""
 
-    def __init__(self, status: Any) -> None:
-        self._status = status
+    def __init__(self, status: Any, quiet: bool = False) -> None:
+        self._status, self._quiet = status, quiet
 
     def stage(self, text: str) -> None:
+        if self._quiet:
+            return
         if self._status is None:
             print(f"topotrain: measuring: {text}", file=sys.stderr, flush=True)
         else:
@@ -88,6 +90,8 @@ class _Line:
 
     def note(self, text: str) -> None:
         line = f"topotrain: {text}"
+        if self._quiet:
+            return
         if self._status is None:
             print(line, file=sys.stderr, flush=True)
         else:
@@ -99,15 +103,12 @@ def stages(quiet: bool) -> "Iterator[Any]":
     """Show the stages of a probe while it lasts. quiet: nothing is shown."""
     from topotrain.tools.monitor.live_terminal import redraws
     from topotrain.tools.monitor.result_tables import console
-    from topotrain.tools.probe.program_probe import SilentProgress
 
-    if quiet:
-        yield SilentProgress()
-    elif redraws(sys.stderr):
+    if redraws(sys.stderr) and not quiet:
         with console(stderr=True).status("measuring") as status:
             yield _Line(status)
     else:
-        yield _Line(None)
+        yield _Line(None, quiet)
 
 
 def summary(probe: "Probe") -> str:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from topotrain.tools.monitor.live_terminal import redraws
@@ -19,10 +19,10 @@ LINES_S = 10.0
 _WIDTH = 100
 
 
-class ProgressLine:
-    """Redraws one line on stderr, or prints a line now and then where it cannot.
+class RehearsalLine:
+    """Shows which layout is rehearsed, or how far one rehearsal is.
 
-    late_s: seconds before the first one on a terminal.
+    It redraws one line on stderr, or prints a line now and then where it cannot. late_s: seconds before the first one.
     """
 
     def __init__(self, quiet: bool = False, late_s: float = 0.0) -> None:
@@ -48,10 +48,6 @@ class ProgressLine:
         if self._drawn and self._redraws:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-
-class RehearsalLine(ProgressLine):
-    """Shows which layout is rehearsed, or how far one rehearsal is."""
-
     def rehearsing(self, number: int, of: int, candidate: "Candidate") -> None:
         """Show a layout of an advice."""
         self.show(f"rehearsing {number} of {of}: {candidate.label}")
@@ -63,14 +59,9 @@ class RehearsalLine(ProgressLine):
 
 @contextmanager
 def shown_search(quiet: bool = False, late_s: float = 0.0) -> Iterator[RehearsalLine]:
-    """Show rehearsals while they last. late_s: as for `ProgressLine`."""
+    """Show rehearsals while they last. late_s: as for `RehearsalLine`."""
     line = RehearsalLine(quiet, late_s)
     try:
         yield line
     finally:
         line.end()
-
-
-def shown_rehearsal() -> AbstractContextManager[RehearsalLine]:
-    """Show a rehearsal that takes some seconds."""
-    return shown_search(late_s=LATE_S)

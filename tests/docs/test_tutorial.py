@@ -1,0 +1,103 @@
+"""docs/tutorial.md, typed from the first command to the last one in one folder; with fewer epochs.
+
+The reader's two terminals are two shells. `kill` gets the number that the table shows.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from process_pool import client
+from wait_limit import ended_after
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+FEWER = {"--epochs 3": "--epochs 1", "--epochs 300": "--epochs 30", "--epochs 5": "--epochs 2"}
+
+pytestmark = pytest.mark.journey
+
+
+def typed() -> list[str]:
+    """The commands, in their order."""
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)).splitlines()
+    for many, few in FEWER.items():
+        commands = [re.sub(rf"{many}$", few, command) for command in commands if command]
+    return commands
+
+
+class Terminal:
+    """A shell in which each command runs where the ones before have led to."""
+
+    def __init__(self, folder: Path, tools: Path) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    @contextmanager
+    def start(self, command: str) -> "Iterator[subprocess.Popen[str]]":
+        words = ["sh", "-c", command if command.startswith("kill") else f"exec {command}"]
+        pipe, to = subprocess.PIPE, subprocess.STDOUT
+        with subprocess.Popen(words, cwd=self.folder, env=self.environ, stdout=pipe, stderr=to, text=True) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()  # where a check has failed
+
+    def run(self, command: str, code: int = 0) -> str:
+        if command.startswith("cd "):
+            self.folder /= command.removeprefix("cd ")
+            return ""
+        with ended_after(120), self.start(command) as process:
+            said, _ = process.communicate()
+        assert process.returncode == code, f"{command}\n{said}"
+        return said
+
+    def wait_for(self, process: "subprocess.Popen[str]", words: str) -> None:
+        """Read what a command says up to these words."""
+        assert process.stdout is not None
+        with ended_after(120):
+            assert any(words in line for line in process.stdout), words
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, warm_at: str, served_at: str, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TOPOTRAIN_FORKSERVER", served_at)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
+        (tools / name).chmod(0o755)
+    return Terminal(tmp_path, tools)
+
+
+def test_the_tutorial_from_the_first_command_to_the_last(terminal: Terminal) -> None:
+    commands = iter(typed())
+    for command in commands:
+        if "--watch" in command:
+            break
+        said = terminal.run(command)
+        assert "topotrain check" not in command or "equal: 30 steps" in said
+    with terminal.start(command) as job:
+        terminal.wait_for(job, "the page is at http://127.0.0.1:")
+        terminal.wait_for(job, "2 training")
+        view = next(commands)
+        name, *columns = next(line.split() for line in terminal.run(view).splitlines() if line.startswith("worker"))
+        assert (name, columns[1]) == ("worker", "pid")
+        table = [line.split() for line in terminal.run(view).splitlines()]
+        (pid,) = {row[2] for row in table if row[:1] == ["0/1"] and len(row) > len(columns) - 1}
+        terminal.run(next(commands).replace("PID", pid))
+        terminal.wait_for(job, f"worker 0/1 (pid {pid}) was killed by SIGKILL; the whole job starts again")
+        terminal.wait_for(job, "training again")
+        terminal.run(next(commands))
+        terminal.wait_for(job, "`topotrain run --resume workspace/allreduce` goes on from there")
+        with ended_after(60):
+            job.communicate()
+        assert job.returncode == 143
+    assert "accuracy" in terminal.run(next(commands))
+    assert (terminal.folder / "workspace" / "allreduce" / "final.safetensors").exists()
+    last = [terminal.run(command) for command in commands]
+    assert "AllReduce" in last[-1] and "Downpour" in last[-1]
