@@ -50,18 +50,15 @@ class FileStore:
         self._make()
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         return self._read(self._path(key), whole=True)
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """See `Store`."""
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():  # else it could fall between the read and the write of a compare_and_set
             self._write(path, value, life)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """See `Store`."""
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():
@@ -71,13 +68,11 @@ class FileStore:
             return True
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         path = self._path(key)
         with self._locked():
             self._remove(path)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """See `Store`."""
         check_prefix(prefix)
         # File names have _SLASH where keys have a slash.
         beginning = prefix.replace("/", _SLASH)
@@ -99,7 +94,6 @@ class FileStore:
         return sorted(found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
         # Change notification (inotify) does not report the writes of other hosts to a shared directory.
         for _ in _polls(timeout):
             value = self.get(key)

@@ -96,16 +96,13 @@ class RedisStore:
         )
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         check_key(key)
         return self._opened(key, self._read(key))
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """See `Store`."""
         self._write(key, "any", b"", "put", value, ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """See `Store`."""
         when, there = ("none", b"") if expected is None else ("same", self._sealed(key, expected))
         while not self._write(key, when, there, "put", value, ttl):
             found = None if expected is not None else self._read(key)
@@ -115,11 +112,9 @@ class RedisStore:
         return True
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         self._write(key, "any", b"", "drop", b"", None)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """See `Store`."""
         check_prefix(prefix)
         with self._as_store_errors():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
@@ -128,7 +123,6 @@ class RedisStore:
         return sorted(key for key in found if is_key(key))  # another program may have written under any name
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
         until = time.monotonic() + timeout
         value = self.get(key)
         if value is not None and value != known:

@@ -105,32 +105,25 @@ class PrefixStore:
         self._store, self._prefix, self._owner = store, prefix + "/", owner
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         return self._store.get(self._whole(key))
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """See `Store`."""
         self._store.set(self._whole(key), value, KEEP_S if ttl is None else ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """See `Store`."""
         return self._store.compare_and_set(self._whole(key), expected, value, KEEP_S if ttl is None else ttl)
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         self._store.delete(self._whole(key))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """See `Store`."""
         check_prefix(prefix)
         return [key[len(self._prefix) :] for key in self._store.keys(self._prefix + prefix)]
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
         return self._store.watch(self._whole(key), timeout, known)
 
     def close(self) -> None:
-        """See `Store`."""
         if self._owner:
             self._store.close()
 

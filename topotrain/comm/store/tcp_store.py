@@ -59,19 +59,16 @@ class TcpStore:
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         check_key(key)
         reply = self._ask(StoreRequest(Op.GET, key))
         return reply.body if reply.status is Status.YES else None
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """See `Store`."""
         check_key(key)
         check_value(value)
         self._ask(StoreRequest(Op.SET, key, value, life=check_ttl(ttl)))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """See `Store`."""
         check_key(key)
         check_value(value)
         if expected is not None:
@@ -79,17 +76,14 @@ class TcpStore:
         return self._ask(StoreRequest(Op.COMPARE_AND_SET, key, value, expected, check_ttl(ttl))).status is Status.YES
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         check_key(key)
         self._ask(StoreRequest(Op.DELETE, key))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """See `Store`."""
         check_prefix(prefix)
         return self._ask(StoreRequest(Op.KEYS, prefix)).body.decode().split()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """See `Store`."""
         check_key(key)
         if known is not None:
             check_value(known)

@@ -176,11 +176,9 @@ class SchemaParts:
         return parse_schema("".join(self._parts[i] for i in range(message.parts)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, see `component_state`."""
         return {"parts": self._parts, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         self._parts, self._count = dict(state["parts"]), state["count"]
 
 

@@ -568,7 +568,6 @@ class SliceUpdate:
         return {"hyper": self._hyper, "scale": self._scale, "entries": entries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         for key, name, value in state["entries"]:
             self.load_state(key, name, self._shaped(key, value))
         if state["hyper"]:  # empty before the first step, which brings them
@@ -630,7 +629,6 @@ class HyperCheck:
         return {"good": [dict(group) for group in self._good]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         self._good = tuple(state["good"])
 
 

@@ -7,7 +7,7 @@ component changes. Values that a new component has from its constructor are not 
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,7 @@ def restore_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> None:
         mine.copy_(theirs)
 
 
+@runtime_checkable
 class Component(Protocol):
     """A part of a server that has state."""
 
@@ -36,6 +37,39 @@ class Component(Protocol):
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict` of the same component of another copy."""
         ...
+
+
+class DeclaredState:
+    """A component of which the state is that of some attributes.
+
+    A component among them has a state of its own.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+    """The names of these attributes."""
+
+    def state_dict(self) -> State | None:
+        """As `Component` has it."""
+        held = {name: getattr(self, name) for name in self.STATE}
+        return {name: value.state_dict() if isinstance(value, Component) else value for name, value in held.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """As `Component` has it."""
+        for name in self.STATE:
+            mine = getattr(self, name)
+            if isinstance(mine, Component):
+                mine.load_state_dict(state[name])
+            else:
+                setattr(self, name, _copied(state[name]))
+
+
+def _copied(value: Any) -> Any:
+    """Copy containers, with those in them."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_copied, value))
+    return set(value) if isinstance(value, set) else value
 
 
 def states_of(components: Mapping[str, Component]) -> State | None:

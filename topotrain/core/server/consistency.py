@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from topotrain.core.protocol import ProtocolError, StepDecision, StepVote, refused_pairs
-from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.component_state import DeclaredState, State, field_values
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.server_extension import ALL_WORKERS, StepPolicy
 
@@ -100,11 +100,9 @@ class Clocks:
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"clock": self._clock, "away": self._away}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._clock, self._away = dict(state["clock"]), set(state["away"])
         self._live = self._least = None
 
@@ -285,7 +283,6 @@ class DecisionLog:
             del self._log[index]
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "votes": {key: field_values(vote) for key, vote in self._votes.items()},
             "log": self._log,
@@ -297,7 +294,6 @@ class DecisionLog:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._votes = {
             key: _Vote(set(shards), finite, infinity, dict(powers), dict(refused), dict(members), dict(measured))
             for key, (shards, finite, infinity, powers, refused, members, measured) in state["votes"].items()
@@ -307,8 +303,10 @@ class DecisionLog:
         self._applied, self._next = list(state["applied"]), state["next"]
 
 
-class ApplyOrder:
+class ApplyOrder(DeclaredState):
     """One shard's position in the list of decisions. Early decisions are held."""
+
+    STATE = ("next", "_early")
 
     def __init__(self) -> None:
         self.next = 0
@@ -326,20 +324,14 @@ class ApplyOrder:
             self.next += 1
         return now
 
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"next": self.next, "early": self._early}
 
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.next, self._early = state["next"], dict(state["early"])
-
-
-class LoopExits:
+class LoopExits(DeclaredState):
     """A check that the workers of a synchronous group leave loops at the same step.
 
     A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward).
     """
+
+    STATE = ("_made", "_works")
 
     def __init__(self, workers: int) -> None:
         """`workers`: how many the group has."""
@@ -382,21 +374,12 @@ class LoopExits:
                 f"worker {other} goes on; all workers of a synchronous group must leave together, or none"
             )
 
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"made": self._made, "works": self._works}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._made = {worker: dict(made) for worker, made in state["made"].items()}
-        self._works = dict(state["works"])
-
 
 STATIC = 0x8000_0000  # marks a data stream that is no lease
 EVERYTHING = 1 << 62  # of a stream that is forgotten
 
 
-class AppliedBatches:
+class AppliedBatches(DeclaredState):
     """Exactly-once identity of pushes: one counter per data stream.
 
     A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream. A
@@ -405,6 +388,8 @@ class AppliedBatches:
     Args:
         first: all epochs before this one are read already.
     """
+
+    STATE = ("_last", "_first", "_reads", "_forgotten", "_closed")
 
     def __init__(self, first: int = 0) -> None:
         self._last: dict[int, dict[int, int]] = {}
@@ -480,22 +465,6 @@ class AppliedBatches:
     def reads(self, reader: int) -> int:
         """The last epoch of which a reader's batches are applied."""
         return max(self._first, self._reads.get(reader, 0))
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {
-            "last": self._last,
-            "first": self._first,
-            "reads": self._reads,
-            "forgotten": self._forgotten,
-            "closed": self._closed,
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._last = {reader: dict(streams) for reader, streams in state["last"].items()}
-        self._reads, self._forgotten = dict(state["reads"]), dict(state["forgotten"])
-        self._first, self._closed = state["first"], state["closed"]
 
 
 def _reader(stream: int, group: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState, State
 from topotrain.core.server.group_sync import Distance, GroupMessages
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import Out, ServerContext
@@ -197,7 +197,6 @@ class Shutdown:
         return shard.group_sync.result(bucket, shard.values(bucket)) if mean is None else mean
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "drained": self._drained,
             "handed_on": self._handed_on,
@@ -214,7 +213,6 @@ class Shutdown:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._drained, self._away = set(state["drained"]), set(state["away"])
         self._handed_on, self._finals, self._final = state["handed_on"], dict(state["finals"]), state["final"]
         self._asks, self._answered = list(state["asks"]), set(map(m.kind_of, state["answered"]))
@@ -224,13 +222,15 @@ class Shutdown:
         self.done = self._is_done()
 
 
-class GroupExchange:
+class GroupExchange(DeclaredState):
     """One server's part in group synchronization, and in the end of the job.
 
     Args:
         context: the parts of the server that all others use.
         shutdown: the end of the job on this server.
     """
+
+    STATE = ("_early",)
 
     def __init__(self, context: ServerContext, shutdown: Shutdown) -> None:
         self._state, self._groups, self._shutdown = context.state, context.groups, shutdown
@@ -311,11 +311,3 @@ class GroupExchange:
         """The workers of a group have left the job, or their scripts have ended."""
         for extension in self._hooks.group_over:
             self._queue.send_all(extension.group_over(group))
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"early": self._early}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._early = list(state["early"])

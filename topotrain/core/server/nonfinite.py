@@ -11,7 +11,7 @@ import torch
 
 from topotrain.config.job import NonFinite
 from topotrain.config.sharding import Bucket
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.ordered_sum import Part
 
 _SQUARED = frozenset([torch.float32, torch.float64])  # the sum of squares of others soon is too large for them
@@ -74,12 +74,14 @@ def nonfinite_workers(bucket: Bucket, present: int, total: torch.Tensor, parts: 
     return {worker: where for worker, where in found.items() if where is not None} or {NO_WORKER: segment}
 
 
-class NonfiniteLimit:
+class NonfiniteLimit(DeclaredState):
     """The number of steps in a row in which a worker's gradient was not finite.
 
     Args:
         policy: kFail: the first time ends the job; else the third time does, and other groups may go on.
     """
+
+    STATE = ("_counts",)
 
     def __init__(self, policy: NonFinite) -> None:
         self.quarantine = policy is not NonFinite.kFail
@@ -100,14 +102,6 @@ class NonfiniteLimit:
     def forget(self, group: int) -> None:
         """Forget a group that is started again."""
         self._counts = {key: counts for key, counts in self._counts.items() if key[0] != group}
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"counts": self._counts}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._counts = {key: dict(counts) for key, counts in state["counts"].items()}
 
 
 def local_nonfinite_message(worker: str, parameter: str, step: int, times: int, why: str = "") -> str:

@@ -172,7 +172,6 @@ class OptimizerState:
         return {"loading": self._loading, "names": {key: sorted(names) for key, names in self._names.items()}}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._loading = {entry: (value, set(here)) for entry, (value, here) in state["loading"].items()}
         self._names = {key: set(names) for key, names in state["names"].items()}
 
@@ -398,7 +397,6 @@ class ParameterShard:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         for name, space, theirs in state["buffers"]:
             restore_tensor(self.flats.flat(name, space), theirs)
         for unit, update in zip(self.units, state["updates"], strict=True):

@@ -15,7 +15,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
-from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.component_state import DeclaredState, State, field_values
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_context import ServerContext
 from topotrain.core.server.server_extension import makes_partial_steps
@@ -33,11 +33,13 @@ class _Held:
     fetch: bool
 
 
-class ReplyParts:
+class ReplyParts(DeclaredState):
     """The buckets that the reply to a group's last step has.
 
     These are all, or those that the optimizer of the step changes (`StepPolicy.replies_in_part`).
     """
+
+    STATE = ("_optimizer",)
 
     def __init__(self, context: ServerContext) -> None:
         self._state, self._hooks = context.state, context.hooks
@@ -52,14 +54,6 @@ class ReplyParts:
         """Whether the reply has this bucket."""
         optimizer = self._optimizer.get(group)
         return optimizer is None or self._state.known.map.spaces[bucket.space].optimizer == optimizer
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"optimizer": self._optimizer}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._optimizer = dict(state["optimizer"])
 
 
 class PullReplies:
@@ -307,7 +301,6 @@ class PullReplies:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "copies": self._copies,
             "pulled": self.pulled,
@@ -322,7 +315,6 @@ class PullReplies:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._copies, self.pulled, self.asked = dict(state["copies"]), dict(state["pulled"]), set(state["asked"])
         self._fetched, self._shown, self._fixed = dict(state["fetched"]), dict(state["shown"]), dict(state["fixed"])
         self._streamed = {group: (step, set(buckets)) for group, (step, buckets) in state["streamed"].items()}

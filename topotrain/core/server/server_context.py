@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.consistency import ApplyOrder, Clocks
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server_extension import ExtensionHooks
@@ -34,13 +34,15 @@ class StartPoint:
         """Fill a new shard from an earlier run. Raises ConfigError if its model differs."""
 
 
-class ShardState:
+class ShardState(DeclaredState):
     """The common state of a server's parts: the model, and the job's start.
 
     Args:
         me, job, topology: the server.
         start: where the job starts.
     """
+
+    STATE = ("version", "common", "_initialised", "order")
 
     def __init__(self, me: Address, job: Job, topology: Topology, start: StartPoint) -> None:
         self.me, self.job, self.topology, self.start = me, job, topology, start
@@ -84,18 +86,8 @@ class ShardState:
         """The values have changed by one step."""
         self.version += 1
 
-    def state_dict(self) -> State:
-        """Return the state without the model, see `component_state`."""
-        own = {"version": self.version, "common": self.common, "initialised": self._initialised}
-        return {**own, "order": self.order.state_dict()}
 
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.version, self.common, self._initialised = state["version"], state["common"], set(state["initialised"])
-        self.order.load_state_dict(state["order"])
-
-
-class WorkerGroups:
+class WorkerGroups(DeclaredState):
     """The state of each worker group of a server group.
 
     A group is *away* after its workers have left the job, and *paused* while no other group waits for it.
@@ -104,6 +96,8 @@ class WorkerGroups:
         job, topology: the job.
         server_group: the server group.
     """
+
+    STATE = ("clocks", "_finished", "_away", "_paused", "_returned")
 
     def __init__(self, job: Job, topology: Topology, server_group: int) -> None:
         self.groups = topology.worker_groups_of(server_group)
@@ -197,18 +191,6 @@ class WorkerGroups:
         # New processes of ended scripts run to the same end, so the group does not train again.
         if not ended:
             self._finished[group] = {}
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        apart = {"away": self._away, "paused": self._paused, "returned": self._returned}
-        return {"clocks": self.clocks.state_dict(), "finished": self._finished, **apart}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.clocks.load_state_dict(state["clocks"])
-        self._finished = {group: dict(finished) for group, finished in state["finished"].items()}
-        self._away, self._paused = set(state["away"]), set(state["paused"])
-        self._returned = set(state["returned"])
 
 
 Out = list[tuple[Address, Message]]

@@ -21,7 +21,7 @@ from topotrain.core.events import Event
 from topotrain.core.model.body_codec import ServerBodyCodec
 from topotrain.core.model.schema import BucketValues, FlatBuffers
 from topotrain.core.protocol import Commit, ProtocolError, StepDecision
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.gradients.gradient_source import GradientSource, SourceSettings, StagedGradient
 from topotrain.core.server.group_sync import GroupSync
 
@@ -98,7 +98,7 @@ class StepResult:
     counts: bool = True
 
 
-class ServerExtension:
+class ServerExtension(DeclaredState):
     """One feature of one server. A subclass overrides what it needs."""
 
     messages: tuple[type[m.Message], ...] = ()
@@ -204,13 +204,6 @@ class ServerExtension:
     def has_begun(self) -> bool:
         """Whether workers have left something here that no later worker would repeat."""
         return False
-
-    def state_dict(self) -> State | None:
-        """The state for a second copy, see `component_state`. None: not possible now."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict` of the same extension of another copy."""
 
     def scripts_over(self) -> bool:
         """Whether all scripts have ended, in a job without a model."""

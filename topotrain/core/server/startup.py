@@ -8,7 +8,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import BufferMemory, Schema, SchemaParts, difference, parse_schema, slice_map_for
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState, State
 from topotrain.core.server.group_exchange import GroupExchange
 from topotrain.core.server.parameter_shard import ParameterShard, ShardMemory, open_model
 from topotrain.core.server.pull_replies import PullReplies
@@ -156,7 +156,6 @@ class Startup:
         return self.open(hooks)
 
     def state_dict(self) -> State | None:
-        """Return the state, see `component_state`."""
         # A window is memory of another process, and a copy of its bytes would not be shared.
         if self._early:
             return None
@@ -164,7 +163,6 @@ class Startup:
         return {"first_worker": self._first_worker, "parts": parts}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._first_worker, self._parts = state["first_worker"], {}
         for sender, parts in state["parts"].items():
             self._parts[sender] = SchemaParts()
@@ -174,13 +172,15 @@ class Startup:
 _MAX_HELD = 1 << 14  # messages that a faulty worker could otherwise pile up without end
 
 
-class ModelStart:
+class ModelStart(DeclaredState):
     """Starts one server: makes the model, and gives it its first values.
 
     Args:
         context: the parts of the server that all others use.
         startup, replies, decisions, exchange: the parts of the server that the start uses.
     """
+
+    STATE = ("_held", "_ready_groups")
 
     def __init__(
         self,
@@ -337,11 +337,3 @@ class ModelStart:
         """These workers are gone: forget what is held of them."""
         self._held = [(sender, message) for sender, message in self._held if sender not in workers]
         self._startup.forget(workers)
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"held": self._held, "ready_groups": self._ready_groups}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._held, self._ready_groups = list(state["held"]), set(state["ready_groups"])

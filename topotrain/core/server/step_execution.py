@@ -13,7 +13,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import OptimizerSpec, momentum_in
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.consistency import IS_BACK, RESTARTS, RESTS, AppliedBatches, DecisionLog
 from topotrain.core.server.gradients.gradient_source import GradientSource, StepError
 from topotrain.core.server.group_exchange import GroupExchange
@@ -25,7 +25,7 @@ from topotrain.core.server.server_extension import StepResult, makes_partial_ste
 from topotrain.core.server.step_contributions import HyperParameters, StepContributions
 
 
-class SampleCounts:
+class SampleCounts(DeclaredState):
     """The number of each worker's samples that are in the values of one server group.
 
     The samples of a gradient count once, when its step changes the values. The counts outlive the worker's process, and
@@ -36,6 +36,8 @@ class SampleCounts:
         group: the server group.
         before: the counts of an earlier start of the job.
     """
+
+    STATE = ("counts",)
 
     def __init__(self, topology: Topology, group: int, before: Mapping[Address, int]) -> None:
         there = {who for g in range(topology.worker_groups) for who in topology.workers(g)}
@@ -51,14 +53,6 @@ class SampleCounts:
         for index, commit in commits.items():
             if index not in refused:
                 self.counts[Address(Role.WORKER, group, index)] += commit.samples
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"counts": self.counts}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.counts = dict(state["counts"])
 
 
 SEVERAL_GROUPS = -1
@@ -82,7 +76,7 @@ class _DecidedStep:
     staleness: int
 
 
-class StepExecution:
+class StepExecution(DeclaredState):
     """Carries out the decided steps of the worker groups on one server.
 
     Args:
@@ -91,6 +85,8 @@ class StepExecution:
         replies: the replies to the workers.
         exchange: the messages to other server groups.
     """
+
+    STATE = ("batches", "_samples", "_strikes", "_steps_of", "_last")
 
     def __init__(
         self, context: ServerContext, hyper: HyperParameters, replies: PullReplies, exchange: GroupExchange
@@ -269,27 +265,8 @@ class StepExecution:
         """Forget the refused gradients of a group that is gone. Applied batches stay."""
         self._strikes.forget(group)
 
-    # --- a second copy -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {
-            "batches": self.batches.state_dict(),
-            "samples": self._samples.state_dict(),
-            "nonfinite": self._strikes.state_dict(),
-            "steps_of": self._steps_of,
-            "last": self._last,
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self.batches.load_state_dict(state["batches"])
-        self._samples.load_state_dict(state["samples"])
-        self._strikes.load_state_dict(state["nonfinite"])
-        self._steps_of, self._last = dict(state["steps_of"]), dict(state["last"])
-
-
-class Decisions:
+class Decisions(DeclaredState):
     """Makes decisions on the coordinator, and carries them out on every shard.
 
     `consistency` describes the protocol. A decision is a step of a worker group, or a change that all shards make
@@ -300,6 +277,8 @@ class Decisions:
         contributions: gets the votes of this shard.
         steps: carries out decided steps.
     """
+
+    STATE = ("log", "_rested", "_joined")
 
     def __init__(self, context: ServerContext, contributions: StepContributions, steps: StepExecution) -> None:
         self._state, self._groups = context.state, context.groups
@@ -419,17 +398,6 @@ class Decisions:
     def reset(self, group: int) -> None:
         """The workers of the group are gone."""
         self._rested.pop(group, None)
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        log = None if self.log is None else self.log.state_dict()
-        return {"log": log, "rested": self._rested, "joined": self._joined}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        if self.log is not None:
-            self.log.load_state_dict(state["log"])
-        self._rested, self._joined = dict(state["rested"]), list(state["joined"])
 
 
 def check_refused(message: m.StepVote | m.StepDecision, workers: int, parameters: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.core.model.body_codec import present_body
 from topotrain.core.model.schema import typed
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState, State
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.core.server.server import Server
@@ -74,8 +74,10 @@ class _GroupAssignment:
         return all(bucket.bucket in self.masks for bucket in buckets if bucket.masked)
 
 
-class MadeAssignments:
+class MadeAssignments(DeclaredState):
     """The assignments of one worker group that its servers have made, by place."""
+
+    STATE = ("_last", "_between")
 
     def __init__(self) -> None:
         self._last: tuple[int, int, int] = (0, -1, 0)  # stream and batch of the last place in a pass, and their number
@@ -95,14 +97,6 @@ class MadeAssignments:
         else:
             self._last = (head.stream, head.batch, head.number + 1)
         return not head.repeated
-
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"last": self._last, "between": self._between}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._last, self._between = tuple(state["last"]), dict(state["between"])
 
 
 class AssignmentServer(ServerExtension, ValueChanger):

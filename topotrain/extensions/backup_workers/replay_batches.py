@@ -148,7 +148,6 @@ class BackupExtension(PrepareExtension):
     """With backup workers a batch that came too late is given again."""
 
     def batch_replay(self, here: Context, worker: Worker) -> BatchReplay | None:
-        """As `PrepareExtension` has it."""
         if not here.place.job.cluster.backup:
             return None
         steps = LateSteps(worker, worker.client.extension(BackupWorkersClient))

@@ -12,7 +12,6 @@ import torch
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message, PairOffer, PairReply
-from topotrain.core.server.component_state import State
 from topotrain.core.server.group_sync import PairwiseSync
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox
@@ -23,6 +22,8 @@ from topotrain.extensions.checkpointing.snapshot_messages import Remainder, Snap
 
 class AveragingCut(GroupCut):
     """The exchanges that cross a snapshot, where groups average in pairs."""
+
+    STATE = (*GroupCut.STATE, "_awaited")
 
     def __init__(self, server: Server, groups: int) -> None:
         super().__init__(server, groups)
@@ -109,10 +110,3 @@ class AveragingCut(GroupCut):
             if before:
                 self._frozen.flats[bucket].add_(change)
             self._report_if_complete()
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "awaited": self._awaited}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        self._awaited = dict(state["awaited"])

@@ -292,11 +292,11 @@ class CheckpointExtension(ExchangeExtension, StepStartExtension):
         schedule = None if self._schedule is None else self._schedule.state_dict()
         if snapshots is None:
             return None
-        return {"snapshots": snapshots, "schedule": schedule, **self._moment.state_dict()}
+        return {"snapshots": snapshots, "schedule": schedule, "moment": self._moment.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         self.snapshots.load_state_dict(state["snapshots"])
-        self._moment.load_state_dict(state)
+        self._moment.load_state_dict(state["moment"])
         if self._schedule is not None:
             self._schedule.load_state_dict(state["schedule"])
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Topology
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.training.data.batch_ranges import Runs, origin
 
 
-class DataPosition:
+class DataPosition(DeclaredState):
     """The data of one start of a job, on its coordinator.
 
     Args:
@@ -24,6 +24,8 @@ class DataPosition:
         first: all epochs before this one are read to their end.
         late: a worker pushes after several steps, so a batch may count behind the end of its epoch.
     """
+
+    STATE = ("_before", "_first", "closed")
 
     def __init__(self, groups: int, unit: int, before: Mapping[int, Runs], first: int = 0, late: bool = False) -> None:
         self._groups, self._unit = groups, unit
@@ -91,9 +93,3 @@ class DataPosition:
         # Batches that an earlier start applied were left out before units were formed, so both counts are joined here.
         before = self._before.get(epoch, ())
         return origin(before, ((first * self._unit, last * self._unit) for first, last in units))
-
-    def state_dict(self) -> State:
-        return {"before": self._before, "first": self._first, "closed": self.closed}
-
-    def load_state_dict(self, state: State) -> None:
-        self._before, self._first, self.closed = dict(state["before"]), dict(state["first"]), state["closed"]

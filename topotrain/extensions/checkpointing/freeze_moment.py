@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from topotrain.core import protocol as m
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import StepResult
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
@@ -11,7 +11,7 @@ from topotrain.extensions.checkpointing.shard_snapshot import ValueChanger
 from topotrain.extensions.checkpointing.snapshot_coordinator import SnapshotSchedule
 
 
-class FreezeMoment:
+class FreezeMoment(DeclaredState):
     """Decides behind which step, or before which commit, a shard freezes.
 
     A script that goes on from a snapshot begins where it has asked for a batch. So all that it does with one batch
@@ -24,6 +24,8 @@ class FreezeMoment:
         schedule: of the coordinator.
         synced: the freezes of several server groups belong together, and none waits.
     """
+
+    STATE = ("_waits", "_frozen_behind")
 
     def __init__(
         self,
@@ -78,11 +80,3 @@ class FreezeMoment:
         if not self._waits and self._frozen_behind == group and self._schedule is not None:
             self._schedule.take_again("a script has changed parameters behind its step (tt.assign)")
         self._waits = True
-
-    def state_dict(self) -> State:
-        """For a second copy of the server."""
-        return {"waits": self._waits, "frozen_behind": self._frozen_behind}
-
-    def load_state_dict(self, state: State) -> None:
-        """Take over the state of another copy."""
-        self._waits, self._frozen_behind = state["waits"], state["frozen_behind"]

@@ -9,12 +9,12 @@ one model.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message, ProtocolError
-from topotrain.core.server.component_state import State
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import ExchangeExtension
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
@@ -23,6 +23,9 @@ from topotrain.extensions.checkpointing.snapshot_messages import Remainder, Snap
 
 class GroupCut(ExchangeExtension, ABC):
     """The messages that cross a snapshot, on one shard, with `groups` server groups."""
+
+    # The other fields matter only while something is frozen, and then `ServerSnapshots` gives no state.
+    STATE: ClassVar[tuple[str, ...]] = ("number", "_early")
 
     messages = (Remainder,)
 
@@ -96,12 +99,3 @@ class GroupCut(ExchangeExtension, ABC):
 
     def _is_early(self, message: Message) -> bool:
         return self.mark_of(message) > self.number
-
-    # --- a second copy -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        # The other fields matter only while something is frozen, and then `ServerSnapshots` gives no state.
-        return {"number": self.number, "early": self._early}
-
-    def load_state_dict(self, state: State) -> None:
-        self.number, self._early = state["number"], dict(state["early"])

@@ -23,7 +23,7 @@ from topotrain.config.intervals import StepInterval
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
 from topotrain.core.protocol import Message
-from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.component_state import DeclaredState, State, field_values
 from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
@@ -361,13 +361,15 @@ class SnapshotCoordinator:
         self.position.load_state_dict(state["position"])
 
 
-class SnapshotSchedule:
+class SnapshotSchedule(DeclaredState):
     """When a snapshot is taken: after seconds, after steps, or before the end.
 
     Args:
         coordinator: takes the snapshots.
         interval, steps: of the first worker group: the steps to take one behind, and the steps done.
     """
+
+    STATE = ("_begun", "_due", "_timed", "_ends")
 
     def __init__(self, coordinator: SnapshotCoordinator, interval: StepInterval, steps: int) -> None:
         self._coordinator, self._interval = coordinator, interval
@@ -429,10 +431,3 @@ class SnapshotSchedule:
         self._ends = reason == END or self._ends
         if reason == STEP:
             self._begun -= 1
-
-    def state_dict(self) -> State:
-        return {"begun": self._begun, "due": self._due, "timed": self._timed, "ends": self._ends}
-
-    def load_state_dict(self, state: State) -> None:
-        self._begun, self._due = state["begun"], state["due"]
-        self._timed, self._ends = state["timed"], state["ends"]

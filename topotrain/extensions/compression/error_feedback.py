@@ -118,11 +118,9 @@ class ErrorFeedback:
         self.drafted = False
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"residual": self.residual, "draft": self._draft if self.drafted else None}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self.residual.copy_(state["residual"])
         self.drafted = state["draft"] is not None
         if self.drafted:
@@ -173,11 +171,9 @@ class DeltaStream:
         self._take(data)
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"held": self.held, "rounds": self.rounds}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         restore_tensor(self.held, state["held"])
         self.rounds = state["rounds"]
 

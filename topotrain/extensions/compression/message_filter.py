@@ -96,11 +96,9 @@ class _Sender:
         self._feedback.drop()
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {"coded": self.coded, "inverse": self._inverse, "feedback": self._feedback.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         restore_tensor(self.coded, state["coded"])
         self._inverse = state["inverse"]
         self._feedback.load_state_dict(state["feedback"])

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Applied, Commit, Message, StepDecision
-from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, ServerExtension
@@ -23,6 +22,8 @@ class GroupDeparture(ServerExtension):
         server: the server.
         restarts: the incarnations of its groups.
     """
+
+    STATE = ("_leaving",)
 
     messages = (GroupLeaveRequest, GroupLeft)
     # The processes may end before the script has prepared a model. The departure must not wait for one.
@@ -95,9 +96,3 @@ class GroupDeparture(ServerExtension):
     def reset_group(self, group: int, ended: bool) -> None:
         # A restarted group consists of new processes, which nothing has asked to leave.
         self._leaving.discard(group)
-
-    def state_dict(self) -> State:
-        return {"leaving": self._leaving}
-
-    def load_state_dict(self, state: State) -> None:
-        self._leaving = set(state["leaving"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Commit, Fail, Message, ProtocolError, StepDecision, StepVote, WorkerRejoined
-from topotrain.core.server.component_state import State, field_values
+from topotrain.core.server.component_state import DeclaredState, State, field_values
 from topotrain.core.server.consistency import REPLACED, RESTARTS, AppliedBatches
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, RegroupExtension, makes_partial_steps
@@ -133,12 +133,10 @@ class Members:
         return [(key, each.newest) for key, each in known if each.newest > each.incarnation]
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         # A job with a second copy has no worker that is replaced alone (`eligibility.in_place_refusal`).
         return {"groups": {key: field_values(group) for key, group in self._groups.items()}, "changed": self.changed}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         for key, (incarnation, newest, here) in state["groups"].items():
             self._groups[key] = _Group(incarnation, newest, set(here))
         self.changed = state["changed"]
@@ -161,8 +159,10 @@ def count_reply(request: AppliedBatchesOfStreams, batches: AppliedBatches, ended
     return replace(request, counts=counts, ended=ended)
 
 
-class CoordinatorAnswers:
+class CoordinatorAnswers(DeclaredState):
     """The replies of coordinators, by worker group, until all parts have arrived."""
+
+    STATE = ("_parts",)
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, AppliedBatchesOfStreams]] = {}
@@ -179,20 +179,14 @@ class CoordinatorAnswers:
         del self._parts[part.group]
         return {s: n for each in known.values() for s, n in zip(each.counts[::2], each.counts[1::2], strict=True)}
 
-    def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
-        return {"parts": self._parts}
-
-    def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
-        self._parts = {group: dict(parts) for group, parts in state["parts"].items()}
-
 
 # --- the restart -------------------------------------------------------------------------------------------------
 
 
 class GroupRestarts(RegroupExtension):
     """The restarts of worker groups, or of single workers, on one server."""
+
+    STATE = ("members", "_answers", "_requests")
 
     messages = (WorkerRejoined, RestartRequest, AppliedBatchesOfStreams)
     # Workers may rejoin, and groups restart, before a script has prepared the model.
@@ -413,17 +407,6 @@ class GroupRestarts(RegroupExtension):
             else:
                 ended = self._server.worker_groups.ended(group)
                 self._server.queue.send(sender, count_reply(request, self._server.steps.batches, ended))
-
-    # --- a second copy -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        members, answers = self.members.state_dict(), self._answers.state_dict()
-        return {"members": members, "answers": answers, "requests": self._requests}
-
-    def load_state_dict(self, state: State) -> None:
-        self.members.load_state_dict(state["members"])
-        self._answers.load_state_dict(state["answers"])
-        self._requests = list(state["requests"])
 
 
 def regroup_refusal(server: Server) -> str:

@@ -253,11 +253,9 @@ class InPlaceExtension(PrepareExtension):
         self._refusal = ""
 
     def connected(self, here: Context, request: PrepareRequest) -> None:
-        """As `PrepareExtension` has it."""
         self._refusal = _script_refusal(here, request)
 
     def batch_replay(self, here: Context, worker: Worker) -> BatchReplay | None:
-        """As `PrepareExtension` has it."""
         if in_place_refusal(here.place.job, here.place.topology, here.me.group):
             return None
         if self._refusal:

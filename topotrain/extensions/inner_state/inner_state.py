@@ -42,7 +42,6 @@ class OptimizerStates:
         return {str(number): each.state_dict() for number, each in enumerate(self._optimizers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         for number, each in enumerate(self._optimizers):
             each.load_state_dict(state[str(number)])
 

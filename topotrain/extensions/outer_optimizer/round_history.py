@@ -79,7 +79,6 @@ class RoundHistory:
             self._base.pop((group, fragment), None)
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "made": self.made,
             "members": self.members,
@@ -90,7 +89,6 @@ class RoundHistory:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self.made, self.members, self._base = list(state["made"]), dict(state["members"]), dict(state["base"])
         self.last = deque((Round(*each) for each in state["last"]), maxlen=MOST_LISTED)
         self.ages, self.age_sum, self.age_max = state["ages"]

@@ -12,7 +12,6 @@ one another as fast as messages travel, the words come too late, and scatter the
 from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message, StepDecision
-from topotrain.core.server.component_state import State
 from topotrain.core.server.consistency import IS_BACK
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, ServerExtension, StepResult
@@ -21,6 +20,8 @@ from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRo
 
 class RoundTurns(ServerExtension):
     """Tells workers which fragment is next, and how fast the fastest of them is."""
+
+    STATE = ("_last", "_pushes", "_seconds", "_back")
 
     messages = (StepTime,)
     decrees = (IS_BACK,)
@@ -73,10 +74,3 @@ class RoundTurns(ServerExtension):
         live = groups.clocks.live() if self._seconds else ()
         seconds = min((self._seconds[each] for each in live if each in self._seconds), default=0.0)
         return [(worker, NextRound(self._pushes, fragment, seconds, back)) for worker in groups.workers[group]]
-
-    def state_dict(self) -> State:
-        return {"last": self._last, "pushes": self._pushes, "seconds": self._seconds, "back": self._back}
-
-    def load_state_dict(self, state: State) -> None:
-        self._last, self._pushes = state["last"], state["pushes"]
-        self._seconds, self._back = dict(state["seconds"]), set(state["back"])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.core.server.component_state import State
+from topotrain.core.server.component_state import DeclaredState
 from topotrain.extensions.tables.push_modes import StepTable, TableShard
 from topotrain.extensions.tables.table_messages import TableBarrier, TablePull, TableRows
 from topotrain.extensions.tables.table_spec import unpack_ids
@@ -42,8 +42,11 @@ class TableReplies:
         return out
 
 
-class WaitingPulls:
+class WaitingPulls(DeclaredState):
     """Pulls that wait until their worker may read the rows."""
+
+    # A server with a table has no state at all (`TableServer`), so no pull waits here.
+    STATE = ("_steps",)
 
     def __init__(self, replies: TableReplies) -> None:
         self._replies = replies
@@ -77,21 +80,16 @@ class WaitingPulls:
                 continue
             self._replies.send(sender, TableRows(message.round, body=rows.view(-1) if rows.numel() else None))
 
-    def state_dict(self) -> State:
-        # A server with a table has no state at all (`TableServer`), so no pull waits here.
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: State) -> None:
-        self._steps = dict(state["steps"])
-
     def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
         if isinstance(table, StepTable):
             return self.steps_over(sender.group) >= seen
         return table.may_read(sender, seen)
 
 
-class TableBarriers:
+class TableBarriers(DeclaredState):
     """Barriers of all workers. That at the end of all scripts has a number below 0."""
+
+    STATE = ("_arrived", "_finished", "last_passed")
 
     def __init__(self, workers: Sequence[Address], replies: TableReplies) -> None:
         self._workers, self._replies = workers, replies
@@ -119,13 +117,6 @@ class TableBarriers:
     def finish(self, sender: Address) -> None:
         self._finished.add(sender)
         self._check()
-
-    def state_dict(self) -> State:
-        return {"arrived": self._arrived, "finished": self._finished, "last_passed": self.last_passed}
-
-    def load_state_dict(self, state: State) -> None:
-        self._arrived = {number: set(arrived) for number, arrived in state["arrived"].items()}
-        self._finished, self.last_passed = set(state["finished"]), state["last_passed"]
 
     def _check(self) -> None:
         for number, arrived in self._arrived.items():

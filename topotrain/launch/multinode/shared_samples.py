@@ -88,7 +88,6 @@ class SharedSamples(Samples):
             self._waiting[key] = event
 
     def poll(self, now: float) -> None:
-        """As in the base class."""
         if self._units.leads:
             # The listeners of this unit have had its own events.
             self._waiting.clear()

@@ -204,7 +204,6 @@ class SplitModel(DividedModel):
         model.forward = self._forward
 
     def start(self, worker: Worker) -> None:
-        """As `DividedModel` has it."""
         channel = self._here.connect().meet_group()
         assert isinstance(channel, NetworkChannel)
         self._forward.start(worker, channel)
@@ -219,7 +218,6 @@ class SplitModel(DividedModel):
         return model is self._model
 
     def check_call(self, module: nn.Module) -> None:
-        """As `DividedModel` has it."""
         # Only the whole model can be called: other workers take part in its forward, not in that of a module alone.
         where = self._localised.absent.get(module)
         if where and not self._forward.inside:
@@ -289,16 +287,13 @@ class SplitExtension(PrepareExtension):
     """One model over the workers of a group."""
 
     def splits(self, model: nn.Module) -> bool:
-        """As `PrepareExtension` has it."""
         return tagged(model) or captured_if_placed(model) is not None
 
     def holds_elsewhere(self, here: Context, tensor: torch.Tensor) -> bool:
-        """As `PrepareExtension` has it."""
         task = device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
         return task is not None and task != here.me.index
 
     def divide(self, here: Context, request: PrepareRequest) -> DividedModel | None:
-        """As `PrepareExtension` has it."""
         if request.several or len(request.optimizers) > 1:
             if here.will_split(request.model):
                 request.only_optimizer("a model that is split over the workers of a group is trained by one optimizer")

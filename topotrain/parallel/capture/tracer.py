@@ -251,7 +251,6 @@ class Tracer(fx.Tracer, CaptureRecorder):
         return ConfigError(FIELD, None, f"{what}; {ADVICE}", user_line())
 
     def recorded(self, original: Any) -> Any:
-        """As `CaptureRecorder` has it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Reader threads of the transports make tensors at the same time. Their calls are not part of the forward.

@@ -65,11 +65,9 @@ class _StepObserver(process.PrepareObserver):
         register_module_forward_pre_hook(self._forward)
 
     def prepared(self, call: PreparedObjects) -> None:
-        """As in the base class."""
         self._calls.append(call)
 
     def reported(self, name: str, value: float) -> None:
-        """As in the base class."""
         self._reported[name] = value
 
     def _parameters(self) -> dict[str, nn.Parameter]:

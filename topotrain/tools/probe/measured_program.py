@@ -76,7 +76,6 @@ class OrderedSteps(StepListener):
         """Whether there was an answer to the last order."""
 
     def step_over(self, recorder: StepRecorder) -> None:
-        """As in the base class."""
         made = len(recorder.steps)
         late = time.perf_counter() > self._until and made >= min(self._most, _ENOUGH)
         if made < self._most and not late:

@@ -154,7 +154,6 @@ class StepRecorder(PrepareObserver):
         return self._parts
 
     def prepared(self, call: PreparedObjects) -> None:
-        """As in the base class."""
         if not self._calls:
             # `Tensor.backward` looks this function up at each call. This process does nothing but measure.
             torch.autograd.backward = self._timed_backward(torch.autograd.backward)

@@ -71,7 +71,6 @@ class BatchSource:
             raise
 
     def divide_again(self, members: tuple[int, ...], repeat: bool) -> None:
-        """As `EpochReader.divide_again`."""
         self._feed.divide_again(members, repeat)
 
 

@@ -188,7 +188,6 @@ class DrawnChunks:
         return replies
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "keeps": self._keeps,
             "newest": self._newest,
@@ -202,7 +201,6 @@ class DrawnChunks:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._keeps, self._newest, self._first = state["keeps"], dict(state["newest"]), state["first"]
         self._chunks = {
             key: _Chunk(put, set(fetched), list(held)) for key, (put, fetched, held) in state["chunks"].items()

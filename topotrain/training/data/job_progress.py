@@ -105,11 +105,9 @@ class PlainPasses:
         self._backwards += 1
 
     def position(self) -> int:
-        """As `Passes` has it."""
         return self._backwards
 
     def share_since(self, position: int) -> float:
-        """As `Passes` has it."""
         return min(1.0, (self._backwards - position) / max(1, batches_in(self._loader)))
 
 
@@ -181,7 +179,6 @@ class EpochProgress(LoopProgress):
 
     @property
     def epoch(self) -> int:
-        """As in the base class."""
         return min(self._epoch, self._count - 1)
 
     def _now(self) -> float:

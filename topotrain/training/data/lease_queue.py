@@ -211,7 +211,6 @@ class _Epoch:
             self.give_back([])
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         state = dict(zip(_Epoch.__slots__, field_values(self), strict=True))
         state["tables"] = {group: list(map(field_values, table)) for group, table in self.tables.items()}
         state["left"] = {
@@ -514,7 +513,6 @@ class LeaseQueue(RegroupExtension):
         )
 
     def state_dict(self) -> State:
-        """Return the state, see `component_state`."""
         return {
             "warming": self._warming,
             "finished": self._finished,
@@ -528,7 +526,6 @@ class LeaseQueue(RegroupExtension):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the result of `state_dict`."""
         self._warming, self._floor = state["warming"], state["floor"]
         self._finished, self._parting = set(state["finished"]), set(state["parting"])
         self._newest, self._absent = dict(state["newest"]), set(state["absent"])

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
-from topotrain.core.server.component_state import State
 from topotrain.core.server.server import Server
 from topotrain.core.server.server_extension import Outbox, StepResult, TimedExtension
 from topotrain.extensions.outer_optimizer.grace.grace_window import GraceWindow
@@ -21,6 +20,8 @@ Steps = Sequence[tuple[int, int]]
 
 class RoundWindows(TimedExtension):
     """The windows of the rounds of one server group, on its coordinator."""
+
+    STATE = ("_open", "_over", "_windows")
 
     messages = (WindowOver, ExchangeTime)
 
@@ -93,12 +94,3 @@ class RoundWindows(TimedExtension):
 
     def reset_group(self, group: int, ended: bool) -> None:
         self._grace.forget(group)
-
-    # --- a second copy -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        """Return the state without times, which each process measures."""
-        return {"open": self._open, "over": self._over, "windows": self._windows}
-
-    def load_state_dict(self, state: State) -> None:
-        self._open, self._over, self._windows = dict(state["open"]), set(state["over"]), state["windows"]

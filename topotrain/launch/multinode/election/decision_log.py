@@ -151,7 +151,6 @@ class LoggedPolicy(RecoveryPolicy):
             self._origin = {}
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """As in the base class."""
         found = super().on_event(event, now)
         for action in found:
             if isinstance(action, RestartResized):
@@ -180,7 +179,6 @@ class LoggedPolicy(RecoveryPolicy):
         return isinstance(event, POLICY_EVENTS)
 
     def poll(self, now: float) -> list[Action]:
-        """As in the base class."""
         due = self.due
         found = super().poll(now)
         if found or (due is not None and due <= now):
@@ -188,38 +186,32 @@ class LoggedPolicy(RecoveryPolicy):
         return found
 
     def on_unit_lost(self, rank: int, lost: Failed, now: float) -> list[Action]:
-        """As in the base class."""
         found = super().on_unit_lost(rank, lost, now)
         self._note(now, lost=rank, event=_short(lost))
         return found
 
     def on_group_request(self, request: GroupRequest) -> list[Action]:
-        """As in the base class."""
         found = super().on_group_request(request)
         self._inputs.append({"group": asdict(request)})
         return found
 
     def on_resize_request(self, request: ResizeRequest, now: float) -> list[Action]:
-        """As in the base class."""
         found = super().on_resize_request(request, now)
         self._note(now, resize=asdict(request))
         return found
 
     def on_stop_request(self) -> list[Action]:
-        """As in the base class."""
         found = super().on_stop_request()
         if found:
             self._inputs.append({"stop": True})
         return found
 
     def begin_attempt(self, topology: Topology | None = None) -> None:
-        """As in the base class."""
         super().begin_attempt(topology)
         self.resized = None
         self._inputs.append({"hosts": list((topology or self._topology).hosts)})
 
     def begin_resized(self, job: Job, topology: Topology) -> None:
-        """As in the base class."""
         super().begin_resized(job, topology)
         self.resized = None
         self._inputs.append({"hosts": list(topology.hosts), "job": job_file.dumps(job)})
