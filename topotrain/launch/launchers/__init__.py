@@ -25,7 +25,7 @@ LOCAL, KUBERNETES = "local", "kubernetes"
 
 @dataclass(frozen=True, slots=True)
 class LauncherEntry:
-    """A launcher: its description for the user, and the fields of `LaunchOptions` that it accepts."""
+    """A launcher: its description, and the fields of `LaunchOptions` that it accepts."""
 
     says: str
     takes: tuple[str, ...] = ()

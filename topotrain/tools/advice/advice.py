@@ -149,7 +149,7 @@ class Advice:
 
     @property
     def best_exact(self) -> Rehearsed | None:
-        """The fastest layout with the updates of one process, for any script. None: there is none."""
+        """The fastest layout with the updates of one process, for any script, or None."""
         exact = [each for each in self.rehearsed if each.is_exact and not each.candidate.needs]
         if not exact:
             return None

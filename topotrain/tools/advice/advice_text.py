@@ -1,4 +1,4 @@
-"""An advice as text: one table, a sentence for each layout, and the advised one's job file."""
+"""An advice as text: a table, a sentence for each layout, and the job file."""
 
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The candidates of an advice: the named blocks that fit a job, a probe and machines."""
+"""The candidates of an advice: named blocks that fit a job, a probe and machines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -115,7 +115,7 @@ class CandidateSource:
         return self.machines.cores or self.probe.machine.cores
 
     def _workers_per_host(self) -> int:
-        """Return the number of workers of a host that computes the most, by the probed times.
+        """Return the number of workers with which a host computes the most, as probed.
 
         A batch must have a sample for each.
         """
@@ -133,7 +133,7 @@ class CandidateSource:
         return min(most, max(2, self._workers_per_host()))
 
     def _fewer_hosts(self) -> tuple[int, ...]:
-        """Return half of the hosts, or as many as can be rehearsed, and those without the slow ones."""
+        """Return half of the hosts, or what can be rehearsed, and all but the slow ones."""
         quick = self.hosts - sum(factor > 1 for factor in self.machines.stragglers.values())
         half = min(self.hosts // 2, MOST_PROCESSES // 2 // self._workers_per_host())
         return tuple(sorted({half, quick} & set(range(2, self.hosts))))

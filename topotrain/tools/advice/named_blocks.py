@@ -53,7 +53,7 @@ class NamedBlock:
 
 
 def on_one_host(workers: int) -> Iterator[NamedBlock]:
-    """Yield the blocks for one host with so many workers, and the one of a single worker."""
+    """Yield the blocks for one host with so many workers, and with a single one."""
     yield NamedBlock({})
     if workers == 1:
         return

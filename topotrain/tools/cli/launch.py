@@ -44,7 +44,7 @@ EXAMPLES = {
 
 
 class LauncherCommand(ProgramCommand):
-    """The command of one launcher, whose help has no options of the others."""
+    """The command of one launcher. Its help has no options of the others."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters; those of other launchers are hidden, and refused by name."""

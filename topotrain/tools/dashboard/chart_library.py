@@ -1,4 +1,4 @@
-"""The library that draws the page's charts: plotly ships it as one file, which nothing of topotrain contains."""
+"""The library that draws the page's charts, a file of the package plotly."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _MAP_STYLE = re.compile(r'document\.getElementById\("([0-9a-f]{64})"\)')
 
 @dataclass(frozen=True, slots=True)
 class ChartLibrary:
-    """The script of the library. name: of the file in the page's address, with its version."""
+    """The script of the library. name: that of the page's file, with its version."""
 
     name: str
     text: str

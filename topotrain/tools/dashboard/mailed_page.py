@@ -59,7 +59,7 @@ def page_of(workspaces: Sequence[Path]) -> str:
 def mailed_page(
     view: Mapping[str, Any], runs: Sequence[Mapping[str, Any]] = (), logs: Mapping[str, str] | None = None
 ) -> str:
-    """Return the page of a view as one file, with the library of the charts if it is installed.
+    """Return the page of a view as one file, with the charts' library if installed.
 
     runs: beside each other, if there are several. logs: the last lines of each process, by its name.
     """

@@ -56,7 +56,7 @@ class PageAccess:
         return "wrong token: open the address that topotrain has printed"
 
     def refusal(self, request: HttpRequest) -> str:
-        """Return why a request is refused; "": it may be carried out. Its path is without `root`."""
+        """Return why a request, with a path without `root`, is refused; "": it is not."""
         hosts, origins = request.values("host"), request.values("origin")
         if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
             return "this server is not known by the name in the Host header"

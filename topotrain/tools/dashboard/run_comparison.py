@@ -1,4 +1,4 @@
-"""Several runs side by side: one curve of each run for each metric, and the settings in which they differ."""
+"""Several runs side by side: their curves, and the settings that differ."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _OWN = frozenset({"workspace", "name"})
 
 
 def compared(views: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs as the page shows them beside each other, each with its columns of a table and its curves.
+    """Return runs as the page shows them, each with its row of a table and its curves.
 
     views: of each run, by its name.
     """
@@ -68,7 +68,7 @@ def _settings(view: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _curves(view: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the curves of a run at evenly spaced times. Where none of its processes has made figures there is null."""
+    """Return the curves of a run at evenly spaced times; null: it has no figure there."""
     series = [each for each in view["series"] if each["points"]]
     ends = [each["points"][-1][0] for each in series]
     at = np.linspace(0.0, float(np.median(ends)), _POINTS + 1)[1:] if ends else np.empty(0)
@@ -92,7 +92,7 @@ def _of_processes(series: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def _values(series: Mapping[str, Any], at: Any, away: Mapping[str, Any]) -> Any:
-    """Return the values of a series at these times; NaN: none, or one of its processes was not there."""
+    """Return values of a series at these times; NaN: one of its processes has none."""
     values = _at(series["points"], 2, at)
     for name in series["of"].split(">"):
         if name in away:

@@ -1,4 +1,4 @@
-"""The workspaces that the page shows: those that are named, and those in a folder of runs."""
+"""The workspaces that the page shows: those named, and those in a folder of runs."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ _DEPTHS = ("*", "*/*")
 
 
 def runs_of(folders: Iterable[Path]) -> list[Path]:
-    """Return the workspaces that these folders are, or have; a folder itself if it has none."""
+    """Return the workspaces that folders are or have; if none, the folder itself."""
     return list({os.path.abspath(run): run for folder in folders for run in _runs_in(folder)}.values())
 
 
@@ -22,6 +22,6 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def named_runs(runs: Sequence[Path]) -> dict[str, Path]:
-    """Return runs by the shortest names that tell them apart: their paths behind what they share."""
+    """Return runs by the ends of their paths, the shortest that tell them apart."""
     shared = os.path.commonpath(os.path.abspath(run.parent) for run in runs)
     return {os.path.relpath(run, shared): run for run in runs}

@@ -75,7 +75,7 @@ class JobExports:
         return [self._notices.popleft() for _ in range(len(self._notices))]
 
     def end(self, code: int) -> None:
-        """Let all exports write what is left; code: the exit code of the job. The history is complete."""
+        """Let all exports write what is left of a complete history; code: of the job."""
         until = monotonic() + export_thread.END_S
         for thread in self._threads:
             thread.end(code)

@@ -61,7 +61,7 @@ def parse_address(text: str, environ: Mapping[str, str]) -> MetricsAddress:
 
 
 class MetricsServer:
-    """Serves the metrics of a job from its start to its end. It answers requests itself.
+    """Serves the metrics of a job from its start to its end.
 
     Args:
         address: where.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class JobMonitor:
-    """Passes each event of a job on to all that follow it, and the notices of these, too.
+    """Passes each event of a job, and each notice of its followers, to all of them.
 
     Args:
         display: has the report.

@@ -45,7 +45,7 @@ class QuietProgress:
         self.run = JobProgress(monotonic())
 
     def __call__(self, event: Event) -> None:
-        """Add an event to the report, and show it, unless the level of the logger silences it."""
+        """Add an event to the report, and show it unless the logger's level silences it."""
         self.report(event)
         if is_silenced(event):
             return

@@ -49,7 +49,7 @@ class HistorySource(Protocol):
     """Has the history of a job, for several threads."""
 
     def read(self) -> "JobHistory":
-        """Return the history with what has come; it may have no job yet. Raises ConfigError."""
+        """Return the history up to now; it may have no job yet. Raises ConfigError."""
         ...
 
 

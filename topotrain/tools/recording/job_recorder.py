@@ -86,7 +86,7 @@ class _Notices(Notifier):
 
 
 class JobRecorder(JobWatch):
-    """Records one start of a job that this process leads, now or later, and keeps its history.
+    """Records one start of a job that this process leads, and keeps its history.
 
     As a context manager it ends the recording of a job that has ended by an exception.
 
@@ -106,7 +106,7 @@ class JobRecorder(JobWatch):
         self._lock = Lock()
 
     def read(self) -> JobHistory:
-        """Return the history of the job, with its earlier starts. It has no job before the first event."""
+        """Return the history with earlier starts; before an event it has no job."""
         return self._empty if self._writer is None else self._writer.history
 
     def begin(self, job: Job, topology: Topology) -> None:

@@ -59,7 +59,7 @@ class RecordedWorkspace:
             self.read()
 
     def read(self) -> JobHistory:
-        """Return the history with what has come. A job that has ended without a word is lost.
+        """Return the history up to now. A job that has ended without a word is lost.
 
         Raises ConfigError.
         """

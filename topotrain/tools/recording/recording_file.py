@@ -112,7 +112,7 @@ class RecordingFile:
 
 
 class RecordingWriter:
-    """Writes the events of a start of a job and keeps their history, on a thread of its own.
+    """Writes the events of a start of a job, and keeps their history, on a thread.
 
     The file is made with the first event: before it, the workspace may be that of another job.
 

@@ -435,7 +435,7 @@ class ShardedLoader(LoaderView):
         return self._all.begun, 0 if last is None else last.batches
 
     def number_from(self, place: tuple[int, int]) -> int:
-        """The number in the epoch of the batch with which a pass has begun since `place`; 0 if none has.
+        """The number of the first batch of a pass that has begun since `place`; else 0.
 
         Of two loaders that are read at once, the first one counts. The script counts on by `tt.enumerate`.
         """

@@ -55,7 +55,7 @@ class EpochShare:
 
 
 def own_done(plan: DataPlan, done: Runs) -> int:
-    """Of the batches that are `done`, the number of those that a worker with this part of the data was given.
+    """The number of the batches in `done` that are of this part of the data.
 
     With leases it is an equal part of them, because no process knows which group had which.
     """

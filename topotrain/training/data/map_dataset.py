@@ -246,7 +246,7 @@ class ResumeRecorder(ABC):
 
     @abstractmethod
     def accumulates(self) -> None:
-        """A step has several batches of a pass that goes on in its middle, whose numbers the script may count anew."""
+        """A step has several batches of a pass that has gone on in its middle."""
 
     @abstractmethod
     def batches_left(self, epoch: int, loader: Any = None) -> int:

@@ -123,7 +123,7 @@ def _check_options(job: Job, probe: Path | None, machines: "Machines", out: Path
 
 
 def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
-    """Return the probe of a file, checked where the program runs, or measure the program."""
+    """Return the probe of a file, checked if the program runs, or measure it."""
     from topotrain.tools.cli.performance import measured_probe
 
     if file is None:

@@ -35,7 +35,7 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
 
 
 def note_other_program(probe: "Probe", file: Path, program: str) -> None:
-    """Warn that a probe was made with a program of another name than the job's, which may be ""."""
+    """Warn that a probe was made with another program than the job's, if it has one."""
     # A probe has no folder of its program.
     if program and Path(program).name != probe.program:
         _say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
@@ -58,7 +58,7 @@ def note_other_machine(probe: "Probe", file: Path) -> None:
 
 
 def unlike_this_machine(probe: "Probe") -> str:
-    """Return the differences between the probed machine and this one, in words; "": there are none."""
+    """Return how the probed machine differs from this one, in words; "": not at all."""
     from importlib.metadata import version
 
     from topotrain.launch.agent.worker_threads import allowed_cores

@@ -75,7 +75,7 @@ def probe(
 
 
 class _Line:
-    """Shows the stages of a probe, in one line of a terminal that can redraw it. quiet: it shows nothing."""
+    """Shows the stages of a probe, in one line if it can. quiet: it shows nothing."""
 
     def __init__(self, status: Any, quiet: bool = False) -> None:
         self._status, self._quiet = status, quiet

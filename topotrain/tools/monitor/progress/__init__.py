@@ -1,1 +1,1 @@
-"""The processes of a running job, and parts of its displays. `live_table` chooses one."""
+"""The processes of a running job, and its displays. `live_table` chooses one."""

@@ -99,7 +99,7 @@ def _last_state(line: str) -> str:
 
 
 def progress(report: Report, console: Console, quiet: bool = False, out: IO[str] | None = None) -> QuietProgress:
-    """Return the display of a report for `console`: a table, lines, or only what must be said.
+    """Return the display of a report for `console`: a table, lines, or only notices.
 
     out: receives the main worker's stdout; None: the file that `console` writes to.
     """

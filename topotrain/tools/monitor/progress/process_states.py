@@ -1,4 +1,4 @@
-"""The processes of a job in its report and on the terminal: phases, figures and counters."""
+"""The processes of a job for report and terminal: phases, figures and counters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -82,7 +82,7 @@ class ProcessStates:
         self._lay_out(topology, now)
 
     def _lay_out(self, topology: Topology, now: float) -> None:
-        """Use this layout from now on. The states of processes that stay are kept, and all counters."""
+        """Use this layout from now on. Processes that stay, and all counters, are kept."""
         self.topology, states = topology, {}
         hidden, former = topology.inline or topology.collective, self._states
         # The loss curve of a worker that joins starts here.
@@ -109,7 +109,7 @@ class ProcessStates:
         return [state for state in self.all() if not state.is_server]
 
     def tallies(self) -> dict[str, ProcessTally]:
-        """Return the counters of all workers and servers by name, with those that have left."""
+        """Return counters of workers and servers by name, also of those that have left."""
         return {who: state.tally for who, state in self._states.items()}
 
     def on_event(self, event: Event, now: float) -> None:
