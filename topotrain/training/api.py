@@ -450,7 +450,7 @@ def enumerate(batches: Iterable[Batch], start: int = 0) -> Iterator[tuple[int, B
         start: number of the first batch of an epoch.
 
     Returns:
-        an iterator over pairs of number and batch. With leases (`shard: kLease`) a worker that starts again counts an
+        an iterator over pairs of number and batch. With leases (`kLease`) a worker that starts again counts an
         equal part of what all groups have read as its own.
     """
     loader = process.passes()
