@@ -50,6 +50,7 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     "Begin": [
         "README",
         "docs/tutorial",
+        "docs/concepts",
         "docs/topologies",
         "docs/modes",
         "docs/examples",
