@@ -59,7 +59,10 @@ CONTENTS: Mapping[str, Iterable[str]] = {
     ],
     "Reference": ["docs/python", "docs/site/api", "docs/configuration", "docs/reference", "docs/trainer"],
     "Models and data": ["docs/splitting", "docs/embeddings", "docs/kvstore", "docs/gpu"],
-    "Run": ["docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance", "docs/replay", "docs/security"],
+    "Run": [
+        *("docs/troubleshooting", "docs/hosts", "docs/launchers", "docs/rendezvous", "docs/fault-tolerance"),
+        *("docs/replay", "docs/security"),
+    ],
     "Speed": [
         *("docs/advice", "docs/performance", "docs/profiling", "docs/slow-links", "docs/islands", "benchmarks/RESULTS"),
     ],

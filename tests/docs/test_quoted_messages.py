@@ -1,9 +1,12 @@
 """Every message that a page quotes is one that the package has.
 
-A quoted line is compared clause by clause with the texts of the package. A hole of an f-string stands for any text.
+A quoted line is compared clause by clause with the texts of the package, and with the system's for a failed call. A
+hole of an f-string, or of a text for `format`, stands for any text.
 """
 
 import ast
+import errno
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -12,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "topotrain"
 HOLE = "\0"
-SEPARATORS = re.compile(r"[:;,]\s|\n|`|\(|\)")
+SEPARATORS = re.compile(r"[:;,.]\s|\n|`|\(|\)")
 QUOTED_LINE = re.compile(r"topotrain: |  snapshot ")
-WORDS = re.compile(r"https?://\S+|[\w']+")
+WORDS = re.compile(r"\w+://\S+|[\w']+")
 SENTENCE = re.compile(r"(?:[a-zA-Z']+ ){2}[a-zA-Z']+")
 
 
@@ -26,7 +29,7 @@ def texts(source: str) -> Iterator[str]:
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-            yield node.value
+            yield node.value.replace("{}", HOLE)
 
 
 def clauses(text: str) -> Iterator[str]:
@@ -37,6 +40,7 @@ def clauses(text: str) -> Iterator[str]:
 def known() -> dict[str, frozenset[str]]:
     """The clauses of all texts of the package, with their words."""
     found = {clause for path in PACKAGE.rglob("*.py") for text in texts(path.read_text()) for clause in clauses(text)}
+    found |= {*map(os.strerror, errno.errorcode)}
     return {clause: frozenset(WORDS.findall(clause.replace(HOLE, " "))) for clause in found}
 
 
@@ -45,7 +49,7 @@ def is_known(clause: str) -> bool:
     words = WORDS.findall(clause)
     return any(
         2 * len(constant & set(words)) >= len(set(words))
-        and re.fullmatch(".+?".join(map(re.escape, text.split(HOLE))), clause) is not None
+        and re.fullmatch(f" ?{'.*?'.join(map(re.escape, text.split(HOLE)))} ?", f" {clause} ") is not None
         for text, constant in known().items()
         if not constant.isdisjoint(words)
     )
