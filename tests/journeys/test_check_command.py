@@ -41,8 +41,8 @@ def check(tmp_path: Path, served_at: str, warm_at: str) -> Any:
 @pytest.mark.parametrize(
     ("variant", "cause"),
     [
-        ("dropout", "dropout act on a worker's share"),
-        ("norm", "BatchNorm act on a worker's share"),
+        ("dropout", "dropout acts on a worker's share"),
+        ("norm", "BatchNorm acts on a worker's share"),
         ("sum", "the loss is a sum over the batch"),
         ("pairs", "pairs: see tt.gather"),
         ("random", "each worker draws its own"),

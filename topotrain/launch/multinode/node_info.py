@@ -235,7 +235,7 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
     alone = len(numbers) == 1
     for unit in units:
         if not alone and is_local(unit.address):
-            shown = f"is on {unit.name}, and others on {len(numbers) - 1} other hosts:"
+            shown = f"is on {unit.name}, and others elsewhere:"
             # The fourth word of a machine is its folder for temporary files.
             place, others = unit.machine.split()[:3], (u for u in units if u.machine != unit.machine)
             twin = next((u for u in others if u.machine.split()[:3] == place), None)

@@ -124,7 +124,8 @@ def _cause(step: int, what: str, plain: Record, job: Record, workers: int) -> st
     if what == "after":
         return "the gradients agree, so the optimizer, its state or its settings differ"
     if by_share:
-        return f"{' and '.join(by_share)} act on a worker's share (docs/exactness.md): --eval-mode shows the rest"
+        act = "act" if len(by_share) > 1 else "acts"
+        return f"{' and '.join(by_share)} {act} on a worker's share (docs/exactness.md): --eval-mode shows the rest"
     if plain.notes["draws"] > steps / 3:
         return "the script draws random numbers in its steps, and each worker draws its own (docs/exactness.md)"
     ours, theirs = plain.gradients(step), job.gradients(step)
