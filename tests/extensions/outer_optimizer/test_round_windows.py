@@ -251,7 +251,7 @@ def test_a_host_that_takes_a_server_over_is_asked_to_end_its_windows() -> None:
     server, host = coordinator(), HandTimer()
     server.timer.attach(host)
     assert not host.asked
-    server.extension(RoundWindows).load_state_dict({"open": {0: 7}, "over": set(), "windows": 7})
+    server.extension(RoundWindows).load_state_dict({"_open": {0: 7}, "_over": set(), "_windows": 7})
     server.timer.attach(host)
     assert host.asked == [(0.0, WindowOver(0, 7))]
 
