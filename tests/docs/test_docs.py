@@ -8,7 +8,6 @@ only looked up in the Makefile.
 import ast
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from process_pool import client
+from process_pool import shell_environ
 from test_imports import ORDER
 
 import topotrain
@@ -155,12 +154,7 @@ Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> Ended:
     """Runs all of them, two at a time, for each waits for itself much of the time; then tells how each ended."""
-    tools = tmp_path_factory.mktemp("bin")
-    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
-        (tools / name).chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environ["TOPOTRAIN_FORKSERVER"] = served_at  # every command that starts a job asks the one that is warm
+    environ = shell_environ(tmp_path_factory.mktemp("bin"), warm_at, served_at)
 
     def run(command: Command) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path_factory.mktemp("here")

@@ -3,16 +3,14 @@
 The reader's two terminals are two shells. `kill` gets the number that the table shows.
 """
 
-import os
 import re
-import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from process_pool import client
+from process_pool import shell_environ
 from wait_limit import ended_after
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +31,8 @@ def typed() -> list[str]:
 class Terminal:
     """A shell in which each command runs where the ones before have led to."""
 
-    def __init__(self, folder: Path, tools: Path) -> None:
-        self.folder = folder
-        self.environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self.folder, self.environ = folder, environ
 
     @contextmanager
     def start(self, command: str) -> "Iterator[subprocess.Popen[str]]":
@@ -64,14 +61,10 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path, warm_at: str, served_at: str, monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    monkeypatch.setenv("TOPOTRAIN_FORKSERVER", served_at)
+def terminal(tmp_path: Path, warm_at: str, served_at: str) -> Terminal:
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
-        (tools / name).chmod(0o755)
-    return Terminal(tmp_path, tools)
+    return Terminal(tmp_path, shell_environ(tools, warm_at, served_at))
 
 
 def test_the_tutorial_from_the_first_command_to_the_last(terminal: Terminal) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -46,6 +47,18 @@ _SIZE = struct.Struct("!I")
 def client(warm_at: str) -> list[str]:
     """What stands for `python` in a command line: it is forked, and whoever runs this sees its streams and its end."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("process_pool_client.py")), warm_at]
+
+
+def shell_environ(tools: Path, warm_at: str, served_at: str) -> dict[str, str]:
+    """The environment of a shell that has our `python` and `topotrain`, which are put into a folder.
+
+    Every command that starts a job asks the forkserver that is warm.
+    """
+    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
+        (tools / name).chmod(0o755)
+    path = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[2])}
+    return {**os.environ, **path, "TOPOTRAIN_FORKSERVER": served_at}
 
 
 # ---- those who ask ---------------------------------------------------------------------------------------------------

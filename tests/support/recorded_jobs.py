@@ -1,10 +1,11 @@
 """Recordings of made-up jobs: their headers, streams of events by hypothesis, and a day of a job in no time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from topotrain.config.job import Cluster, Job
@@ -67,6 +68,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def displays_go_by(clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the report and the displays of a job read this clock."""
+    for module in ("job_report", "progress_display", "progress.live_table"):
+        monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", clock)
 
 
 @dataclass

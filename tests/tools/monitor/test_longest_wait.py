@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.support.recorded_jobs import report_of
+from tests.support.recorded_jobs import displays_go_by, report_of
 from topotrain.config.job import ChangeMethod, Cluster, LRGen, Updater, UpdaterType
 from topotrain.config.topology import layout
 from topotrain.core.events import (
@@ -75,8 +75,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("job_report", "progress_display", "progress.live_table"):
-        monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", made)
+    displays_go_by(made, monkeypatch)
     return made
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.recorded_jobs import Clock, report_of
+from tests.support.recorded_jobs import Clock, displays_go_by, report_of
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import layout
 from topotrain.core import events
@@ -355,8 +355,7 @@ def test_figures_are_those_of_the_last_seconds_and_of_the_workers_that_train() -
 
 def test_a_long_job_has_fewer_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text, clock = io.StringIO(), Clock()
-    monkeypatch.setattr("topotrain.tools.monitor.job_report.monotonic", clock)
-    monkeypatch.setattr("topotrain.tools.monitor.progress_display.monotonic", clock)
+    displays_go_by(clock, monkeypatch)
     with PlainProgress(report_of(TOPOLOGY), Console(file=text, width=80)) as window:
         for number in range(1, 4 * 3600):  # four hours
             clock.now = float(number)

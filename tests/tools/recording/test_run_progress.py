@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.support.recorded_jobs import Clock, report_of
+from tests.support.recorded_jobs import Clock, displays_go_by, report_of
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
@@ -20,8 +20,7 @@ WORKERS = ("worker 0/0", "worker 0/1")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("job_report", "progress_display", "progress.live_table"):
-        monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", made)
+    displays_go_by(made, monkeypatch)
     return made
 
 

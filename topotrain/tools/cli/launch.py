@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 HELP = "Train a job under another tool that starts processes."
 EXAMPLES = {
-    LOCAL: "local examples/conf/allreduce.conf train.py",
-    "torchrun": "torchrun --hosts node1,node2 --id night7 examples/conf/hogwild.conf train.py",
-    "slurm": "slurm --nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py",
-    "srun": "srun --pass=--partition=cpu examples/conf/allreduce.conf train.py",
-    "submitit": "submitit --pass=timeout_min=60 examples/conf/allreduce.conf train.py",
-    "mpirun": "mpirun --hosts node1,node2 examples/conf/allreduce.conf train.py",
-    "ray": "ray --pass=strategy=STRICT_SPREAD examples/conf/hogwild.conf train.py",
-    KUBERNETES: "kubernetes --image registry/train:1 --output job.yaml examples/conf/downpour.conf train.py",
+    LOCAL: "examples/conf/allreduce.conf train.py",
+    "torchrun": "--hosts node1,node2 --id night7 examples/conf/hogwild.conf train.py",
+    "slurm": "--nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py",
+    "srun": "--pass=--partition=cpu examples/conf/allreduce.conf train.py",
+    "submitit": "--pass=timeout_min=60 examples/conf/allreduce.conf train.py",
+    "mpirun": "--hosts node1,node2 examples/conf/allreduce.conf train.py",
+    "ray": "--pass=strategy=STRICT_SPREAD examples/conf/hogwild.conf train.py",
+    KUBERNETES: "--image registry/train:1 --output job.yaml examples/conf/downpour.conf train.py",
 }
 
 
@@ -161,5 +161,5 @@ def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
 
 
 for _name, _entry in LAUNCHERS.items():
-    _example = f"\b\nExample:\n  topotrain launch {EXAMPLES[_name]}\n"
+    _example = f"\b\nExample:\n  topotrain launch {_name} {EXAMPLES[_name]}\n"
     launch.command(_name, cls=LauncherCommand, help=_entry.says, epilog=_example)(_launch)

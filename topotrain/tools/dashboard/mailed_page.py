@@ -89,7 +89,7 @@ def mailed_page(
         (_FIRST_META, meta),
         (f'<link rel="stylesheet" href="static/{sheet}"{attributes}>', f"<style{attributes}>{style}</style>"),
         (f'<script type="module" src="static/{scripts[0]}"></script>', f'<script type="module">{script}</script>'),
-        # Behind the others, whose marks a library might have in it.
+        # Replaced last: the text of the library might have the other marks in it.
         (LIBRARY, "" if library is None else f"{library.placeholders}<script>{charts}</script>"),
     ):
         text = text.replace(old, new, 1)

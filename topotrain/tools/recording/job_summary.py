@@ -64,7 +64,7 @@ class JobFigures:
     def on_recovered(self, event: Recovered) -> None:
         """Record that the job trains again."""
         for at, each in reversed([*enumerate(self.incidents)]):
-            # One with a time is of an earlier start, whose numbers are the same.
+            # An incident with a time is of an earlier start. The numbers of both starts are the same.
             if each["number"] == event.number and each["recovered_s"] is None:
                 # Replaced: a summary that was made before has the former one.
                 self.incidents[at] = {**each, "recovered_s": event.waited_s}

@@ -116,24 +116,37 @@ class PassProgress:
 
     def __init__(self, loader: Any, plan: DataPlan, done: Runs = ()) -> None:
         self._loader, self._plan, self._done = loader, plan, done
-        self._first = own_done(plan, done)
         self._share: EpochShare | None = None
         self._last: BatchPosition | None = None
         self._over = False
         self.batches = 0
         """Batches that the script was given."""
-        self.number = 0
-        """Number in this worker's part of the epoch of the batch that was given last."""
         self._trains = self.whole = False
 
     def given(self, place: BatchPosition, whole: bool) -> None:
         """Note that the script gets this batch. whole: each worker reads all of it."""
         self._last = place
-        # Only the first one is asked for. With leases `place` counts what other groups had.
-        self.number = self._first + (self.batches if self._plan.mode == "lease" else place.before + place.seq)
         self.batches += 1
         self.whole = whole
         self._trains = torch.is_grad_enabled()
+
+    @property
+    def number(self) -> int:
+        """The number of the last batch in this worker's part of the epoch; 0: no batch was given."""
+        last = self._last
+        if last is None:
+            return 0
+        # With leases `last` counts what other groups had.
+        return self._earlier + (self.batches - 1 if self._plan.mode == "lease" else last.before + last.seq)
+
+    @cached_property
+    def _earlier(self) -> int:
+        return own_done(self._plan, self._done)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier process has used the first batches of this part of the epoch."""
+        return self.number >= self.batches > 0
 
     @property
     def single(self) -> bool:
@@ -351,9 +364,9 @@ class ShardedLoader(LoaderView):
             ConfigError: the step may be made with both, and one is divided in shares that are not equal.
         """
         given = self._all.given(self._accounting.own_steps)
-        recorder = self._recorder if progress.number >= progress.batches > 0 else None  # the pass goes on in its middle
-        if recorder is not None and given.get(self) is progress and torch.is_grad_enabled() and not self._all.numbered:
-            recorder.accumulates()
+        accumulates = given.get(self) is progress and torch.is_grad_enabled()
+        if accumulates and self._recorder is not None and progress.goes_on and not self._all.numbered:
+            self._recorder.accumulates()
         given[self] = progress
         if len(given) == 1:
             return False
