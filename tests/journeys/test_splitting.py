@@ -20,7 +20,7 @@ from topotrain.launch.agent import forkserver
 
 pytestmark = pytest.mark.journey
 
-WORKERS, EACH, WIDTH, MOST = 4, 6, 2688, 640 << 20  # layers of a worker, their width; bytes that a process may have
+WORKERS, EACH, WIDTH, MOST = 4, 8, 2688, 840 << 20  # layers of a worker, their width; bytes that a process may have
 TWO = "nworkers_per_group: 2"
 APART = TWO + " server_worker_separate: true"
 HYBRID = 'partition { match: "^fc$" partition_dim: 1 }'
