@@ -71,7 +71,14 @@ CONTENTS: Mapping[str, Iterable[str]] = {
         "docs/torch-store",
     ],
     "Inside": [
-        *("docs/trust", "docs/exactness", "docs/journey", "docs/journey-batch", "docs/journey-snapshot"),
+        *(
+            "docs/architecture",
+            "docs/trust",
+            "docs/exactness",
+            "docs/journey",
+            "docs/journey-batch",
+            "docs/journey-snapshot",
+        ),
         "docs/differences",
     ],
     "Project": ["CONTRIBUTING", "SECURITY", "CHANGELOG"],
