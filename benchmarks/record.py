@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MOST_DISTURBANCE = 0.1
 """Share of the machine's processor time. Sides with more processes lose more of it, so that ratios move, too."""
-FIGURES = ("benchmarks/results", "docs/fault-tolerance.md", "tests/soak/*.json")
+FIGURES = ("benchmarks/results", "benchmarks/RESULTS.md", "tests/soak/*.json")
 """Files that measurements write."""
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from benchmarks.record import ROOT, commit, environment, machine, say
 from tests.soak.torment import Blows, Ground, Setting, Trial
 
-PAGE, RECORD = ROOT / "docs" / "fault-tolerance.md", Path(__file__).with_suffix(".json")
+PAGE, RECORD = ROOT / "benchmarks" / "RESULTS.md", Path(__file__).with_suffix(".json")
 BEGIN, END = "<!-- measured: written by make chaos -->", "<!-- end of measured -->"
 NOT_RUN = "NOT RUN"
 KILLS, JOBS, SECONDS = 200, 10, 3600.0
