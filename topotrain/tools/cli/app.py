@@ -7,24 +7,13 @@
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
 
 import typer
 
-from topotrain.tools.cli import (
-    chaos,
-    compare,
-    jobs,
-    launch,
-    plan,
-    run,
-    servers,
-    setup_commands,
-    unit,
-    watch,
-)
-from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand, add_removed
+from topotrain.tools.cli import chaos, compare, jobs, launch, plan, run, servers, setup_commands, unit, watch
+from topotrain.tools.cli.command_line import PanelGroup, add, add_removed
 from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
 from topotrain.tools.replay import replay_command
 
@@ -69,28 +58,18 @@ def _root(
     """Take options before the command; typer reads the text at `app` for the help."""
 
 
-def _add(panel: str, name: str, command: Callable[..., None], example: str, **settings: Any) -> None:
-    """Add a command to a panel of the help, which has the order of these calls."""
-    app.command(name, cls=ProgramCommand, epilog=example, rich_help_panel=panel, **settings)(command)
-
-
-_add("Start", "init", setup_commands.init, setup_commands.INIT_EXAMPLE)
-_add("Start", "run", run.run, run.EXAMPLE)
-_add("Start", "plan", plan.plan, plan.EXAMPLE)
-_add("Start", "compare", compare.compare, compare.COMPARE_EXAMPLE)
-_add("Start", "check", compare.check, compare.CHECK_EXAMPLE)
-_add("Look", "watch", watch.watch, watch.EXAMPLE)
+PANELS = {
+    "Start": (setup_commands.init, run.run, plan.plan, compare.compare, compare.check),
+    "Look": (watch.watch,),
+    "Cluster": (unit.unit, servers.store, setup_commands.doctor),
+    "Think": (predict_command.predict, advise_command.advise),
+    "Study": (replay_command.replay, chaos.chaos),
+}
+for _panel, _commands in PANELS.items():
+    for _command in _commands:
+        add(app, _command, rich_help_panel=_panel)
+add(app, servers.pserver, rich_help_panel="Cluster", context_settings=servers.SETTINGS)
 app.add_typer(jobs.jobs, name="jobs", rich_help_panel="Look")
 app.add_typer(launch.launch, name="launch", rich_help_panel="Cluster")
-_add("Cluster", "unit", unit.unit, unit.EXAMPLE)
-_add("Cluster", "store", servers.store, servers.STORE_EXAMPLE)
-_add("Cluster", "doctor", setup_commands.doctor, setup_commands.DOCTOR_EXAMPLE)
-_add(
-    "Cluster", "pserver", servers.pserver, servers.PSERVER_EXAMPLE, help=servers.HELP, context_settings=servers.SETTINGS
-)
-_add("Think", "predict", predict_command.predict, predict_command.EXAMPLE)
-_add("Think", "advise", advise_command.advise, advise_command.EXAMPLE)
-_add("Think", "probe", probe_command.probe, probe_command.EXAMPLE, hidden=True)  # the two measure by themselves
-_add("Study", "replay", replay_command.replay, replay_command.EXAMPLE)
-_add("Study", "chaos", chaos.chaos, chaos.EXAMPLE)
+add(app, probe_command.probe, hidden=True)  # predict and advise measure by themselves
 add_removed(app)

@@ -9,17 +9,13 @@ import typer
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.tools.amounts import seconds
-from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job, refusing
+from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job
 from topotrain.tools.monitor.monitored_run import RunOptions, train
 
 if TYPE_CHECKING:
     from topotrain.tools.fault_injector import FaultInjector
     from topotrain.tools.monitor.job_report import JobResult
 
-EXAMPLE = """\b
-Example:
-  topotrain chaos --kill-every 2s --for 20s --seed 7 examples/conf/downpour.conf examples/digits.py
-"""
 _NO_CAP = 1_000_000
 """Restarts: in this command the fault plan, not a cap, ends the faults of a job."""
 
@@ -29,21 +25,16 @@ def chaos(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    kill_every: Annotated[
-        str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
-    ] = "2s",
+    kill_every: Annotated[str, typer.Option(metavar="TIME", help="Mean time between two kills, such as 2s.")] = "2s",
     lasting: Annotated[
         str, typer.Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
     ] = "60s",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
     freeze: Annotated[
-        float,
-        typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s."),
+        float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s.")
     ] = 0.0,
     role: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
-    pairs: Annotated[
-        float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
-    ] = 0.0,
+    pairs: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")] = 0.0,
     moments: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,8 +44,7 @@ def chaos(
         ),
     ] = None,
     kills: Annotated[
-        int,
-        typer.Option("--kills", metavar="N", min=0, help="End after so many faults; 0: only --for ends them."),
+        int, typer.Option(metavar="N", min=0, help="End after so many faults; 0: only --for ends them.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
     quiet: Quiet = False,
@@ -63,32 +53,34 @@ def chaos(
     """Train a job on this machine while its processes are killed.
 
     Ends with a verdict, and with the job's exit code: 0 if the job finished all the same.
-    """
-    with refusing():
-        from topotrain.config.topology import layout
-        from topotrain.tools.cli.resume import asked_for
-        from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
-        from topotrain.tools.monitor.result_tables import console
 
-        if role not in ("", "worker", "server"):
-            raise ConfigError("--whom", role, "must be worker or server")
-        at = frozenset(moments or ())
-        if not at <= set(MOMENTS):
-            raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
-        every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
-        faults = FaultPlan(
-            every_s=every_s, for_s=for_s, seed=seed, freeze=freeze, role=role, pairs=pairs, moments=at, kills=kills
-        )
-        # With any other reaction the first fault would end the job.
-        job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
-        topology = layout(job.cluster)
-        with FaultInjector(faults) as injector:
-            terminal = console(stderr=True)
-            options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
-            result = train(job, topology, terminal, options, injector)
-        found = verdict(result, injector)
-        print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
-        raise typer.Exit(result.outcome.code)
+    Example:
+      topotrain chaos --kill-every 2s --for 20s --seed 7 examples/conf/downpour.conf examples/digits.py
+    """
+    from topotrain.config.topology import layout
+    from topotrain.tools.cli.resume import asked_for
+    from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
+    from topotrain.tools.monitor.result_tables import console
+
+    if role not in ("", "worker", "server"):
+        raise ConfigError("--whom", role, "must be worker or server")
+    at = frozenset(moments or ())
+    if not at <= set(MOMENTS):
+        raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
+    every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
+    faults = FaultPlan(
+        every_s=every_s, for_s=for_s, seed=seed, freeze=freeze, role=role, pairs=pairs, moments=at, kills=kills
+    )
+    # With any other reaction the first fault would end the job.
+    job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
+    topology = layout(job.cluster)
+    with FaultInjector(faults) as injector:
+        terminal = console(stderr=True)
+        options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
+        result = train(job, topology, terminal, options, injector)
+    found = verdict(result, injector)
+    print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
+    raise typer.Exit(result.outcome.code)
 
 
 def verdict(result: "JobResult", injector: "FaultInjector") -> dict[str, Any]:

@@ -3,15 +3,17 @@
 Options end at the program, as those of python and torchrun do.
 """
 
+import inspect
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from topotrain.config.python_module import as_program
+from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.monitored_run import complain
 
 WHOLE = 1000
@@ -30,6 +32,11 @@ STORE = "--rendezvous"
 
 class PanelGroup(TyperGroup):
     """A group with its commands below the names of their panels."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; bad input is one block on stderr and code 2."""
+        with refusing():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write all commands with their first sentences."""
@@ -112,6 +119,15 @@ def _program_at(words: Sequence[str], at: int) -> tuple[str, list[str]]:
     # As with python, the name may follow without a space.
     end = at + 1 if words[at] != "-m" else at + 2
     return as_program(words[at].removeprefix("-m") or "".join(words[at + 1 : end])), list(words[end:])
+
+
+def add(
+    group: typer.Typer, command: Callable[..., None], name: str | None = None, text: str = "", **settings: Any
+) -> None:
+    """Add a command with its docstring as help; the examples come behind the options."""
+    help, _, shown = (text or inspect.getdoc(command) or "").partition("Example:\n")
+    settings = {"cls": ProgramCommand, **settings}
+    group.command(name, help=help, epilog=f"\b\nExample:\n{shown}", **settings)(command)
 
 
 def add_removed(app: typer.Typer) -> None:

@@ -27,7 +27,6 @@ from topotrain.tools.cli.job_arguments import (
     check_writable,
     job_files_and_scripts,
     load_job,
-    refusing,
     with_link,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
@@ -35,15 +34,6 @@ from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
 if TYPE_CHECKING:
     from topotrain.tools.check.compared_records import Comparison
     from topotrain.tools.monitor.job_report import JobResult
-
-COMPARE_EXAMPLE = """\b
-Example:
-  topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
-"""
-CHECK_EXAMPLE = """\b
-Example:
-  topotrain check examples/conf/sandblaster.conf examples/digits.py --epochs 5
-"""
 
 
 def compare(
@@ -56,9 +46,7 @@ def compare(
             autocompletion=job_files_and_scripts,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all results.")] = Path(
-        "workspace/compare"
-    ),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all results.")] = Path("workspace/compare"),
     sets: Sets = None,
     emulate: Emulate = "",
     as_json: Annotated[
@@ -70,47 +58,49 @@ def compare(
 
     Ends with one table, and with the loss over time: as bars, and as one picture with a line per job. Without
     matplotlib there is no picture.
+
+    Example:
+      topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
     """
-    with refusing():
-        from topotrain.launch.agent import forkserver
-        from topotrain.tools.cli.resume import asked_for
-        from topotrain.tools.monitor import compare_jobs as side_by_side
-        from topotrain.tools.monitor import loss_plot
-        from topotrain.tools.monitor.result_tables import comparison, console, losses
+    from topotrain.launch.agent import forkserver
+    from topotrain.tools.cli.resume import asked_for
+    from topotrain.tools.monitor import compare_jobs as side_by_side
+    from topotrain.tools.monitor import loss_plot
+    from topotrain.tools.monitor.result_tables import comparison, console, losses
 
-        confs, program, args = _sort_out(files)
-        # Where one file can be made, the others can be made, too.
-        check_writable("--out", out / side_by_side.DATA, private=True)
-        compared = side_by_side.entries(
-            [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
-        )
-        terminal = console(stderr=True)
-        picture = loss_plot.available()
-        # Before hours of training, and not when the picture is due.
-        if not picture:
-            terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
+    confs, program, args = _sort_out(files)
+    # Where one file can be made, the others can be made, too.
+    check_writable("--out", out / side_by_side.DATA, private=True)
+    compared = side_by_side.entries(
+        [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
+    )
+    terminal = console(stderr=True)
+    picture = loss_plot.available()
+    # Before hours of training, and not when the picture is due.
+    if not picture:
+        terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
 
-        def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
-            for entry in compared:
-                terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-                options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
-                yield entry, train(entry.job, entry.topology, terminal, options)
+    def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
+        for entry in compared:
+            terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+            options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
+            yield entry, train(entry.job, entry.topology, terminal, options)
 
-        make_folder(out)
-        with ExitStack() as stack:  # torch is loaded once for all of them
-            own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
-            served_at = own.path if own else running
-            code, rows = side_by_side.compare(results(), out, picture)
-        if as_json:
-            print(json.dumps({"jobs": rows}, indent=2))
-        else:
-            console().print(comparison(rows))
-            drawn_losses = losses(rows)
-            if drawn_losses is not None:
-                console().print(drawn_losses)
-        drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
-        terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
-        raise typer.Exit(code)
+    make_folder(out)
+    with ExitStack() as stack:  # torch is loaded once for all of them
+        own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
+        served_at = own.path if own else running
+        code, rows = side_by_side.compare(results(), out, picture)
+    if as_json:
+        print(json.dumps({"jobs": rows}, indent=2))
+    else:
+        console().print(comparison(rows))
+        drawn_losses = losses(rows)
+        if drawn_losses is not None:
+            console().print(drawn_losses)
+    drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
+    terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
+    raise typer.Exit(code)
 
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -133,7 +123,7 @@ def check(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Compare so many steps.")] = 30,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Compare so many steps.")] = 30,
     whole: Annotated[bool, typer.Option("--whole", help="Compare all steps, and what follows the last.")] = False,
     eval_mode: Annotated[
         bool, typer.Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
@@ -146,24 +136,26 @@ def check(
 
     The first steps run as plain Python and as the job. Gradients, values and metrics must be equal up to rounding.
     Of an asynchronous job one group is checked. Exit code 1: they differ, or one of them fails.
+
+    Example:
+      topotrain check examples/conf/sandblaster.conf examples/digits.py --epochs 5
     """
-    with refusing():
-        job = load_job(conf, sets, program, args)
-        from topotrain.tools.check import check_run
+    job = load_job(conf, sets, program, args)
+    from topotrain.tools.check import check_run
 
-        check_run.skeleton(job)  # refused before anything starts
+    check_run.skeleton(job)  # refused before anything starts
 
-        def stage(text: str) -> None:
-            if not quiet:
-                print(f"topotrain: checking: {text}", file=sys.stderr, flush=True)
+    def stage(text: str) -> None:
+        if not quiet:
+            print(f"topotrain: checking: {text}", file=sys.stderr, flush=True)
 
-        try:
-            found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, stage)
-        except check_run.RunFailed as failed:
-            complain(str(failed))
-            raise typer.Exit(1) from None
-        print(json.dumps({"equal": not found.what, **asdict(found)}, indent=2) if as_json else sentence(found))
-        raise typer.Exit(1 if found.what else 0)
+    try:
+        found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, stage)
+    except check_run.RunFailed as failed:
+        complain(str(failed))
+        raise typer.Exit(1) from None
+    print(json.dumps({"equal": not found.what, **asdict(found)}, indent=2) if as_json else sentence(found))
+    raise typer.Exit(1 if found.what else 0)
 
 
 def sentence(found: "Comparison") -> str:

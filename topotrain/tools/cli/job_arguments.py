@@ -59,8 +59,7 @@ Sets = Annotated[
     typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
 ]
 Emulate = Annotated[
-    str,
-    typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
+    str, typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms.")
 ]
 Conf = Annotated[
     Path,
@@ -81,8 +80,7 @@ Args = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")]
 Forkserver = Annotated[
-    str,
-    typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
+    str, typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already.")
 ]
 
 

@@ -20,8 +20,8 @@ from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
 from topotrain.config.plain_text import printable
 from topotrain.tools.amounts import seconds
-from topotrain.tools.cli.command_line import PanelGroup
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, refusing
+from topotrain.tools.cli.command_line import PanelGroup, add
+from topotrain.tools.cli.job_arguments import AsJson, BadInput
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ Where = Annotated[
     ),
 ]
 Url = Annotated[
-    str,
-    typer.Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False),
+    str, typer.Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False)
 ]
 JobName = Annotated[
     str, typer.Option("--job", metavar="ID", help="With a store: the job, as `topotrain jobs list` shows it.")
@@ -81,30 +80,6 @@ Within = Annotated[
     ),
 ]
 
-LIST_EXAMPLE = """\b
-Example:
-  topotrain jobs list tcp://127.0.0.1:29400
-"""
-VIEW_EXAMPLE = """\b
-Example:
-  topotrain jobs view workspace/digits
-  topotrain jobs view tcp://127.0.0.1:29400 --job night7
-"""
-STOP_EXAMPLE = """\b
-Example:
-  topotrain jobs stop workspace/digits
-  topotrain jobs stop tcp://127.0.0.1:29400 --job night7
-"""
-SNAPSHOT_EXAMPLE = """\b
-Example:
-  topotrain jobs snapshot workspace/digits
-"""
-CHANGE_EXAMPLE = """\b
-Example:
-  topotrain jobs {verb} workspace/digits --group 2
-  topotrain jobs {verb} workspace/digits --workers 1
-  topotrain jobs {verb} redis://store/0 --job night7 --group 2
-"""
 LEAVE = """Let a worker group, or workers, leave a running job.
 
 A group: the others train on and get the data that it has not read; returns when its processes have ended. A worker: the
@@ -115,15 +90,23 @@ JOIN = """Let a worker group, or workers, join a running job.
 A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more. The
 command returns when it trains again.
 """
+CHANGE_EXAMPLES = """
+Example:
+  topotrain jobs {verb} workspace/digits --group 2
+  topotrain jobs {verb} workspace/digits --workers 1
+  topotrain jobs {verb} redis://store/0 --job night7 --group 2
+"""
 
 
-@jobs.command("list", epilog=LIST_EXAMPLE)
 def list_(url: Url = "", as_json: AsJson = False, former: Former = "") -> None:
     """List all jobs of a store, the latest first.
 
     "lost" is a job that is recorded as running, without a heartbeat for half a minute.
+
+    Example:
+      topotrain jobs list tcp://127.0.0.1:29400
     """
-    with refusing(), _registry(_store_url(url)) as registry:
+    with _registry(_store_url(url)) as registry:
         records = registry.list()
         if as_json:
             print(json.dumps([record.as_data() for record in records], indent=2))
@@ -133,54 +116,59 @@ def list_(url: Url = "", as_json: AsJson = False, former: Former = "") -> None:
             print(_table([("id", "state", "started", "units", "name"), *map(_row, records)]))
 
 
-@jobs.command("view", epilog=VIEW_EXAMPLE)
 def view(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
     """Show one job: its step, loss, samples/s, staleness, incidents.
 
     The job tells it to its store every 5 seconds.
+
+    Example:
+      topotrain jobs view workspace/digits
+      topotrain jobs view tcp://127.0.0.1:29400 --job night7
     """
-    with refusing():
-        if is_folder(where, job):
-            print_once(Path(where), as_json)
-        else:
-            print_record(where, job, as_json)
+    if is_folder(where, job):
+        print_once(Path(where), as_json)
+    else:
+        print_record(where, job, as_json)
 
 
-@jobs.command("stop", epilog=STOP_EXAMPLE)
 def stop(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
     """Let a running job end, with a last snapshot if it takes snapshots.
 
     It ends as after SIGTERM. Returns when the job has been asked, which is before its end.
+
+    Example:
+      topotrain jobs stop workspace/digits
+      topotrain jobs stop tcp://127.0.0.1:29400 --job night7
     """
     from topotrain.comm.store.discovery.job_registry import ENDED
     from topotrain.launch.recovery.recovery_actions import StopJob
 
-    with refusing():
-        if is_folder(where, job):
-            _request(where, job, StopJob(), as_json)
-            return
-        url, id = _job_of_store(where, job)
-        # No answer is needed, so this ends also a job that has no unit left to answer.
-        with _registry(url) as registry:
-            state = registry.stop(id).state
-        _print({"text": f"{id} has ended already: {state}" if state in ENDED else f"{id} is asked to stop"}, as_json)
+    if is_folder(where, job):
+        _request(where, job, StopJob(), as_json)
+        return
+    url, id = _job_of_store(where, job)
+    # No answer is needed, so this ends also a job that has no unit left to answer.
+    with _registry(url) as registry:
+        state = registry.stop(id).state
+    _print({"text": f"{id} has ended already: {state}" if state in ENDED else f"{id} is asked to stop"}, as_json)
 
 
-@jobs.command("snapshot", epilog=SNAPSHOT_EXAMPLE)
 def snapshot(
     where: Where = "",
     job: JobName = "",
-    within: Annotated[str, typer.Option("--within", metavar="TIME", help="How long the snapshot may take.")] = "10s",
+    within: Annotated[str, typer.Option(metavar="TIME", help="How long the snapshot may take.")] = "10s",
     as_json: AsJson = False,
 ) -> None:
     """Let a running job take a snapshot after its next step, and go on.
 
     Returns when the snapshot is on disk.
+
+    Example:
+      topotrain jobs snapshot workspace/digits
     """
     from topotrain.launch.recovery.recovery_actions import TakeSnapshot
 
-    with refusing():
-        _request(where, job, TakeSnapshot(seconds("--within", within)), as_json)
+    _request(where, job, TakeSnapshot(seconds("--within", within)), as_json)
 
 
 def _change(
@@ -192,12 +180,15 @@ def _change(
     within: Within = "10s",
     as_json: AsJson = False,
 ) -> None:
-    with refusing():
-        _request(where, job, _resize(context.info_name or "", group, workers, within), as_json)
+    _request(where, job, _resize(context.info_name or "", group, workers, within), as_json)
 
 
-jobs.command("leave", help=LEAVE, epilog=CHANGE_EXAMPLE.format(verb="leave"))(_change)
-jobs.command("join", help=JOIN, epilog=CHANGE_EXAMPLE.format(verb="join"))(_change)
+add(jobs, list_, "list")
+add(jobs, view)
+add(jobs, stop)
+add(jobs, snapshot)
+for _name, _text in {"leave": LEAVE, "join": JOIN}.items():
+    add(jobs, _change, _name, _text + CHANGE_EXAMPLES.format(verb=_name))
 
 
 def print_once(workspace: Path, as_json: bool) -> None:

@@ -10,20 +10,9 @@ import typer
 from topotrain.config.job import Job
 from topotrain.launch.launchers import KUBERNETES, LAUNCHERS, LOCAL, OPTIONS, check_name, check_options, flag_of
 from topotrain.launch.launchers import launch as start
-from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand
+from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand, add
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of, words_for_unit
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    AsJson,
-    BadInput,
-    Conf,
-    Emulate,
-    Program,
-    Sets,
-    load_job,
-    refusing,
-    with_link,
-)
+from topotrain.tools.cli.job_arguments import Args, AsJson, BadInput, Conf, Emulate, Program, Sets, load_job, with_link
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.monitor.monitored_run import RunOptions, show, train
 
@@ -63,8 +52,7 @@ class LauncherGroup(PanelGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of the first word, a launcher's name."""
         if not ctx.resilient_parsing:
-            with refusing():
-                check_name(args[0])
+            check_name(args[0])
         return super().resolve_command(ctx, args)
 
 
@@ -79,10 +67,10 @@ def _launch(
     sets: Sets = None,
     emulate: Emulate = "",
     rendezvous: Annotated[
-        str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, instead of the workspace.")
+        str, typer.Option(metavar="URL", help="Where the units meet, instead of the workspace.")
     ] = "",
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="On how many machines; 0: the launcher decides.")] = 0,
-    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines.")] = "",
+    nodes: Annotated[int, typer.Option(min=0, help="On how many machines; 0: the launcher decides.")] = 0,
+    hosts: Annotated[str, typer.Option(metavar="A,B", help="Names of the machines.")] = "",
     passed: Annotated[
         list[str] | None,
         typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, unchanged; may be given repeatedly."),
@@ -91,17 +79,14 @@ def _launch(
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the queued job to its end, and end with its code.")
     ] = False,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="All may restart N times.")
-    ] = 0,
-    image: Annotated[str, typer.Option("--image", help="Of the container, with the script in it.")] = "",
-    namespace: Annotated[str, typer.Option("--namespace", help="Instead of `default`.")] = "",
+    max_restarts: Annotated[int, typer.Option(metavar="N", min=0, help="All may restart N times.")] = 0,
+    image: Annotated[str, typer.Option(help="Of the container, with the script in it.")] = "",
+    namespace: Annotated[str, typer.Option(help="Instead of `default`.")] = "",
     form: Annotated[str, typer.Option("--format", metavar="KIND", help="trainjob or jobset.")] = "",
-    output: Annotated[str, typer.Option("--output", metavar="FILE", help="Instead of stdout.")] = "",
+    output: Annotated[str, typer.Option(metavar="FILE", help="Instead of stdout.")] = "",
     with_secret: Annotated[bool, typer.Option("--with-secret", help="Include the job's secret.")] = False,
     requeue: Annotated[
-        bool,
-        typer.Option("--requeue", help="Before the time limit save, queue the job again, and go on."),
+        bool, typer.Option("--requeue", help="Before the time limit save, queue the job again, and go on.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     logs: Logs = None,
@@ -109,45 +94,44 @@ def _launch(
     as_json: AsJson = False,
 ) -> None:
     name = context.info_name or ""
-    with refusing():
-        from topotrain.comm.store import StoreError
-        from topotrain.config.topology import layout
-        from topotrain.launch.launchers.submission import LaunchOptions
-        from topotrain.tools.cli.resume import asked_for
+    from topotrain.comm.store import StoreError
+    from topotrain.config.topology import layout
+    from topotrain.launch.launchers.submission import LaunchOptions
+    from topotrain.tools.cli.resume import asked_for
 
-        job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
+    job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
+    if name == LOCAL and not dry_run:
+        job = chosen(job, asked_for(job))
+    topology = layout(job.cluster)
+    options = LaunchOptions(
+        rendezvous=rendezvous,
+        nodes=nodes,
+        hosts=tuple(host for host in hosts.split(",") if host),
+        extra=tuple(passed or ()),
+        wait=wait,
+        id=job_id,
+        json=as_json,
+        max_restarts=max_restarts,
+        image=image,
+        namespace=namespace,
+        format=form,
+        output=output,
+        with_secret=with_secret,
+        requeue=requeue,
+        unit_words=words_for_unit(logs or (), metrics),
+    )
+    try:
         if name == LOCAL and not dry_run:
-            job = chosen(job, asked_for(job))
-        topology = layout(job.cluster)
-        options = LaunchOptions(
-            rendezvous=rendezvous,
-            nodes=nodes,
-            hosts=tuple(host for host in hosts.split(",") if host),
-            extra=tuple(passed or ()),
-            wait=wait,
-            id=job_id,
-            json=as_json,
-            max_restarts=max_restarts,
-            image=image,
-            namespace=namespace,
-            format=form,
-            output=output,
-            with_secret=with_secret,
-            requeue=requeue,
-            unit_words=words_for_unit(logs or (), metrics),
-        )
-        try:
-            if name == LOCAL and not dry_run:
-                # Options of other launchers must not be ignored in silence.
-                check_options(name, options)
-                with exports_of(job, logs or (), metrics) as exports:
-                    announce(exports)
-                    raise typer.Exit(_launch_here(job, topology, RunOptions(as_json=as_json, exports=exports)))
-            started = start(name, job, topology, options, os.environ, dry_run)
-        except StoreError as error:
-            raise BadInput(str(error)) from None
-        print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
-        raise typer.Exit(started.code)
+            # Options of other launchers must not be ignored in silence.
+            check_options(name, options)
+            with exports_of(job, logs or (), metrics) as exports:
+                announce(exports)
+                raise typer.Exit(_launch_here(job, topology, RunOptions(as_json=as_json, exports=exports)))
+        started = start(name, job, topology, options, os.environ, dry_run)
+    except StoreError as error:
+        raise BadInput(str(error)) from None
+    print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
+    raise typer.Exit(started.code)
 
 
 def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
@@ -161,5 +145,5 @@ def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
 
 
 for _name, _entry in LAUNCHERS.items():
-    _example = f"\b\nExample:\n  topotrain launch {_name} {EXAMPLES[_name]}\n"
-    launch.command(_name, cls=LauncherCommand, help=_entry.says, epilog=_example)(_launch)
+    _text = f"{_entry.says}\n\nExample:\n  topotrain launch {_name} {EXAMPLES[_name]}\n"
+    add(launch, _launch, _name, _text, cls=LauncherCommand)

@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.tools.cli.job_arguments import Args, BadInput, Conf, Program, Sets, check_writable, load_job, refusing
+from topotrain.tools.cli.job_arguments import Args, BadInput, Conf, Program, Sets, check_writable, load_job
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.tools.monitor.graph_report import CutPlan
     from topotrain.tools.plan.layout_plan import PlannedSchema
-
-EXAMPLE = """\b
-Example:
-  topotrain plan examples/conf/hogwild.conf --json
-"""
 
 
 def plan(
@@ -34,8 +29,7 @@ def plan(
         typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg)."),
+        Path | None, typer.Option(metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
@@ -45,39 +39,41 @@ def plan(
 
     With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`. Where one model is split over the
     workers of a group, the cut graph is shown, too.
+
+    Example:
+      topotrain plan examples/conf/hogwild.conf --json
     """
-    with refusing():
-        from topotrain.tools.plan.layout_plan import plan as rehearse
+    from topotrain.tools.plan.layout_plan import plan as rehearse
 
-        job = load_job(conf, sets, program, args, needs_program=False)
-        # Without the model first: a cluster block that cannot work is found before the script runs.
-        found = rehearse(job)
-        if program is None:
-            if plot or measure or inputs:
-                raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
-            print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
-            return
-        # Before the script runs, which may take minutes.
-        _drawable(plot)
-        schema, cut = _seen(job, inputs or (), measure)
-        found = rehearse(job, schema)
-        if cut is not None:
-            found = replace(found, memory=())  # the cut has its own estimate, with owners and activations
-        if cut is None and (plot or measure or inputs):
-            raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
-        if as_json:
-            more = {} if cut is None else {"cut": cut.as_data()}
-            print(json.dumps(found.as_data() | more, indent=2))
-        else:
-            print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
-        if cut is not None and plot is not None:
-            from topotrain.tools.monitor import graph_plot
+    job = load_job(conf, sets, program, args, needs_program=False)
+    # Without the model first: a cluster block that cannot work is found before the script runs.
+    found = rehearse(job)
+    if program is None:
+        if plot or measure or inputs:
+            raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
+        print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+        return
+    # Before the script runs, which may take minutes.
+    _drawable(plot)
+    schema, cut = _seen(job, inputs or (), measure)
+    found = rehearse(job, schema)
+    if cut is not None:
+        found = replace(found, memory=())  # the cut has its own estimate, with owners and activations
+    if cut is None and (plot or measure or inputs):
+        raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
+    if as_json:
+        more = {} if cut is None else {"cut": cut.as_data()}
+        print(json.dumps(found.as_data() | more, indent=2))
+    else:
+        print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
+    if cut is not None and plot is not None:
+        from topotrain.tools.monitor import graph_plot
 
-            try:
-                graph_plot.draw(cut.bill, plot, job.name)
-            except OSError as error:
-                complain(f"{plot}: cannot be written ({error.strerror})")
-                raise typer.Exit(1) from None
+        try:
+            graph_plot.draw(cut.bill, plot, job.name)
+        except OSError as error:
+            complain(f"{plot}: cannot be written ({error.strerror})")
+            raise typer.Exit(1) from None
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":

@@ -23,7 +23,6 @@ from topotrain.tools.cli.job_arguments import (
     check_writable,
     job_files,
     load_job,
-    refusing,
     with_link,
 )
 from topotrain.tools.cli.performance.automatic_job import chosen
@@ -36,11 +35,6 @@ if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.tools.replay.job_record import JobRecord
 
-EXAMPLE = """\b
-Example:
-  topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
-  topotrain run examples/conf/downpour.conf -m package.train --epochs 20
-"""
 LECTURE = (
     "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
 )
@@ -52,9 +46,7 @@ def run(
     conf: Annotated[
         Path | None,
         typer.Argument(
-            metavar="JOB.conf",
-            help="Protobuf text format, or .yaml; with --resume optional.",
-            autocompletion=job_files,
+            metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional.", autocompletion=job_files
         ),
     ] = None,
     program: Program = None,
@@ -62,13 +54,9 @@ def run(
     sets: Sets = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            "--resume", metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one."
-        ),
+        typer.Option(metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one."),
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     watch_port: WatchPort = None,
@@ -79,25 +67,27 @@ def run(
         bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
     ] = False,
     profile_step: Annotated[
-        int | None,
-        typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
+        int | None, typer.Option(metavar="N", min=1, help="The step that --profile shows, instead of 10.")
     ] = None,
     record: Annotated[
-        Path | None,
-        typer.Option("--record", metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`."),
+        Path | None, typer.Option(metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`.")
     ] = None,
     emulate: Emulate = "",
     rendezvous: Annotated[
-        str, typer.Option("--rendezvous", metavar="URL", help="A store where the job is listed, not its workspace.")
+        str, typer.Option(metavar="URL", help="A store where the job is listed, not its workspace.")
     ] = "",
     forkserver: Forkserver = "",
-    lecture: Annotated[str | None, typer.Option("--lecture", hidden=True, help="It was removed.")] = None,
+    lecture: Annotated[str | None, typer.Option(hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Train a job on this machine.
 
     Starts every process, shows progress, ends them all together, and writes the result.
+
+    Example:
+      topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
+      topotrain run examples/conf/downpour.conf -m package.train --epochs 20
     """
-    with refusing(), ExitStack() as stack:
+    with ExitStack() as stack:
         from topotrain.config.topology import layout
         from topotrain.tools.monitor.result_tables import console
         from topotrain.tools.recording.job_recorder import JobRecorder
@@ -174,11 +164,7 @@ def _save_recording(recording: "JobRecord", whole: bool, file: Path, terminal: "
 
 
 def _job_and_snapshot(
-    conf: Path | None,
-    sets: list[str] | None,
-    program: str | None,
-    args: list[str] | None,
-    resume: Path | None,
+    conf: Path | None, sets: list[str] | None, program: str | None, args: list[str] | None, resume: Path | None
 ) -> "tuple[Job, str]":
     """Return the requested job, and the folder of the snapshot to resume from, if any."""
     from topotrain.tools.cli.resume import asked_for, earlier

@@ -7,31 +7,7 @@ from typing import Annotated
 
 import typer
 
-from topotrain.tools.cli.job_arguments import refusing
 from topotrain.tools.monitor.monitored_run import complain
-
-STORE_EXAMPLE = """\b
-Example:
-  topotrain store tcp://127.0.0.1:29400
-"""
-PSERVER_EXAMPLE = """\b
-Example:
-  topotrain pserver --use_gpu=False --port=7164 --ports_num=1 --num_of_gradient_servers=2
-"""
-HELP = """Serve parameters as Paddle's pserver, for trainers started by hand.
-
-It ends when all trainers have ended. They give the same flags to `tt.init`:
-
-\b
-  --num_of_gradient_servers=1  how many trainers there are
-  --port=7164                  the first port
-  --ports_num=1                ports of each pserver, which are as many servers
-  --pservers=127.0.0.1         hosts of all pservers, separated by commas
-  --host=                      which one of them this is, if that is not clear
-  --async_sgd=False            trainers do not wait for each other
-  --wait_s=600                 seconds to wait for all processes before training starts
-  --use_gpu=False              of the trainers; servers compute on the CPU
-"""
 
 SETTINGS = {"ignore_unknown_options": True}
 """The flags are read below."""
@@ -44,6 +20,9 @@ def store(
 
     Its values are in memory. Its clients need the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
     ~/.config/topotrain/token.
+
+    Example:
+      topotrain store tcp://127.0.0.1:29400
     """
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, serve_store
@@ -70,14 +49,29 @@ def pserver(
         list[str] | None, typer.Argument(metavar="--FLAG=VALUE", help="In the syntax of gflags.", show_default=False)
     ] = None,
 ) -> None:
-    """Serve; typer shows HELP instead of this text."""
+    """Serve parameters as Paddle's pserver, for trainers started by hand.
+
+    It ends when all trainers have ended. They give the same flags to `tt.init`:
+
+    \b
+      --num_of_gradient_servers=1  how many trainers there are
+      --port=7164                  the first port
+      --ports_num=1                ports of each pserver, which are as many servers
+      --pservers=127.0.0.1         hosts of all pservers, separated by commas
+      --host=                      which one of them this is, if that is not clear
+      --async_sgd=False            trainers do not wait for each other
+      --wait_s=600                 seconds to wait for all processes before training starts
+      --use_gpu=False              of the trainers; servers compute on the CPU
+
+    Example:
+      topotrain pserver --use_gpu=False --port=7164 --ports_num=1 --num_of_gradient_servers=2
+    """
     from topotrain.compat.paddle.flags import parse
 
-    with refusing():
-        flags = parse(words or [])
-        # Both raise for flags that do not fit together, before torch is loaded.
-        flags.job()
-        flags.servers_here()
+    flags = parse(words or [])
+    # Both raise for flags that do not fit together, before torch is loaded.
+    flags.job()
+    flags.servers_here()
     # As an exception, so that the servers close their connections.
     signal.signal(signal.SIGTERM, _terminated)
 

@@ -26,7 +26,6 @@ from topotrain.tools.cli.job_arguments import (
     check_writable,
     job_files,
     load_job,
-    refusing,
 )
 from topotrain.tools.monitor.monitored_run import complain, display, show
 
@@ -39,11 +38,6 @@ if TYPE_CHECKING:
     from topotrain.tools.monitor.job_monitor import JobMonitor
     from topotrain.tools.monitor.job_report import Report
     from topotrain.tools.recording.job_recorder import JobRecorder
-
-EXAMPLE = """\b
-Example:
-  topotrain unit job.conf --rendezvous tcp://10.0.0.1:29400 --rank 0 --nprocs 2 train.py
-"""
 
 
 def unit(
@@ -59,22 +53,14 @@ def unit(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    rendezvous: Annotated[
-        str, typer.Option("--rendezvous", metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")
-    ] = "",
+    rendezvous: Annotated[str, typer.Option(metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")] = "",
     rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="R", help="Which unit this is, from 0, or a launcher's variable."),
+        int | None, typer.Option(metavar="R", help="Which unit this is, from 0, or a launcher's variable.")
     ] = None,
-    nprocs: Annotated[
-        int | None, typer.Option("--nprocs", metavar="N", help="How many units, or a launcher's variable.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
-    ] = "",
+    nprocs: Annotated[int | None, typer.Option(metavar="N", help="How many units, or a launcher's variable.")] = None,
+    host: Annotated[str, typer.Option(metavar="ADDR", help="The address at which other hosts reach this one.")] = "",
     report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="FILE", help="The leader writes the result as JSON to this file."),
+        Path | None, typer.Option(metavar="FILE", help="The leader writes the result as JSON to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
     quiet: Quiet = False,
@@ -86,8 +72,11 @@ def unit(
 
     Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
     train, and end together.
+
+    Example:
+      topotrain unit job.conf --rendezvous tcp://10.0.0.1:29400 --rank 0 --nprocs 2 train.py
     """
-    with refusing(), ExitStack() as stack:
+    with ExitStack() as stack:
         from topotrain.comm.store import StoreError
         from topotrain.launch.launchers.env_tables import RENDEZVOUS
         from topotrain.launch.shared_forkserver import join

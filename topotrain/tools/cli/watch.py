@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topotrain.tools.cli import jobs
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, refusing
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable
 
 if TYPE_CHECKING:
     from topotrain.tools.recording.job_recorder import JobRecorder
 
-EXAMPLE = """\b
-Example:
-  topotrain watch workspace/digits
-  topotrain watch workspace/digits workspace/letters --port 8080
-  topotrain watch workspace/compare
-  topotrain watch workspace/digits --once --json
-  topotrain watch workspace/digits --html digits.html
-  topotrain watch tcp://127.0.0.1:29400 --job night7
-"""
 HOST = "127.0.0.1"
 
 
@@ -61,44 +52,49 @@ def watch(
         ),
     ],
     port: Annotated[
-        int | None, typer.Option("--port", metavar="N", parser=_port, help="Of the page; without it, any free one.")
+        int | None, typer.Option(metavar="N", parser=_port, help="Of the page; without it, any free one.")
     ] = None,
     host: Annotated[
         str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS."
-        ),
+        typer.Option(metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS."),
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Print the state of the job now, and end.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the page as one file to mail, and end.")
+        Path | None, typer.Option(metavar="FILE", help="Write the page as one file to mail, and end.")
     ] = None,
-    job: Annotated[str, typer.Option("--job", metavar="ID", help="With the URL of a store.")] = "",
+    job: Annotated[str, typer.Option(metavar="ID", help="With the URL of a store.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a job on a page in the browser, in a file, or as text.
 
     It is read from the recording in the workspace, and the job is not disturbed. The page is served until Ctrl-C.
+
+    Example:
+      topotrain watch workspace/digits
+      topotrain watch workspace/digits workspace/letters --port 8080
+      topotrain watch workspace/compare
+      topotrain watch workspace/digits --once --json
+      topotrain watch workspace/digits --html digits.html
+      topotrain watch tcp://127.0.0.1:29400 --job night7
     """
-    with refusing():
-        workspace, *others = workspaces
-        paged = {" ".join(others): bool(others), "--port": port is not None, "--host": bool(host)}
-        if not jobs.is_folder(workspace, job):
-            _refuse({**paged, "--html": html is not None}, f"{workspace or 'a store'} is a store, which has no page")
-            text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
-            print(f"topotrain: {text}; the store knows this:", file=sys.stderr)
-            jobs.print_record(workspace, job, as_json)
-        elif once:
-            _refuse({**paged, "--html": html is not None}, "--once prints the state of one job")
-            jobs.print_once(Path(workspace), as_json)
-        else:
-            _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
-            found = [Path(one) for one in workspaces]
-            if html is None:
-                raise typer.Exit(serve(found, port or 0, host or HOST))
-            del paged[" ".join(others)]
-            _refuse(paged, "--html writes a file, and serves no page")
-            write_page(html, found)
+    workspace, *others = workspaces
+    paged = {" ".join(others): bool(others), "--port": port is not None, "--host": bool(host)}
+    if not jobs.is_folder(workspace, job):
+        _refuse({**paged, "--html": html is not None}, f"{workspace or 'a store'} is a store, which has no page")
+        text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
+        print(f"topotrain: {text}; the store knows this:", file=sys.stderr)
+        jobs.print_record(workspace, job, as_json)
+    elif once:
+        _refuse({**paged, "--html": html is not None}, "--once prints the state of one job")
+        jobs.print_once(Path(workspace), as_json)
+    else:
+        _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
+        found = [Path(one) for one in workspaces]
+        if html is None:
+            raise typer.Exit(serve(found, port or 0, host or HOST))
+        del paged[" ".join(others)]
+        _refuse(paged, "--html writes a file, and serves no page")
+        write_page(html, found)
 
 
 def _refuse(given: Mapping[str, bool], why: str) -> None:

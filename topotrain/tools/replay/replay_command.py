@@ -26,7 +26,6 @@ from topotrain.tools.cli.job_arguments import (
     check_program,
     check_writable,
     recordings,
-    refusing,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
 
@@ -36,38 +35,24 @@ if TYPE_CHECKING:
     from topotrain.tools.replay.decision_file import DecisionFile
     from topotrain.tools.replay.replay_run import ReplayRun, Until
 
-EXAMPLE = """\b
-Example:
-  topotrain run --record job.record examples/conf/downpour.conf examples/digits.py
-  topotrain replay --until 40 --dump 0.bias job.record examples/digits.py
-  topotrain replay job.record --compare other.record
-"""
 _UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 
 
 def replay(
     file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=recordings),
+        Path, typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=recordings)
     ],
     program: Program = None,
     args: Args = None,
-    until: Annotated[
-        str, typer.Option("--until", metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")
-    ] = "",
+    until: Annotated[str, typer.Option(metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")] = "",
     dump: Annotated[
-        list[str] | None,
-        typer.Option("--dump", metavar="PARAM", help="Print this parameter; may be given several times."),
+        list[str] | None, typer.Option(metavar="PARAM", help="Print this parameter; may be given several times.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write what --dump names, as safetensors.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what --dump names, as safetensors.")] = None,
     compare: Annotated[
-        Path | None, typer.Option("--compare", metavar="FILE", help="Show the first decision that differs there.")
+        Path | None, typer.Option(metavar="FILE", help="Show the first decision that differs there.")
     ] = None,
-    workspace: Annotated[
-        str, typer.Option("--workspace", metavar="DIR", help="Of the replay, instead of FILE.replay.")
-    ] = "",
+    workspace: Annotated[str, typer.Option(metavar="DIR", help="Of the replay, instead of FILE.replay.")] = "",
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
     ] = False,
@@ -79,24 +64,28 @@ def replay(
 
     The same processes run the same program, and each server makes its decisions in the recorded order. A recording
     may come from another user, so its own program runs with --recorded only.
-    """
-    with refusing():
-        from topotrain.tools.replay.decision_file import load_decisions
 
-        record = load_decisions(file)
-        if compare is not None:
-            if program or until or dump or out is not None or workspace or recorded:
-                text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
-                raise BadInput(f"--compare runs nothing: {text}")
-            raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
-        if out is not None and not dump:
-            raise BadInput("--out is for the parameters that --dump names: give one")
-        check_asked(record.job, program, recorded)
-        job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
-        stop = parse_until(until, record)
-        if out is not None:
-            check_writable("--out", out)
-        raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
+    Example:
+      topotrain run --record job.record examples/conf/downpour.conf examples/digits.py
+      topotrain replay --until 40 --dump 0.bias job.record examples/digits.py
+      topotrain replay job.record --compare other.record
+    """
+    from topotrain.tools.replay.decision_file import load_decisions
+
+    record = load_decisions(file)
+    if compare is not None:
+        if program or until or dump or out is not None or workspace or recorded:
+            text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
+            raise BadInput(f"--compare runs nothing: {text}")
+        raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
+    if out is not None and not dump:
+        raise BadInput("--out is for the parameters that --dump names: give one")
+    check_asked(record.job, program, recorded)
+    job = replayed_job(record.job, program, args, workspace or f"{file}.replay")
+    stop = parse_until(until, record)
+    if out is not None:
+        check_writable("--out", out)
+    raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
 
 
 class Shown:

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import Job
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    BadInput,
-    Forkserver,
-    check_program,
-    check_writable,
-    load_job,
-    refusing,
-)
+from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, check_program, check_writable, load_job
 from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
 from topotrain.tools.cli.performance.shown_search import shown_search
 
@@ -28,11 +20,6 @@ if TYPE_CHECKING:
     from topotrain.tools.prediction.machines import Machines
     from topotrain.tools.probe.probe_file import Probe
 
-EXAMPLE = """\b
-Example:
-  topotrain advise --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf train.py
-  topotrain advise --probe probe.json --hosts 8 --link 1gbit,1ms --sync
-"""
 TRY_S = 5.0
 """Seconds of steps that a trial measures."""
 RUNNING = (
@@ -47,56 +34,54 @@ def advise(
     ] = None,
     args: Args = None,
     probe: Annotated[
-        Path | None,
-        typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; nothing is measured."),
+        Path | None, typer.Option(metavar="FILE", help="What `topotrain probe` has written; nothing is measured.")
     ] = None,
-    hosts: Annotated[str, typer.Option("--hosts", metavar="N", help="How many hosts; 1 without it.")] = "",
+    hosts: Annotated[str, typer.Option(metavar="N", help="How many hosts; 1 without it.")] = "",
     link: LinkOption = "",
     cores: Cores = "",
     memory: Memory = "",
     mtbf: Mtbf = "",
     straggler: Annotated[
-        str,
-        typer.Option("--straggler", metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4."),
+        str, typer.Option(metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4.")
     ] = "",
     job: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="JOB.conf", help="Its other fields are kept, and its layout is compared."),
+        Path | None, typer.Option(metavar="JOB.conf", help="Its other fields are kept, and its layout is compared.")
     ] = None,
     sync: Annotated[bool, typer.Option("--sync", help="Only layouts that compute the same as one process.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the advised job here, such as best.conf.")
+        Path | None, typer.Option(metavar="FILE", help="Write the advised job here, such as best.conf.")
     ] = None,
     tried: Annotated[
         int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
     ] = 0,
-    within: Annotated[
-        str, typer.Option("--within", metavar="TIME", help="After it no further block is rehearsed.")
-    ] = "60s",
+    within: Annotated[str, typer.Option(metavar="TIME", help="After it no further block is rehearsed.")] = "60s",
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
     forkserver: Forkserver = "",
-    running: Annotated[str | None, typer.Option("--running", hidden=True, help="It was removed.")] = None,
+    running: Annotated[str | None, typer.Option(hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Say which layout trains a program fastest on some hosts, and why.
 
     The program is measured in one process, unless there is a probe. About a dozen blocks are then rehearsed in virtual
     time, with the servers of a real job.
-    """
-    with refusing():
-        if running is not None:  # for the users of an earlier version
-            raise BadInput(RUNNING)
-        from topotrain.tools.advice.advice import Wishes
-        from topotrain.tools.amounts import seconds
-        from topotrain.tools.prediction.machines import parse_machines
 
-        machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
-        wishes = Wishes(sync, within_s=seconds("--within", within))
-        given = _job(job, program, args)
-        _check_options(given, probe, machines, out, tried)
-        found = _probe(given, probe, tried, forkserver)
-        # Without a job file there is no block to compare with.
-        base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
-        _advise(found, machines, base, wishes, out, tried, as_json)
+    Example:
+      topotrain advise --hosts 8 --link 1gbit,1ms --memory 16GB --out best.conf train.py
+      topotrain advise --probe probe.json --hosts 8 --link 1gbit,1ms --sync
+    """
+    if running is not None:  # for the users of an earlier version
+        raise BadInput(RUNNING)
+    from topotrain.tools.advice.advice import Wishes
+    from topotrain.tools.amounts import seconds
+    from topotrain.tools.prediction.machines import parse_machines
+
+    machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
+    wishes = Wishes(sync, within_s=seconds("--within", within))
+    given = _job(job, program, args)
+    _check_options(given, probe, machines, out, tried)
+    found = _probe(given, probe, tried, forkserver)
+    # Without a job file there is no block to compare with.
+    base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
+    _advise(found, machines, base, wishes, out, tried, as_json)
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -140,13 +125,7 @@ def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
 
 
 def _advise(
-    probe: "Probe",
-    machines: "Machines",
-    job: Job,
-    wishes: "Wishes",
-    out: Path | None,
-    tried: int,
-    as_json: bool,
+    probe: "Probe", machines: "Machines", job: Job, wishes: "Wishes", out: Path | None, tried: int, as_json: bool
 ) -> None:
     """Print the advice, and write and try what is asked for."""
     from topotrain.tools.advice.advice import advise

@@ -16,17 +16,11 @@ from topotrain.tools.cli.job_arguments import (
     Sets,
     check_writable,
     load_job,
-    refusing,
     with_link,
 )
 from topotrain.tools.cli.performance.shown_search import LATE_S, shown_search
 from topotrain.tools.monitor.monitored_run import complain
 
-EXAMPLE = """\b
-Example:
-  topotrain predict --link 1gbit,1ms examples/conf/downpour.conf examples/digits.py
-  topotrain predict --probe probe.json --link 1gbit,1ms examples/conf/downpour.conf
-"""
 _MOST_SEED = 2**32 - 1
 
 Probe = Annotated[
@@ -60,9 +54,9 @@ def predict(
     mtbf: Mtbf = "",
     emulate: Emulate = "",
     sets: Sets = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
+        Path | None, typer.Option(metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
     ] = None,
     as_json: AsJson = False,
     forkserver: Forkserver = "",
@@ -71,32 +65,33 @@ def predict(
 
     PROGRAM is measured here for some of its steps; with a probe it does not run. With --emulate it is the job that `run
     --emulate` would run on this one machine.
-    """
-    with refusing():
-        if link and emulate:
-            raise ConfigError(
-                "--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts"
-            )
-        from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
-        from topotrain.tools.prediction import predict as predictions
-        from topotrain.tools.prediction.machines import parse_machines
-        from topotrain.tools.prediction.prediction_text import prediction_text
-        from topotrain.tools.probe.probe_file import load_probe
 
-        machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
-        job = with_link(load_job(conf, sets, program, args, needs_program=False), emulate)
-        if trace is not None:
-            check_writable("--trace", trace)
-        if program is not None and probe is None:
-            found = probe_of(job.program, job.args, forkserver=forkserver)
-        else:
-            file = probe or Path("probe.json")
-            found = load_probe(file)
-            note_other_program(found, file, job.program)
-        try:
-            with shown_search(late_s=LATE_S) as listener:
-                predicted = predictions.predict(job, found, machines, seed, trace, listener)
-        except OSError as error:
-            complain(f"{trace}: cannot be written ({error.strerror})")
-            raise typer.Exit(1) from None
-        print(predicted.to_json() if as_json else prediction_text(predicted))
+    Example:
+      topotrain predict --link 1gbit,1ms examples/conf/downpour.conf examples/digits.py
+      topotrain predict --probe probe.json --link 1gbit,1ms examples/conf/downpour.conf
+    """
+    if link and emulate:
+        raise ConfigError("--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts")
+    from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
+    from topotrain.tools.prediction import predict as predictions
+    from topotrain.tools.prediction.machines import parse_machines
+    from topotrain.tools.prediction.prediction_text import prediction_text
+    from topotrain.tools.probe.probe_file import load_probe
+
+    machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
+    job = with_link(load_job(conf, sets, program, args, needs_program=False), emulate)
+    if trace is not None:
+        check_writable("--trace", trace)
+    if program is not None and probe is None:
+        found = probe_of(job.program, job.args, forkserver=forkserver)
+    else:
+        file = probe or Path("probe.json")
+        found = load_probe(file)
+        note_other_program(found, file, job.program)
+    try:
+        with shown_search(late_s=LATE_S) as listener:
+            predicted = predictions.predict(job, found, machines, seed, trace, listener)
+    except OSError as error:
+        complain(f"{trace}: cannot be written ({error.strerror})")
+        raise typer.Exit(1) from None
+    print(predicted.to_json() if as_json else prediction_text(predicted))

@@ -10,25 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.tools.amounts import seconds
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    BadInput,
-    Forkserver,
-    Program,
-    Quiet,
-    check_program,
-    check_writable,
-    refusing,
-)
+from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, Program, Quiet, check_program, check_writable
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
-
-EXAMPLE = """\b
-Example:
-  topotrain probe --seconds 20 --out probe.json examples/digits.py --epochs 100
-"""
 
 
 def probe(
@@ -37,9 +23,7 @@ def probe(
     duration: Annotated[
         str, typer.Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
     ] = "30",
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the probe is written.")] = Path(
-        "probe.json"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the probe is written.")] = Path("probe.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
     quiet: Quiet = False,
     forkserver: Forkserver = "",
@@ -48,30 +32,32 @@ def probe(
 
     The script runs unchanged, as plain Python, for some of its steps. Besides there are a job of one worker and one
     server, and two processes that exchange messages.
-    """
-    with refusing():
-        if not program:
-            raise BadInput("no program: give a training script, or -m MODULE")
-        check_program(program)
-        check_writable("--out", out)
-        from topotrain.tools.probe.program_probe import ProbeRequest, measure
 
-        request = ProbeRequest(program, tuple(args or ()), seconds("--seconds", duration), forkserver)
-        began = time.monotonic()
-        with stages(quiet) as progress:
-            found = measure(request, progress)
-        text = found.to_json()
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            complain(f"{out}: cannot be written ({error.strerror})")
-            raise typer.Exit(1) from None
-        if as_json:
-            print(text, end="")
-        elif not quiet:
-            print(summary(found))
-        if not quiet:
-            print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
+    Example:
+      topotrain probe --seconds 20 --out probe.json examples/digits.py --epochs 100
+    """
+    if not program:
+        raise BadInput("no program: give a training script, or -m MODULE")
+    check_program(program)
+    check_writable("--out", out)
+    from topotrain.tools.probe.program_probe import ProbeRequest, measure
+
+    request = ProbeRequest(program, tuple(args or ()), seconds("--seconds", duration), forkserver)
+    began = time.monotonic()
+    with stages(quiet) as progress:
+        found = measure(request, progress)
+    text = found.to_json()
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        complain(f"{out}: cannot be written ({error.strerror})")
+        raise typer.Exit(1) from None
+    if as_json:
+        print(text, end="")
+    elif not quiet:
+        print(summary(found))
+    if not quiet:
+        print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
 class _Line:
