@@ -71,6 +71,7 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Cluster(shares="12"), "shares = '12': must be a list"),  # type: ignore[arg-type]
         (lambda: Cluster(nworkers_per_group=2, shares=(1, -1)), r"shares\[1\] = -1: must be a number >= 0"),
         (lambda: Cluster(shares=(float("nan"),)), "must be a number >= 0"),
+        (lambda: Cluster(shares=(10**400,)), "must be a number >= 0"),
         (lambda: Job(name=""), "name = '': must be a text that is not empty"),
         (lambda: Job(seed=2**63), "seed = "),
         (lambda: Cluster(slice_bytes=100), "cluster.slice_bytes = 100: must be 0, or a whole number, 4096 to 67108864"),

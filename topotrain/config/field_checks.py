@@ -5,6 +5,7 @@ This module knows no field: `job.py` assigns the rules.
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -103,7 +104,8 @@ def number(
     """
 
     def check(path: str, value: Any) -> float:
-        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # A whole number may be too large for a float.
+        right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         if not right or not (least <= value <= most and above < value < below):
             raise ConfigError(path, value, f"must be {accepted}")
         return float(value)

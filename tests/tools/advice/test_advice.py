@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from arithmetic_predictor import ArithmeticPredictor, timed_probe
@@ -182,22 +182,13 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
     assert compared >= 10
 
 
-@dataclass
-class Watch:
-    """Takes note of rehearsals."""
-
-    seen: list[str] = field(default_factory=list)
-
-    def rehearsing(self, number: int, of: int, candidate: Candidate) -> None:
-        self.seen.append(f"{number}/{of} {candidate.label}")
-
-
 def test_after_its_time_an_advice_has_bounds() -> None:
-    watch, predictor = Watch(), ArithmeticPredictor()
-    found = advise(timed_probe(), EIGHT, BARE, Wishes(within_s=0.0), predictor, watch)
+    seen: list[str] = []
+    predictor = ArithmeticPredictor()
+    found = advise(timed_probe(), EIGHT, BARE, Wishes(within_s=0.0), predictor, seen.append)
     every = candidates()
     # One worker is the first one, so nothing slower is ever advised.
-    assert watch.seen == [f"1/{len(every)} {found.winner.candidate.label}"]
+    assert seen == [f"rehearsing 1 of {len(every)}: {found.winner.candidate.label}"]
     assert found.winner.candidate.label.startswith("one worker")
     assert [each.candidate.label for each in found.rehearsed] == [found.winner.candidate.label]
     assert len(found.bounded) == len(every) - 1 and len(predictor.asked) == 1

@@ -146,7 +146,7 @@ class CountedSteps:
 @pytest.mark.parametrize("times", [1.0, 4.0, 12.0, 1000.0])
 def test_a_straggler_does_not_prolong_the_rehearsal(times):
     job, counted = made_job(**LAYOUTS["downpour"]), CountedSteps()
-    found = predict(job, made_probe(), Machines(link=FAST, stragglers={1: times}), listener=counted)
+    found = predict(job, made_probe(), Machines(link=FAST, stragglers={1: times}), stepped=counted.stepped)
     # Three workers, and 27 steps of each. Up to four times slower all of them are made.
     assert counted.made == pytest.approx(27 * (2 * times + 1) if times <= 4 else 4 * 3 * 27, abs=5)
     assert found.samples_per_s == pytest.approx(32 / COMPUTE_S * (2 + 1 / times), rel=0.05)

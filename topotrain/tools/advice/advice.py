@@ -1,9 +1,9 @@
 """The advice: the named blocks with their predictions, and the block to take."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps_cluster
@@ -178,17 +178,6 @@ class Advice:
         }
 
 
-class AdviceListener(Protocol):
-    """Is told how far an advice is."""
-
-    def rehearsing(self, number: int, of: int, candidate: Candidate) -> None:
-        """Take note that a candidate is rehearsed.
-
-        number: from 1. of: how many there are.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """The wishes of a user for an advice.
@@ -210,7 +199,7 @@ def advise(
     job: Job,
     wishes: Wishes | None = None,
     predictor: Predictor | None = None,
-    listener: AdviceListener | None = None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Advice:
     """Rehearse the named blocks for a program on machines.
 
@@ -220,7 +209,7 @@ def advise(
         job: its other fields are kept, and its block is a candidate unless it is `auto`.
         wishes: of the user.
         predictor: of the layouts; None: a rehearsal.
-        listener: is told about each rehearsal.
+        show: shows which layout is rehearsed.
 
     Raises:
         ConfigError: no layout fits, or a straggler is none of the hosts.
@@ -241,8 +230,7 @@ def advise(
                     planned_memory(each.job, probe, each.machines, each.topology)
                 bounded.append(Bounded(each, bound))
                 continue
-            if listener is not None:
-                listener.rehearsing(number, len(found), each)
+            show(f"rehearsing {number} of {len(found)}: {each.label}")
             rehearsed.append(Rehearsed(each, used.predict(each.job, probe, each.machines), bound))
         except ConfigError as error:
             (refused if error.field == "--memory" else left_out).append(LeftOut(each.label, str(error)))

@@ -3,11 +3,12 @@
 It is the fastest synchronous layout on this machine.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.advice import Advice, AdviceListener, Wishes, advise
+from topotrain.tools.advice.advice import Advice, Wishes, advise
 from topotrain.tools.advice.advice_text import speed
 from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.predictor import Predictor
@@ -40,7 +41,7 @@ class AutomaticLayout:
 
 
 def choose(
-    job: Job, probe: Probe, predictor: Predictor | None = None, listener: AdviceListener | None = None
+    job: Job, probe: Probe, predictor: Predictor | None = None, show: Callable[[str], None] = lambda text: None
 ) -> AutomaticLayout:
     """Choose the layout of a job on the machine of the probe.
 
@@ -48,5 +49,5 @@ def choose(
     """
     memory = probe.machine.memory_bytes or None
     machines = replace(Machines(hosts=0, cores=probe.machine.cores).with_job(job), memory_bytes=memory)
-    advice = advise(probe, machines, job, WISHES, predictor, listener)
+    advice = advise(probe, machines, job, WISHES, predictor, show)
     return AutomaticLayout(advice.winner.candidate.job, advice)

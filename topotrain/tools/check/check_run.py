@@ -67,11 +67,11 @@ def check(job: Job, steps: int, still: bool, served: str, stage: Callable[[str],
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         served = served or stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
         runs = _Runs(job, folder, served)
-        stage("the plain script")
+        stage("checking: the plain script")
         plain = runs.plain(Observation(str(folder / "plain"), steps, still=still))
-        stage("the plain script, with other rounding")
+        stage("checking: the plain script, with other rounding")
         rounded = runs.plain(Observation(str(folder / "rounded"), steps, True, still))
-        stage("the job")
+        stage("checking: the job")
         record, notices = runs.job(Observation(str(folder / "job"), steps, still=still))
         workers = skeleton(job).cluster.nworkers_per_group
         found = compare(plain, rounded, record, workers, job.grads is Grads.kVisible)

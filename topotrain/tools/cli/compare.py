@@ -1,7 +1,6 @@
 """The commands `compare`, of job files, and `check`, of a job and plain Python."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from topotrain.tools.cli.job_arguments import (
     with_link,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.check.compared_records import Comparison
@@ -144,13 +144,9 @@ def check(
     from topotrain.tools.check import check_run
 
     check_run.skeleton(job)  # refused before anything starts
-
-    def stage(text: str) -> None:
-        if not quiet:
-            print(f"topotrain: checking: {text}", file=sys.stderr, flush=True)
-
     try:
-        found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, stage)
+        with progress_line(quiet) as line:
+            found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, line.stage)
     except check_run.RunFailed as failed:
         complain(str(failed))
         raise typer.Exit(1) from None

@@ -12,7 +12,7 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
-from topotrain.tools.prediction.rehearsal import Rehearsal, RehearsalListener
+from topotrain.tools.prediction.rehearsal import Rehearsal, Stepped
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
 from topotrain.tools.prediction.speed_bounds import BoundEstimate
@@ -25,7 +25,7 @@ def predict(
     machines: Machines,
     seed: int = 0,
     trace: Path | None = None,
-    listener: RehearsalListener | None = None,
+    stepped: Stepped = lambda made, most: None,
 ) -> Prediction:
     """Predict a job.
 
@@ -35,7 +35,7 @@ def predict(
         machines: that the job is to run on.
         seed: of the random draws.
         trace: a file for the spans of one step.
-        listener: is told how far a rehearsal is.
+        stepped: is called at each step of a rehearsal.
 
     Raises:
         ConfigError: the job does not fit the machines, or has something that cannot be predicted.
@@ -55,10 +55,10 @@ def predict(
         )
         raise ConfigError("workers and servers", processes_of(topology), accepted)
     with _enough_memory():
-        rehearsal = Rehearsal(job, probe, machines, seed, listener=listener)
+        rehearsal = Rehearsal(job, probe, machines, seed, stepped=stepped)
         if trace is not None:
             # The second measured step.
-            rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2, listener)
+            rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2, stepped)
         predicted = RehearsalResult(rehearsal.run()).prediction()
     if trace is not None:
         _write_trace(rehearsal, trace)

@@ -5,10 +5,9 @@ Replies, their order and which process waits for which come from the product's c
 clock and the script's computing are simulated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
 from topotrain.config.sharding import Parameter, SliceMap
@@ -53,22 +52,8 @@ class Use:
     busy: Mapping[str, float]
 
 
-class RehearsalListener(Protocol):
-    """Is told how far a rehearsal is."""
-
-    def stepped(self, made: int, most: int) -> None:
-        """Take note of a step.
-
-        made: the steps of all workers so far. most: after which the rehearsal ends.
-        """
-        ...
-
-
-class SilentRehearsal:
-    """Takes note of nothing."""
-
-    def stepped(self, made: int, most: int) -> None:
-        """As `RehearsalListener.stepped`."""
+Stepped = Callable[[int, int], None]
+"""Is called at each step with the steps of all workers so far, and those after which the rehearsal ends."""
 
 
 class _Enough(BaseException):
@@ -115,7 +100,7 @@ class Rehearsal(SimCluster, StepObserver):
         machines: hosts and links.
         seed: of all draws.
         traced: the step of which spans are kept, from 1; 0: none.
-        listener: is told of each step.
+        stepped: is called at each step.
     """
 
     def __init__(
@@ -125,10 +110,10 @@ class Rehearsal(SimCluster, StepObserver):
         machines: Machines,
         seed: int = 0,
         traced: int = 0,
-        listener: RehearsalListener | None = None,
+        stepped: Stepped = lambda made, most: None,
     ) -> None:
         self.probe, self.machines = probe, machines
-        self._traced, self._listener = traced, listener or SilentRehearsal()
+        self._traced, self._stepped = traced, stepped
         self._made = 0
         self.warm: Use | None = None
         """When all workers had made their first steps, or the job as a whole enough of them."""
@@ -230,7 +215,7 @@ class Rehearsal(SimCluster, StepObserver):
 
     def step_over(self, worker: RehearsedWorker) -> None:
         self._made += 1
-        self._listener.stepped(self._made, self._most(self.measured.stop))
+        self._stepped(self._made, self._most(self.measured.stop))
         if self.warm is None and self._is_over(self.measured.start):
             self.warm = self.use()
         if self._is_over(self.measured.stop):

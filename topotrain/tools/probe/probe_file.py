@@ -6,40 +6,46 @@ checked when it is read.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
-from topotrain.config.field_checks import ConfigError
+from topotrain.config.field_checks import INT64, ConfigError, Rule, number, rule_of, whole
 from topotrain.config.sharding import ITEM_BYTES, Parameter
-from topotrain.tools.probe.checked_block import block
 
 VERSION = 1
 _LARGEST = 64 << 20
 """Bytes of the largest file that is read: a model of 100,000 parameters has a smaller one."""
-
-# The bounds are far from anything that was ever measured. They keep a damaged file from an endless prediction.
 _MOST_ELEMENTS = 1 << 37
 """Elements of the largest model: half a terabyte of float32."""
-_MOST_PROCESSES = 1 << 16
-"""Cores of a machine, and processes at once."""
-_MOST_BATCH = 1 << 30
-"""Samples of a batch."""
-_MOST_STEP_S = 86400.0
-"""Seconds of a step, and of the start of a job."""
-_MOST_MESSAGE_S = 60.0
-"""Seconds for a message, or for a small operation."""
-_MOST_BYTE_S = 1e-3
-"""Seconds for a byte, or for an element."""
-_MOST_SPREAD = 10.0
-_MOST_SHARING = 1000.0
-"""Times that a process may be slower beside others."""
-_MOST_STATE = 100.0
-"""Elements of an optimizer's state for each element of a parameter."""
 _TRAINABLE = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex")))
 """The types of which torch computes gradients."""
+_PROCESSES = re.compile("[1-9][0-9]{0,4}")
+
+
+def _within(least: float, most: float, unit: str = "") -> Rule:
+    return number(f"a number{unit}, {least:g} to {most:,g}", least, most)
+
+
+def _dtype(path: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in ITEM_BYTES:
+        raise ConfigError(path, value, f"must be one of {', '.join(ITEM_BYTES)}")
+    return value
+
+
+# The bounds are far from anything that was ever measured. They keep a damaged file from an endless prediction.
+_Whole = Annotated[int, whole(0, INT64)]
+_StepS = Annotated[float, _within(0, 86400, " of seconds")]
+"""Of a step, and of the start of a job."""
+_MessageS = Annotated[float, _within(0, 60, " of seconds")]
+"""For a message, or for a small operation."""
+_ByteS = Annotated[float, _within(0, 1e-3, " of seconds")]
+"""For a byte, or for an element."""
+_Share = Annotated[float, _within(0, 1)]
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,8 @@ class Machine:
     """
 
     cpu: str
-    cores: int
-    memory_bytes: int
+    cores: Annotated[int, whole(1, 1 << 16)]
+    memory_bytes: _Whole
     system: str
 
 
@@ -63,10 +69,10 @@ class ProbedParameter:
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[_Whole, ...]
+    dtype: Annotated[str, _dtype]
     trainable: bool
-    ready: float
+    ready: _Share
 
     @property
     def elements(self) -> int:
@@ -97,15 +103,15 @@ class ProbedBatch:
         samples_per_epoch: in the loader. 0: this is not known.
     """
 
-    size: int
-    forward_s: float
-    backward_s: float
-    other_s: float
-    optimizer_s: float
-    fixed_s: float
-    per_sample_s: float
-    steps: int
-    samples_per_epoch: int
+    size: Annotated[int, whole(1, 10**9)]
+    forward_s: _StepS
+    backward_s: _StepS
+    other_s: _StepS
+    optimizer_s: _StepS
+    fixed_s: _StepS
+    per_sample_s: _StepS
+    steps: _Whole
+    samples_per_epoch: _Whole
 
     def compute_s(self, samples: int) -> float:
         """Return the seconds of forward and backward for so many samples."""
@@ -128,10 +134,10 @@ class ProbedOptimizer:
     """
 
     name: str
-    state_factor: float
-    fixed_s: float
-    element_s: float
-    momentum: float
+    state_factor: Annotated[float, _within(0, 100)]
+    fixed_s: _MessageS
+    element_s: _ByteS
+    momentum: _Share
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,9 @@ class ProbedKernels:
         copy_byte_s: of each byte that is copied.
     """
 
-    operation_s: float
-    byte_s: float
-    copy_byte_s: float
+    operation_s: _MessageS
+    byte_s: _ByteS
+    copy_byte_s: _ByteS
 
 
 @dataclass(frozen=True)
@@ -157,11 +163,11 @@ class ProbedTransport:
     likewise. latency_s: from sending a small message until it is there, without the work of both.
     """
 
-    send_message_s: float
-    send_byte_s: float
-    receive_message_s: float
-    receive_byte_s: float
-    latency_s: float
+    send_message_s: _MessageS
+    send_byte_s: _ByteS
+    receive_message_s: _MessageS
+    receive_byte_s: _ByteS
+    latency_s: _MessageS
 
     @property
     def mbit(self) -> float:
@@ -196,25 +202,25 @@ class Probe:
     """
 
     version: int
-    made_at: float
+    made_at: Annotated[float, number("a number >= 0", 0)]
     machine: Machine
     versions: dict[str, str]
     program: str
     model: tuple[ProbedParameter, ...]
     batch: ProbedBatch
-    spread: float
+    spread: Annotated[float, _within(0, 10)]
     optimizer: ProbedOptimizer
     kernels: ProbedKernels
     transports: dict[str, ProbedTransport]
-    worker_step_s: float
-    server_message_s: float
-    sharing: dict[int, float]
-    start_s: float
+    worker_step_s: _StepS
+    server_message_s: _MessageS
+    sharing: dict[int, Annotated[float, _within(1, 1000)]]
+    start_s: _StepS
 
     @cached_property
     def digest(self) -> str:
         """The digest of the model: of names, shapes, types, and which are trained."""
-        return model_digest(self.model)
+        return _digest(self.model)
 
     def to_json(self) -> str:
         """Return the text of the file."""
@@ -225,24 +231,19 @@ class Probe:
         return tuple(Parameter(p.name, p.shape, _strides(p.shape), p.dtype, p.trainable) for p in self.model)
 
     def check_model(self, parameters: Iterable[Parameter | ProbedParameter], program: str) -> None:
-        """Check that the probe is of this model. Raises ConfigError."""
-        if model_digest(parameters) != self.digest:
-            raise another_model(self.program, program)
+        """Check that the probe is of this model, which `program` has. Raises ConfigError."""
+        if _digest(parameters) != self.digest:
+            why = f"a probe of another model, made with {self.program}; `topotrain probe {program}` makes one of this"
+            raise ConfigError("--probe", None, why)
 
 
-def another_model(made_with: str, program: str) -> ConfigError:
-    """Return the error of a probe that was made with another model.
-
-    program: the present one.
-    """
-    why = f"a probe of another model, made with {made_with}; `topotrain probe {program}` makes one of this"
-    return ConfigError("--probe", None, why)
-
-
-def model_digest(parameters: Iterable[Parameter | ProbedParameter]) -> str:
-    """Return the digest of a model's parameters."""
+def _digest(parameters: Iterable[Parameter | ProbedParameter]) -> str:
     rows = [[p.name, list(p.shape), p.dtype, p.trainable] for p in parameters]
     return sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def load_probe(path: Path | str) -> Probe:
@@ -251,115 +252,89 @@ def load_probe(path: Path | str) -> Probe:
     Raises:
         ConfigError: the file cannot be read, is no probe, has another version, or a field is missing or wrong.
     """
-    place = str(path)
     try:
         if Path(path).stat().st_size > _LARGEST:
-            raise ConfigError("", None, f"is no probe: larger than {_LARGEST >> 20} MB", place)
-        text = Path(path).read_text("utf-8")
+            raise ConfigError("", None, f"is no probe: larger than {_LARGEST >> 20} MB")
+        return _probe(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError("", None, f"cannot be read as a probe ({why})", place) from None
-    return read_probe(text, place)
+        raise ConfigError("", None, f"cannot be read as a probe ({why})", str(path)) from None
+    except ConfigError as error:
+        raise error.at(str(path)) from None
 
 
-def read_probe(text: str, place: str) -> Probe:
-    """Return the probe of a text that `to_json` made. place: for messages.
-
-    Raises ConfigError.
-    """
-    accepted = "is no probe: must be the JSON that `topotrain probe` writes"
+def _probe(text: str) -> Probe:
+    """Return the probe of a text that `to_json` made. Raises ConfigError."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise ConfigError("", None, accepted, place) from None
+        data = None
     if not isinstance(data, dict) or "version" not in data or "batch" not in data:
-        raise ConfigError("", None, accepted, place)
+        raise ConfigError("", None, "is no probe: must be the JSON that `topotrain probe` writes")
     if data["version"] != VERSION:
-        raise ConfigError("version", data["version"], f"must be {VERSION}: make it again with this release", place)
-    try:
-        found = block("", Probe, data)
-        _check(found)
-        if data.get("digest", found.digest) != found.digest:
-            raise ConfigError("digest", data["digest"], "is not that of the model in the file")
-    except ConfigError as error:
-        raise error.at(place) from None
+        raise ConfigError("version", data["version"], f"must be {VERSION}: make it again with this release")
+    found: Probe = _block("", Probe, data)
+    _check_model(found.model)
+    for name in ("shm", "tcp"):
+        if name not in found.transports:
+            raise ConfigError(f"transports.{name}", None, "is missing")
+    if not found.batch.forward_s + found.batch.backward_s > 0:
+        accepted = "must be above 0, alone or with batch.backward_s: a step needs time"
+        raise ConfigError("batch.forward_s", found.batch.forward_s, accepted)
+    if data.get("digest", found.digest) != found.digest:
+        raise ConfigError("digest", data["digest"], "is not that of the model in the file")
     return found
 
 
-def _check(probe: Probe) -> None:
-    """Check the values of a probe, which have the right types. Raises ConfigError."""
-    _check_model(probe)
-    _whole("batch.size", probe.batch.size, 1, _MOST_BATCH)
-    _whole("machine.cores", probe.machine.cores, 1, _MOST_PROCESSES)
-    for name in ("shm", "tcp"):
-        if name not in probe.transports:
-            raise ConfigError(f"transports.{name}", None, "is missing")
-    for name, value, most in _times(probe):
-        if value > most:
-            raise ConfigError(name, value, f"must be a number of seconds, 0 to {most:,g}")
-    if not probe.batch.forward_s + probe.batch.backward_s > 0:
-        accepted = "must be above 0, alone or with batch.backward_s: a step needs time"
-        raise ConfigError("batch.forward_s", probe.batch.forward_s, accepted)
-    _share("spread", probe.spread, 0.0, _MOST_SPREAD)
-    _share("optimizer.state_factor", probe.optimizer.state_factor, 0.0, _MOST_STATE)
-    _share("optimizer.momentum", probe.optimizer.momentum, 0.0, 1.0)
-    for count, factor in probe.sharing.items():
-        _whole("sharing", count, 1, _MOST_PROCESSES)
-        _share(f"sharing.{count}", factor, 1.0, _MOST_SHARING)
+def _block(path: str, kind: Any, data: object) -> Any:
+    """Return a dataclass of a file's block. Raises ConfigError, with the path of the field."""
+    given, values = _mapping(path, data), {}
+    for field in fields(kind):
+        name = f"{path}.{field.name}" if path else field.name
+        if field.name not in given:
+            raise ConfigError(name, None, "is missing")
+        values[field.name] = _value(name, field.type, given[field.name])
+    return kind(**values)
 
 
-def _check_model(probe: Probe) -> None:
-    if not probe.model:
-        raise ConfigError("model", None, "must have a parameter")
+def _value(path: str, kind: Any, data: object) -> Any:
+    inner = get_args(kind)
+    if is_dataclass(kind):
+        return _block(path, kind, data)
+    if get_origin(kind) is tuple and isinstance(data, list):
+        return tuple(_value(f"{path}[{at}]", inner[0], item) for at, item in enumerate(data))
+    if get_origin(kind) is dict:
+        items = _mapping(path, data).items()
+        return {_key(path, inner[0], key): _value(f"{path}.{key}", inner[1], item) for key, item in items}
+    return rule_of(kind)(path, data)
+
+
+def _mapping(path: str, data: object) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(path, None, "must be a block with fields")
+    return data
+
+
+def _key(path: str, kind: type, key: str) -> Any:
+    # JSON has names only, and the number of processes is one.
+    if kind is int and not _PROCESSES.fullmatch(key):
+        raise ConfigError(path, key, "must be numbers of processes >= 1")
+    return kind(key)
+
+
+def _check_model(model: tuple[ProbedParameter, ...]) -> None:
+    if not any(parameter.trainable for parameter in model):
+        raise ConfigError("model", None, "must have a parameter that is trainable")
     names: set[str] = set()
     elements = 0
-    for at, parameter in enumerate(probe.model):
+    for at, parameter in enumerate(model):
         if parameter.name in names:
             raise ConfigError(f"model[{at}].name", parameter.name, "must not be given twice")
         names.add(parameter.name)
-        if parameter.dtype not in ITEM_BYTES:
-            raise ConfigError(f"model[{at}].dtype", parameter.dtype, f"must be one of {', '.join(ITEM_BYTES)}")
         if parameter.trainable and parameter.dtype not in _TRAINABLE:
             accepted = f"must be one of {', '.join(_TRAINABLE)} for a parameter that is trainable"
             raise ConfigError(f"model[{at}].dtype", parameter.dtype, accepted)
-        _share(f"model[{at}].ready", parameter.ready, 0.0, 1.0)
         elements += parameter.elements
         if elements > _MOST_ELEMENTS:
             accepted = f"must leave the model at most {_MOST_ELEMENTS:,} elements"
             raise ConfigError(f"model[{at}].shape", parameter.shape, accepted)
-    if not any(parameter.trainable for parameter in probe.model):
-        raise ConfigError("model", None, "must have a parameter that is trainable")
-
-
-def _times(probe: Probe) -> Iterator[tuple[str, float, float]]:
-    """Yield each time of a probe: its field, seconds, and the most accepted."""
-    batch, optimizer, kernels = probe.batch, probe.optimizer, probe.kernels
-    for name in ("forward_s", "backward_s", "other_s", "optimizer_s", "fixed_s", "per_sample_s"):
-        yield f"batch.{name}", getattr(batch, name), _MOST_STEP_S
-    yield "optimizer.fixed_s", optimizer.fixed_s, _MOST_MESSAGE_S
-    yield "optimizer.element_s", optimizer.element_s, _MOST_BYTE_S
-    yield "kernels.operation_s", kernels.operation_s, _MOST_MESSAGE_S
-    yield "kernels.byte_s", kernels.byte_s, _MOST_BYTE_S
-    yield "kernels.copy_byte_s", kernels.copy_byte_s, _MOST_BYTE_S
-    for transport, each in probe.transports.items():
-        for name in ("send_message_s", "receive_message_s", "latency_s"):
-            yield f"transports.{transport}.{name}", getattr(each, name), _MOST_MESSAGE_S
-        for name in ("send_byte_s", "receive_byte_s"):
-            yield f"transports.{transport}.{name}", getattr(each, name), _MOST_BYTE_S
-    yield "worker_step_s", probe.worker_step_s, _MOST_STEP_S
-    yield "server_message_s", probe.server_message_s, _MOST_MESSAGE_S
-    yield "start_s", probe.start_s, _MOST_STEP_S
-
-
-def _whole(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(name, value, f"must be a whole number, {least} to {most:,}")
-
-
-def _share(name: str, value: float, least: float, most: float) -> None:
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ConfigError(name, value, f"must be a number, {least:g} to {most:,g}")
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
@@ -24,6 +24,7 @@ from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
 from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.tools.diagnostics.environment_report import processor_name
+from topotrain.tools.monitor.progress.progress_line import ProgressLine
 from topotrain.tools.probe.probe_file import (
     VERSION,
     Machine,
@@ -49,18 +50,6 @@ _MEMORY_SHARE = 0.5
 """Of the memory that a job may have, for the copies of a program."""
 
 
-class ProbeProgress(Protocol):
-    """Shows what is being measured."""
-
-    def stage(self, text: str) -> None:
-        """Show the present stage."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show what was not measured, and what counts instead."""
-        ...
-
-
 @dataclass(frozen=True)
 class ProbeRequest:
     """A request for the measurements of a program.
@@ -82,7 +71,7 @@ class ProbeRequest:
             raise ConfigError("--seconds", self.seconds, f"must be a number >= {LEAST_S:g}")
 
 
-def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
+def measure(request: ProbeRequest, progress: ProgressLine) -> Probe:
     """Measure a program. No process is left, however this ends.
 
     Raises:
@@ -93,7 +82,7 @@ def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
         folder, lock = temporary_folders.make()
         stack.callback(os.close, lock)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        progress.stage("torch is loaded")
+        progress.stage("measuring: torch is loaded")
         began = time.monotonic()
         path = request.forkserver
         if not path:
@@ -102,7 +91,7 @@ def measure(request: ProbeRequest, progress: ProbeProgress) -> Probe:
         return _Stages(request, progress, folder, path, client, began).measure()
 
 
-def check_program_model(probe: Probe, request: ProbeRequest, progress: ProbeProgress) -> None:
+def check_program_model(probe: Probe, request: ProbeRequest, progress: ProgressLine) -> None:
     """Run a program up to its first step, and check that a probe is of its model.
 
     Raises ConfigError: the probe is of another model, or the program makes no step.
@@ -111,7 +100,7 @@ def check_program_model(probe: Probe, request: ProbeRequest, progress: ProbeProg
         folder, lock = temporary_folders.make()
         stack.callback(os.close, lock)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        progress.stage("the model of the program")
+        progress.stage("measuring: the model of the program")
         path = request.forkserver
         if not path:
             path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
@@ -126,7 +115,7 @@ class _Stages:
     def __init__(
         self,
         request: ProbeRequest,
-        progress: ProbeProgress,
+        progress: ProgressLine,
         folder: Path,
         path: str,
         client: forkserver.ForkserverClient,
@@ -146,7 +135,7 @@ class _Stages:
         program = self._start(1)
         alone, kernels, script_s = self._alone(program)
         sharing = self._sharing(alone)
-        self._progress.stage("a job of one worker and one server")
+        self._progress.stage("measuring: a job of one worker and one server")
         job = self._small_job(len(alone["model"]))
         optimizer, shm = ProbedOptimizer(**kernels["optimizer"]), transports["shm"]
         return Probe(
@@ -201,7 +190,7 @@ class _Stages:
 
     def _alone(self, program: ProbedProgram) -> tuple[dict[str, Any], dict[str, Any], float]:
         """Return steps of the program alone, times of kernels, and the script's start."""
-        self._progress.stage("the program alone")
+        self._progress.stage("measuring: the program alone")
         first = program.measured(self._until(0.0))
         if first["ended"]:
             raise ConfigError("program", self._request.program, "made 1 step: a probe needs at least 3")
@@ -231,7 +220,7 @@ class _Stages:
         counts = [count for count in (2, 2 * self._cores) if count <= _MOST_COPIES and self._fits(alone, count)]
         if not counts:
             return {}
-        self._progress.stage(f"{max(counts)} copies of the program start")
+        self._progress.stage(f"measuring: {max(counts)} copies of the program start")
         copies = [self._start(max(counts)) for _ in range(max(counts))]
         found: dict[int, float] = {}
         until = self._until(0.0)
@@ -239,7 +228,7 @@ class _Stages:
             for copy in copies:
                 copy.measured(until)
             for count in sorted(set(counts)):
-                self._progress.stage(f"{count} copies of the program at once")
+                self._progress.stage(f"measuring: {count} copies of the program at once")
                 for copy in copies[:count]:
                     self._order(copy, _SHARED, count)
                 answers = [copy.measured(self._until(_SHARED)) for copy in copies[:count]]
@@ -275,7 +264,7 @@ class _Stages:
         with closing(answering):
             urls = self._answer(answering)
             self._loaded_s = time.monotonic() - self._began
-            self._progress.stage("messages between two processes")
+            self._progress.stage("measuring: messages between two processes")
             asking = ProbedProcess(self._client, f"{module}:ask", {**spec, "urls": urls}, self._folder / "asking.log")
             with closing(asking):
                 return {name: ProbedTransport(**each) for name, each in self._answer(asking).items()}

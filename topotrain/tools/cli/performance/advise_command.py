@@ -12,7 +12,7 @@ import typer
 from topotrain.config.job import Job
 from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, check_program, check_writable, load_job
 from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
-from topotrain.tools.cli.performance.shown_search import shown_search
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.advice.advice import Advice, Wishes
@@ -131,8 +131,8 @@ def _advise(
     from topotrain.tools.advice.advice import advise
     from topotrain.tools.advice.advice_text import explain, job_text
 
-    with shown_search() as listener:
-        advice = advise(probe, machines, job, wishes, listener=listener)
+    with progress_line() as line:
+        advice = advise(probe, machines, job, wishes, show=line.show)
     if not as_json:
         print(explain(advice))
     if out is not None:

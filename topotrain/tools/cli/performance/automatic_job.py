@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from topotrain.config.job import Job
-from topotrain.tools.cli.performance.shown_search import shown_search
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 PROBE_S = 10.0
 
@@ -29,8 +29,8 @@ def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -
     from topotrain.tools.cli.performance.measured_probe import probe_of
 
     probe = probe_of(job.program, job.args, PROBE_S, quiet, forkserver)
-    with shown_search(quiet) as listener:
-        found = choose(job, probe, listener=listener)
+    with progress_line(quiet) as line:
+        found = choose(job, probe, show=line.show)
     _say(found.explain(), quiet)
     return found.job
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from topotrain.tools.cli.performance.probe_command import stages
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
@@ -19,7 +19,7 @@ def probe_of(
     """Measure a program on this machine, and show how far that is. Raises ConfigError."""
     from topotrain.tools.probe.program_probe import ProbeRequest, measure
 
-    with stages(quiet) as progress:
+    with progress_line(quiet) as progress:
         return measure(ProbeRequest(program, tuple(args), seconds, forkserver), progress)
 
 
@@ -30,7 +30,7 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
     """
     from topotrain.tools.probe.program_probe import ProbeRequest, check_program_model
 
-    with stages(quiet=False) as progress:
+    with progress_line() as progress:
         check_program_model(probe, ProbeRequest(program, tuple(args), PROBE_S, forkserver), progress)
 
 

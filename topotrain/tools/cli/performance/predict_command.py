@@ -18,10 +18,12 @@ from topotrain.tools.cli.job_arguments import (
     load_job,
     with_link,
 )
-from topotrain.tools.cli.performance.shown_search import LATE_S, shown_search
 from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 _MOST_SEED = 2**32 - 1
+_LATE_S = 3.0
+"""Seconds after which a rehearsal is shown."""
 
 Probe = Annotated[
     Path | None,
@@ -89,8 +91,12 @@ def predict(
         found = load_probe(file)
         note_other_program(found, file, job.program)
     try:
-        with shown_search(late_s=LATE_S) as listener:
-            predicted = predictions.predict(job, found, machines, seed, trace, listener)
+        with progress_line(late_s=_LATE_S) as line:
+
+            def stepped(made: int, most: int) -> None:
+                line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
+
+            predicted = predictions.predict(job, found, machines, seed, trace, stepped)
     except OSError as error:
         complain(f"{trace}: cannot be written ({error.strerror})")
         raise typer.Exit(1) from None

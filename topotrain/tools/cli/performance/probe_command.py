@@ -2,16 +2,15 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, Program, Quiet, check_program, check_writable
 from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
@@ -44,7 +43,7 @@ def probe(
 
     request = ProbeRequest(program, tuple(args or ()), seconds("--seconds", duration), forkserver)
     began = time.monotonic()
-    with stages(quiet) as progress:
+    with progress_line(quiet) as progress:
         found = measure(request, progress)
     text = found.to_json()
     try:
@@ -58,43 +57,6 @@ def probe(
         print(summary(found))
     if not quiet:
         print(f"probe: {out}, measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-
-class _Line:
-    """Shows the stages of a probe, in one line if it can. quiet: it shows nothing."""
-
-    def __init__(self, status: Any, quiet: bool = False) -> None:
-        self._status, self._quiet = status, quiet
-
-    def stage(self, text: str) -> None:
-        if self._quiet:
-            return
-        if self._status is None:
-            print(f"topotrain: measuring: {text}", file=sys.stderr, flush=True)
-        else:
-            self._status.update(f"measuring: {text}")
-
-    def note(self, text: str) -> None:
-        line = f"topotrain: {text}"
-        if self._quiet:
-            return
-        if self._status is None:
-            print(line, file=sys.stderr, flush=True)
-        else:
-            self._status.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def stages(quiet: bool) -> "Iterator[Any]":
-    """Show the stages of a probe while it lasts. quiet: nothing is shown."""
-    from topotrain.tools.monitor.live_terminal import redraws
-    from topotrain.tools.monitor.result_tables import console
-
-    if redraws(sys.stderr) and not quiet:
-        with console(stderr=True).status("measuring") as status:
-            yield _Line(status)
-    else:
-        yield _Line(None, quiet)
 
 
 def summary(probe: "Probe") -> str:
