@@ -6,14 +6,14 @@ import pydantic.types
 from topotrain.config import job_file
 from topotrain.launch import local, multinode
 from topotrain.launch.launchers import submission
+from topotrain.launch.recovery import resume_point
 from topotrain.parallel import split_rules
-from topotrain.tools.cli import resume
 from topotrain.tools.monitor import job_report, loss_bars, result_tables, round_report, trace_export
 from topotrain.tools.monitor.progress import live_table
 from topotrain.tools.recording import job_recorder
 
 MODULES = (
-    *(local, multinode, submission, split_rules, resume, job_report, loss_bars, result_tables, round_report),
+    *(local, multinode, submission, split_rules, resume_point, job_report, loss_bars, result_tables, round_report),
     *(trace_export, live_table, job_recorder, pydantic),
 )
 job_file.loads('name: "warm"\ncluster { nworkers_per_group: 2 }\n', "the job")  # the first one takes longest

@@ -13,17 +13,18 @@ from topotrain.comm.store import StoreError
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, to_json
+from topotrain.launch import AlwaysTaken
 from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.multinode import node, node_membership
 from topotrain.launch.multinode.node import Node
 
 
 @contextmanager
-def watching(job: Job, topology: Topology, here: Topology) -> Iterator[Any]:
+def watching(job: Job, topology: Topology) -> Iterator[Any]:
     def show(event: Event) -> None:
         print(to_json(event), flush=True)
 
-    yield show
+    yield show, AlwaysTaken()
 
 
 def main(workspace: str, rank: str, nprocs: str, url: str, counts: str, *args: str) -> None:

@@ -855,7 +855,7 @@ def test_wrong_exports_of_several_units_are_refused(
 def test_a_unit_logs_the_events_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = job_of(tmp_path)
     topology, window = layout(job.cluster), _Window(0, True, False, JobRecorder())
-    with window.watching(job, topology, topology) as listener:
+    with window.watching(job, topology) as (listener, _):
         listener(Incident(0, "worker 0/1", "was killed", "its group restarts", 1.0))
     assert ("topotrain", 30, "worker 0/1: was killed; its group restarts") in caplog.record_tuples
 
@@ -869,6 +869,12 @@ def test_a_launch_on_this_machine_has_exports(ask: Ask, here: Path, launcher: La
     code, _, err = ask("launch", "local", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
     assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
     assert (here / "c").read_text()
+
+
+def test_a_launch_on_this_machine_says_once_that_there_is_no_snapshot(ask: Ask, here: Path, launcher: Launcher) -> None:
+    (here / "down.conf").write_text(DOWNPOUR + "resume: true\n")
+    code, _, err = ask("launch", "local", "down.conf", "train.py")
+    assert code == 0 and err.count("has no snapshot yet") == 1
 
 
 def test_exports_get_the_events_of_the_job(ask: Ask, here: Path, launcher: Launcher) -> None:

@@ -10,8 +10,9 @@ from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.job_file import dumps
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
+from topotrain.launch.recovery.resume_point import asked_for
 from topotrain.tools.cli.app import main
-from topotrain.tools.cli.resume import asked_for, earlier
+from topotrain.tools.cli.job_arguments import snapshot_job
 
 
 @pytest.fixture
@@ -32,10 +33,10 @@ def failed(capsys, *words):
 
 
 def test_the_job_of_the_snapshot_in_its_workspace(workspace):
-    found = earlier(workspace, ["cluster.nworkers_per_group=2"])
-    assert found.path == str(workspace / FOLDER / "000002")
-    assert (found.job.program, found.job.args) == ("train.py", ("--epochs", "5"))
-    assert (found.job.workspace, found.job.cluster.nworkers_per_group) == (str(workspace), 2)
+    job, snapshot = snapshot_job(workspace, ["cluster.nworkers_per_group=2"])
+    assert snapshot == str(workspace / FOLDER / "000002")
+    assert (job.program, job.args) == ("train.py", ("--epochs", "5"))
+    assert (job.workspace, job.cluster.nworkers_per_group) == (str(workspace), 2)
 
 
 def test_the_snapshot_that_is_named(workspace):
@@ -43,17 +44,17 @@ def test_the_snapshot_that_is_named(workspace):
         SnapshotFiles(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
     )
     for name in ("000003", "step-70"):
-        found = earlier(workspace / FOLDER / name)
-        assert (found.path, found.job.workspace) == (str(workspace / FOLDER / "000003"), str(workspace))
-    assert earlier(workspace / FOLDER / "000002").path.endswith("000002")
+        job, snapshot = snapshot_job(workspace / FOLDER / name)
+        assert (snapshot, job.workspace) == (str(workspace / FOLDER / "000003"), str(workspace))
+    assert snapshot_job(workspace / FOLDER / "000002")[1].endswith("000002")
     (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
     with pytest.raises(ConfigError, match="has 0 bytes"):
-        earlier(workspace / FOLDER / "000002")
+        snapshot_job(workspace / FOLDER / "000002")
 
 
 def test_a_damaged_one_gives_way_with_a_warning(workspace, capsys):
     (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
-    assert earlier(workspace).path.endswith("000001")
+    assert snapshot_job(workspace)[1].endswith("000001")
     assert "snapshot 000002 has 0 bytes of model.safetensors" in capsys.readouterr().err
 
 
@@ -61,9 +62,9 @@ def test_resume_in_the_file(workspace, tmp_path, capsys):
     def job(resume, path):
         return Job(resume=resume, cluster=Cluster(workspace=str(path)))
 
-    assert asked_for(job(False, workspace)) == ""
-    assert asked_for(job(True, workspace)).endswith("000002")
-    assert asked_for(job(True, tmp_path / "new")) == ""
+    assert asked_for(job(False, workspace), workspace) == ""
+    assert asked_for(job(True, workspace), workspace).endswith("000002")
+    assert asked_for(job(True, tmp_path / "new"), tmp_path / "new") == ""
     assert "starts at the beginning" in capsys.readouterr().err
 
 

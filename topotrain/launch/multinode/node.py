@@ -65,8 +65,8 @@ STORE_S = 3.0
 """Seconds for which an operation tries to reach an unavailable store, before it is retried later."""
 _OPEN = "{} has neither encryption nor authentication: between hosts use it on a network of your own only"
 
-Watching = Callable[[Job, Topology, Topology], AbstractContextManager[EventListener]]
-"""Opens the displays of a unit, given its job, the whole layout, and the part of it that runs here."""
+Watching = Callable[[Job, Topology], AbstractContextManager[tuple[EventListener, Outlet]]]
+"""Opens the displays of a unit and the outlet of its program, given the job and the whole layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Node:
     calls: the functions that child processes run; only tests change it.
     shared: the share in the forkserver of the units on this host, to be left at the end. None: `run` joins.
     notice: shows what the unit waits for at the rendezvous. None: by lines on stderr.
-    forkserver, outlet, watch: as for `LocalLauncher`.
+    forkserver, watch: as for `LocalLauncher`.
     """
 
     start: LaunchInfo
@@ -104,10 +104,10 @@ class Node:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
-    outlet: Outlet = field(default_factory=AlwaysTaken)
     notice: RendezvousNotice | None = None
     shared: SharedForkserver | None = None
     watch: JobWatch = field(default_factory=JobWatch)
+    _outlet: Outlet = field(init=False, default_factory=AlwaysTaken)
 
     def run(self) -> NodeResult:
         """Run the unit to its end, and leave no process of it behind.
@@ -235,7 +235,7 @@ class Node:
         with ExitStack() as stack:
             membership = stack.enter_context(closing(self._join(rendezvous, root, agreement, topology, secret)))
             # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
-            on_event = stack.enter_context(self.watching(job, topology, _only(topology, rank)))
+            on_event, self._outlet = stack.enter_context(self.watching(job, topology))
             stop = stack.enter_context(signals())
             notes = UnitReport()
 
@@ -268,7 +268,7 @@ class Node:
             end = _agree(attempts, outcome, notes, again)
             # A user who has sent a signal does not wait for a reader of the output.
             if stop.came:
-                self.outlet.hurry()
+                self._outlet.hurry()
             # Only now have all units delivered their reports.
             for event in _reported(membership, rank, notes):
                 on_event(event)
@@ -302,7 +302,7 @@ class Node:
             membership,
             membership.control if continues else None,
             attempts.succession if continues else None,
-            self.outlet,
+            self._outlet,
             requests=membership.requests,
             forwards=membership.forwards if continues else None,
             samples=samples,

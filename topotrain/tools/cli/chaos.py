@@ -58,7 +58,6 @@ def chaos(
       topotrain chaos --kill-every 2s --for 20s --seed 7 examples/conf/downpour.conf examples/digits.py
     """
     from topotrain.config.topology import layout
-    from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
     from topotrain.tools.monitor.result_tables import console
 
@@ -73,11 +72,9 @@ def chaos(
     )
     # With any other reaction the first fault would end the job.
     job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
-    topology = layout(job.cluster)
+    terminal = console(stderr=True)
     with FaultInjector(faults) as injector:
-        terminal = console(stderr=True)
-        options = RunOptions(quiet, as_json, forkserver, resume=asked_for(job))
-        result = train(job, topology, terminal, options, injector)
+        result = train(job, layout(job.cluster), terminal, RunOptions(quiet, as_json, forkserver), injector)
     found = verdict(result, injector)
     print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
     raise typer.Exit(result.outcome.code)

@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from topotrain.config.python_module import as_program
-from topotrain.tools.cli.job_arguments import refusing
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.cli.job_arguments import BadInput, refusing
 
 WHOLE = 1000
 """Characters, more than the first sentence of any command has: none is cut."""
@@ -140,8 +139,7 @@ def add_removed(app: typer.Typer) -> None:
 def _removed(context: typer.Context) -> None:
     """Print the present form of a command, with the words of the user."""
     words = shlex.join(_present_words(context.args))
-    complain(f"this command is now: topotrain {PRESENT[context.info_name or '']} {words}".rstrip())
-    raise typer.Exit(2)
+    raise BadInput(f"this command is now: topotrain {PRESENT[context.info_name or '']} {words}".rstrip())
 
 
 def _present_words(words: list[str]) -> list[str]:

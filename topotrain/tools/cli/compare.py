@@ -63,7 +63,6 @@ def compare(
       topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
     """
     from topotrain.launch.agent import forkserver
-    from topotrain.tools.cli.resume import asked_for
     from topotrain.tools.monitor import compare_jobs as side_by_side
     from topotrain.tools.monitor import loss_plot
     from topotrain.tools.monitor.result_tables import comparison, console, losses
@@ -83,8 +82,7 @@ def compare(
     def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
         for entry in compared:
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            options = RunOptions(False, as_json, served_at, resume=asked_for(entry.job))
-            yield entry, train(entry.job, entry.topology, terminal, options)
+            yield entry, train(entry.job, entry.topology, terminal, RunOptions(False, as_json, served_at))
 
     make_folder(out)
     with ExitStack() as stack:  # torch is loaded once for all of them

@@ -3,14 +3,16 @@
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from topotrain.comm.store.key_validation import StoreError
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import make_folder, open_file, open_for_reading
 from topotrain.config.python_module import find_module, module_of
@@ -37,19 +39,8 @@ def recordings(incomplete: str) -> list[str]:
 
 
 def _paths(incomplete: str, is_offered: Callable[[str], bool]) -> list[str]:
-    begun = incomplete.rpartition("/")[2]
-    shown = incomplete.removesuffix(begun)
-    try:
-        with os.scandir(shown or ".") as entries:
-            found = sorted(
-                f"{shown}{entry.name}{'/' * entry.is_dir()}"
-                for entry in entries
-                if entry.name.startswith(begun)
-                and (begun.startswith(".") or not entry.name.startswith("."))
-                and (entry.is_dir() or is_offered(entry.path))
-            )
-    except OSError:
-        return []
+    begun = ((path, os.path.isdir(path)) for path in glob(f"{escape(incomplete)}*"))
+    found = sorted(path + "/" * is_folder for path, is_folder in begun if is_folder or is_offered(path))
     # The shell would end the word after a single folder.
     return _paths(found[0], is_offered) if len(found) == 1 and found[0].endswith("/") else found
 
@@ -100,9 +91,7 @@ def load_job(
 
     elsewhere: the program is not on this machine.
 
-    Raises:
-        ConfigError, BadInput: the job is invalid, or a file cannot be read.
-        OSError: the job file cannot be read.
+    Raises ConfigError or BadInput.
     """
     from topotrain.config.job_file import load_with_warnings
 
@@ -118,6 +107,31 @@ def load_job(
     if (needs_program or program) and not elsewhere:
         check_program(job.program)
     return job
+
+
+def snapshot_job(workspace: Path, sets: Sequence[str] = ()) -> tuple[Job, str]:
+    """Return the job and the folder of the newest snapshot, or of the named one.
+
+    The job is that of the snapshot, in this workspace and with the overrides. Raises ConfigError.
+    """
+    from topotrain.config.job_file import loads
+    from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, latest
+    from topotrain.launch.recovery.resume_point import WarningPrinter
+
+    found: Manifest | None
+    if (workspace / MANIFEST).is_file():
+        found = Manifest.open(workspace.resolve())
+        # The named snapshot or none: only `latest` may fall back to an older one.
+        found.verify()
+        # A snapshot lies in a folder of its own below the workspace.
+        workspace = found.path.parent.parent
+    else:
+        found = latest(workspace, WarningPrinter())
+    if found is None:
+        accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
+        raise ConfigError("--resume", str(workspace), accepted)
+    job = loads(found.conf, f"snapshot {found.number}", sets)
+    return replace(job, cluster=replace(job.cluster, workspace=str(workspace))), str(found.path)
 
 
 def with_link(job: Job, emulate: str) -> Job:
@@ -155,7 +169,7 @@ def check_writable(what: str, file: Path, private: bool = False) -> None:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     was_there = os.path.lexists(file)
-    try:
+    with writing(what, file):
         if private:
             make_folder(file.parent)
             os.close(open_file(file, flags))
@@ -165,6 +179,13 @@ def check_writable(what: str, file: Path, private: bool = False) -> None:
             os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
         if not was_there:
             file.unlink()
+
+
+@contextmanager
+def writing(what: str, file: Path) -> Iterator[None]:
+    """Raise BadInput with the name of an option if its file cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
 
@@ -174,7 +195,7 @@ def refusing() -> Iterator[None]:
     """Turn bad input into one block and code 2, and an early signal into its code."""
     try:
         yield
-    except (ConfigError, BadInput) as error:
+    except (ConfigError, BadInput, StoreError) as error:
         complain(str(error))
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -25,7 +25,6 @@ from topotrain.tools.cli.job_arguments import AsJson, BadInput
 from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
-    from topotrain.comm.store import Store
     from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
     from topotrain.launch.job_requests import JobRequest
 
@@ -47,8 +46,7 @@ def _removed_option(context: typer.Context, url: str) -> None:
     """End with the present form of `--rendezvous`, an option of earlier versions."""
     if url:
         verb = context.info_name
-        complain(f"--rendezvous was removed: topotrain jobs {verb} {url}{'' if verb == 'list' else ' --job ID'}")
-        raise typer.Exit(2)
+        raise BadInput(f"--rendezvous was removed: topotrain jobs {verb} {url}{'' if verb == 'list' else ' --job ID'}")
 
 
 Where = Annotated[
@@ -242,16 +240,12 @@ def _store_url(where: str) -> str:
 
 def _job_of_store(where: str, job: str) -> tuple[str, str]:
     """Return a store's URL and a job there. Raises ConfigError or BadInput."""
-    from topotrain.comm.store import StoreError
     from topotrain.comm.store.store_url import parse
 
     if not where and not job:
         raise BadInput("no job: give its WORKSPACE, or the URL of its store with --job ID")
     url = _store_url(where)
-    try:
-        named = parse(url).job
-    except StoreError as error:
-        raise BadInput(str(error)) from None
+    named = parse(url).job
     if where and job and named and named != job:
         raise ConfigError("--job", job, f"is not the job of the URL, which is {named!r}")
     if not job and not named:
@@ -297,15 +291,14 @@ def _notice() -> Iterator[None]:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Turn the errors of a store into their exit codes."""
+    """End with code 1 where an open store cannot be used."""
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.discovery.job_registry import UnknownJob
 
     try:
         yield
-    # Before StoreError, of which it is a kind: an unknown ID is the user's mistake, and ends with code 2.
-    except UnknownJob as error:
-        raise BadInput(str(error)) from None
+    except UnknownJob:
+        raise  # a kind of StoreError, and the user's mistake
     # After a request was sent, it is not known whether the job has changed.
     except StoreError as error:
         complain(str(error))
@@ -315,21 +308,13 @@ def _store_errors() -> Iterator[None]:
 @contextmanager
 def _registry(url: str) -> "Iterator[Registry]":
     """Open the registry of a store; its errors are printed, and end with their code."""
+    from topotrain.comm.store import open_existing
     from topotrain.comm.store.discovery.job_registry import Registry
-
-    with closing(_open(url)) as opened, _store_errors():
-        yield Registry(opened)
-
-
-def _open(url: str) -> "Store":
-    from topotrain.comm.store import StoreError, open_existing
     from topotrain.launch.multinode.node_info import with_job
 
-    try:
-        # The list is that of the whole store, also where the URL is that of one job.
-        return open_existing(with_job(url, ""), patience=PATIENCE)
-    except StoreError as error:
-        raise BadInput(str(error)) from None
+    # The list is that of the whole store, also where the URL is that of one job.
+    with closing(open_existing(with_job(url, ""), patience=PATIENCE)) as opened, _store_errors():
+        yield Registry(opened)
 
 
 def _print(answer: dict[str, Any], as_json: bool) -> None:

@@ -2,22 +2,16 @@
 
 import json
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from topotrain.config.job import Job
 from topotrain.launch.launchers import KUBERNETES, LAUNCHERS, LOCAL, OPTIONS, check_name, check_options, flag_of
 from topotrain.launch.launchers import launch as start
 from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand, add
-from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of, words_for_unit
-from topotrain.tools.cli.job_arguments import Args, AsJson, BadInput, Conf, Emulate, Program, Sets, load_job, with_link
-from topotrain.tools.cli.performance.automatic_job import chosen
-from topotrain.tools.monitor.monitored_run import RunOptions, show, train
-
-if TYPE_CHECKING:
-    from topotrain.config.topology import Topology
+from topotrain.tools.cli.export_arguments import Logs, Metrics, words_for_unit
+from topotrain.tools.cli.job_arguments import Args, AsJson, Conf, Emulate, Program, Sets, load_job, with_link
+from topotrain.tools.cli.run import run
 
 HELP = "Train a job under another tool that starts processes."
 EXAMPLES = {
@@ -94,15 +88,9 @@ def _launch(
     as_json: AsJson = False,
 ) -> None:
     name = context.info_name or ""
-    from topotrain.comm.store import StoreError
     from topotrain.config.topology import layout
     from topotrain.launch.launchers.submission import LaunchOptions
-    from topotrain.tools.cli.resume import asked_for
 
-    job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
-    if name == LOCAL and not dry_run:
-        job = chosen(job, asked_for(job))
-    topology = layout(job.cluster)
     options = LaunchOptions(
         rendezvous=rendezvous,
         nodes=nodes,
@@ -120,28 +108,14 @@ def _launch(
         requeue=requeue,
         unit_words=words_for_unit(logs or (), metrics),
     )
-    try:
-        if name == LOCAL and not dry_run:
-            # Options of other launchers must not be ignored in silence.
-            check_options(name, options)
-            with exports_of(job, logs or (), metrics) as exports:
-                announce(exports)
-                raise typer.Exit(_launch_here(job, topology, RunOptions(as_json=as_json, exports=exports)))
-        started = start(name, job, topology, options, os.environ, dry_run)
-    except StoreError as error:
-        raise BadInput(str(error)) from None
+    # Options of other launchers must not be ignored in silence.
+    check_options(name, options)
+    if name == LOCAL and not dry_run:
+        run(conf, program, args, sets, emulate=emulate, logs=logs, metrics=metrics, as_json=as_json)
+    job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
+    started = start(name, job, layout(job.cluster), options, os.environ, dry_run)
     print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
     raise typer.Exit(started.code)
-
-
-def _launch_here(job: Job, topology: "Topology", options: RunOptions) -> int:
-    from topotrain.tools.cli.resume import asked_for
-    from topotrain.tools.monitor.result_tables import console
-
-    terminal = console(stderr=True)
-    result = train(job, topology, terminal, replace(options, resume=asked_for(job)))
-    show(result, terminal, False, options.as_json, None)
-    return result.outcome.code
 
 
 for _name, _entry in LAUNCHERS.items():

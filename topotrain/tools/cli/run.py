@@ -23,6 +23,7 @@ from topotrain.tools.cli.job_arguments import (
     check_writable,
     job_files,
     load_job,
+    snapshot_job,
     with_link,
 )
 from topotrain.tools.cli.performance.automatic_job import chosen
@@ -167,16 +168,16 @@ def _job_and_snapshot(
     conf: Path | None, sets: list[str] | None, program: str | None, args: list[str] | None, resume: Path | None
 ) -> "tuple[Job, str]":
     """Return the requested job, and the folder of the snapshot to resume from, if any."""
-    from topotrain.tools.cli.resume import asked_for, earlier
+    from topotrain.launch.recovery.resume_point import asked_for
 
     if resume is None:
         if conf is None:
             raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
         job = load_job(conf, sets, program, args)
-        return job, asked_for(job)
+        return job, asked_for(job, Path(job.workspace))
     # With a job file the overrides are of that file.
-    found = earlier(resume, sets or () if conf is None else ())
+    job, snapshot = snapshot_job(resume, sets or () if conf is None else ())
     if conf is not None:
-        return load_job(conf, sets, program, args), found.path
-    check_program(found.job.program)
-    return found.job, found.path
+        return load_job(conf, sets, program, args), snapshot
+    check_program(job.program)
+    return job, snapshot

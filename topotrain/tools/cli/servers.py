@@ -25,19 +25,15 @@ def store(
       topotrain store tcp://127.0.0.1:29400
     """
     from topotrain.comm.security.secret import load_secret
-    from topotrain.comm.store import StoreError, serve_store
+    from topotrain.comm.store import serve_store
     from topotrain.comm.store.store_url import parse
 
     # Blocked before the store's threads are made, which inherit that: both signals come to `sigwait` alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        address = parse(url)
-        if address.scheme != "tcp" or address.job:
-            raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
-        served = serve_store(address.host, address.port, load_secret(os.environ))
-    except StoreError as error:
-        complain(str(error))
-        raise typer.Exit(2) from None
+    address = parse(url)
+    if address.scheme != "tcp" or address.job:
+        raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
+    served = serve_store(address.host, address.port, load_secret(os.environ))
     print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
     number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
     served.close()
@@ -75,18 +71,15 @@ def pserver(
     # As an exception, so that the servers close their connections.
     signal.signal(signal.SIGTERM, _terminated)
 
-    from topotrain.comm.store import StoreError
     from topotrain.comm.transport import Refused, TransportError
     from topotrain.compat.paddle.init import run_pserver
     from topotrain.core.client.client import JobError  # loads torch, so only now
 
     try:
         run_pserver(flags)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except (StoreError, TransportError, JobError) as error:
+    except (TransportError, JobError) as error:
         complain(str(error))
-        refused = isinstance(error, StoreError | Refused) or getattr(error, "config", False)
+        refused = isinstance(error, Refused) or getattr(error, "config", False)
         raise typer.Exit(2 if refused else 1) from None
 
 

@@ -69,19 +69,13 @@ def doctor(
         report = environment_report(os.environ)
         print(json.dumps(report, indent=2) if as_json else report_text(report))
         return
-    from topotrain.comm.store import StoreError
     from topotrain.config.topology import layout
+    from topotrain.tools.diagnostics.job_checks import as_text, exit_code, findings
 
     job = load_job(conf, sets, None, None, needs_program=False)
     topology = layout(job.cluster)
-
-    from topotrain.tools.diagnostics.job_checks import as_text, exit_code, findings
-
     names = [host.strip() for host in hosts.split(",") if host.strip()]
-    try:
-        found = list(findings(job, topology, rendezvous or job.rendezvous, names, os.environ))
-    except StoreError as error:
-        raise BadInput(str(error)) from None
+    found = list(findings(job, topology, rendezvous or job.rendezvous, names, os.environ))
     checks = {"checks": [one.as_data() for one in found]}
     print(json.dumps(checks, indent=2) if as_json else as_text(found))
     raise typer.Exit(exit_code(found))

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,7 +32,6 @@ from topotrain.tools.monitor.monitored_run import complain, display, show
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.launch.console_output import ConsoleOutput
-    from topotrain.launch.launchers.env_tables import LaunchInfo
     from topotrain.launch.multinode.node import NodeResult
     from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_monitor import JobMonitor
@@ -77,8 +76,10 @@ def unit(
       topotrain unit job.conf --rendezvous tcp://10.0.0.1:29400 --rank 0 --nprocs 2 train.py
     """
     with ExitStack() as stack:
+        from topotrain.comm.security.secret import load_secret
         from topotrain.comm.store import StoreError
-        from topotrain.launch.launchers.env_tables import RENDEZVOUS
+        from topotrain.comm.store.store_url import parse
+        from topotrain.launch.launchers.env_tables import RENDEZVOUS, start_of
         from topotrain.launch.shared_forkserver import join
 
         job = None if conf is None else load_job(conf, sets, program, args)
@@ -87,7 +88,10 @@ def unit(
             validate(job.cluster)
         # The environment comes before the job file: a launcher sets it for this start.
         named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
-        start = _start(rank, nprocs, rendezvous or named, host)
+        start = start_of(os.environ, rank, nprocs, rendezvous or named, host)
+        # Both only find mistakes here, before any process starts.
+        parse(start.rendezvous)
+        load_secret(os.environ)
         if report is not None and start.rank == 0:
             # The others write it only if unit 0 is lost. Their machines may not have its folder.
             check_writable("--report", report)
@@ -99,50 +103,20 @@ def unit(
         from topotrain.tools.monitor.rendezvous_line import rendezvous_line
         from topotrain.tools.recording.job_recorder import JobRecorder
 
-        recorded = JobRecorder(detailed=exports is not None)
-        window = _Window(start.rank, quiet, as_json, recorded, exports)
+        recorder = stack.enter_context(JobRecorder(detailed=exports is not None))
+        window, notice = (
+            _Window(start.rank, quiet, as_json, recorder, exports),
+            rendezvous_line(start.rank, start.nprocs),
+        )
+        node = Node(start, job, window.watching, forkserver=forkserver, notice=notice, shared=shared, watch=recorder)
         try:
-            notice = rendezvous_line(start.rank, start.nprocs)
-            node = Node(
-                start,
-                job,
-                window.watching,
-                forkserver=forkserver,
-                shared=shared,
-                outlet=window,
-                notice=notice,
-                watch=recorded,
-            )
             ended = node.run()
-            window.end(ended.outcome.code)
         except StoreError as error:
             complain(str(error))
             raise typer.Exit(1) from None
-        finally:
-            recorded.end(None)
+        window.end(ended.outcome.code)
         _print_end(ended, window, report, as_json, quiet)
         raise typer.Exit(ended.outcome.code)
-
-
-def _start(rank: int | None, nprocs: int | None, rendezvous: str, host: str) -> "LaunchInfo":
-    """Return the start of this unit from options and environment.
-
-    Raises ConfigError, and ends with code 2 for an invalid URL or secret.
-    """
-    from topotrain.comm.security.secret import load_secret
-    from topotrain.comm.store import StoreError
-    from topotrain.comm.store.store_url import parse
-    from topotrain.launch.launchers.env_tables import start_of
-
-    try:
-        start = start_of(os.environ, rank, nprocs, rendezvous, host)
-        # Both only find mistakes here, before any process starts.
-        parse(start.rendezvous)
-        load_secret(os.environ)
-    except StoreError as error:
-        complain(str(error))
-        raise typer.Exit(2) from None
-    return start
 
 
 @dataclass(slots=True)
@@ -152,45 +126,33 @@ class _Window:
     rank: int
     quiet: bool
     as_json: bool
-    recorded: "JobRecorder"
+    recorder: "JobRecorder"
     exports: "JobExports | None" = None
     report: "Report | None" = None
-    console: Any = field(default=None)
-    outlet: "ConsoleOutput | None" = None
-
-    @property
-    def full(self) -> bool:
-        """See `launch.ConsoleOutput`."""
-        return self.outlet is not None and self.outlet.full
-
-    def hurry(self) -> None:
-        """See `launch.ConsoleOutput`."""
-        if self.outlet is not None:
-            self.outlet.hurry()
 
     def end(self, code: int) -> None:
         """Let the recording and the exports write what is left."""
-        self.recorded.end(code)
+        self.recorder.end(code)
         if self.exports is not None:
             self.exports.end(code)
             for notice in self.exports.notices():
                 print(f"topotrain: {notice.who}: {notice.text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[JobMonitor]":
+    def watching(self, job: Job, topology: "Topology") -> "Iterator[tuple[JobMonitor, ConsoleOutput]]":
         """See `node.Watching`."""
         from topotrain.tools.monitor.job_monitor import JobMonitor
         from topotrain.tools.monitor.job_report import Report
         from topotrain.tools.monitor.result_tables import console
 
         self.report = report = Report(job, topology)
-        self.recorded.begin(job, topology)
-        self.console = terminal = console(stderr=True)
+        self.recorder.begin(job, topology)
         if self.rank:
-            where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
+            here = topology.units[self.rank]
+            where = ", ".join(map(str, (*here.workers, *here.servers)))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
-        with display(report, terminal, self.quiet, self.as_json, self.rank > 0) as (shown, self.outlet):
-            yield JobMonitor(shown, self.recorded, self.exports)
+        with display(report, console(stderr=True), self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
+            yield JobMonitor(shown, self.recorder, self.exports), outlet
 
 
 def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:
@@ -204,12 +166,13 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
         print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
     if ended.leads and window.report is not None and ended.job is not None:
         from topotrain.tools.monitor.job_report import JobResult
+        from topotrain.tools.monitor.result_tables import console
 
         if ended.rank and report is None:
             # The options of unit 0, which is lost, are not known here.
             report = Path(ended.job.workspace) / "report.json"
             print(f"topotrain: unit {ended.rank} has led the job, and writes {report}", file=sys.stderr, flush=True)
-        show(JobResult(outcome, window.report), window.console, quiet, as_json, report)
+        show(JobResult(outcome, window.report), console(stderr=True), quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:

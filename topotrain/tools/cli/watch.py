@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topotrain.tools.cli import jobs
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, writing
 
 if TYPE_CHECKING:
     from topotrain.tools.recording.job_recorder import JobRecorder
@@ -145,7 +145,5 @@ def write_page(file: Path, workspaces: Sequence[Path]) -> None:
     text = page_of(runs_of(workspaces))
     check_writable("--html", file)
     # The user has named this file, so its mode is what the umask gives.
-    try:
+    with writing("--html", file):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--html {file}: cannot be written ({error.strerror})") from None

@@ -38,7 +38,7 @@ class RunOptions:
     as_json: bool = False  # stdout is for JSON and not for the program
     forkserver: str = ""  # the socket of a running forkserver; "": the job starts its own
     profile: int = 0  # the step to profile; 0: none
-    resume: str = ""  # the folder of a snapshot
+    resume: str | None = None  # the folder of a snapshot; "": none; None: as the job says
     shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
     recorder: "JobRecorder | None" = None  # of this job; None: of its own
     exports: "JobExports | None" = None  # for other tools
@@ -58,25 +58,27 @@ def train(
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
+    from topotrain.launch.recovery.resume_point import asked_for
     from topotrain.tools.monitor.job_monitor import JobMonitor
     from topotrain.tools.monitor.job_report import JobResult, Report, story
     from topotrain.tools.recording.job_recorder import JobRecorder
 
     if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
         topology = replace(topology, link_mbit=loopback_mbit())
+    resume = asked_for(job, Path(job.workspace)) if options.resume is None else options.resume
     report, exports = Report(job, topology), options.exports
     with (
         options.recorder or JobRecorder(detailed=exports is not None) as recorder,
         display(report, terminal, options.quiet, options.as_json) as (window, made),
     ):
         recorder.begin(job, topology)
-        recorder.lead(bool(options.resume), ())
+        recorder.lead(bool(resume), ())
         monitor = JobMonitor(window, recorder, exports, listener)
         launcher = LocalLauncher(
             forkserver=options.forkserver,
             shared=options.shared,
             profile=options.profile,
-            resume=options.resume,
+            resume=resume,
             outlet=made,
             watch=recorder,
             folder=options.folder or RunFolder(),

@@ -26,6 +26,7 @@ from topotrain.tools.cli.job_arguments import (
     check_program,
     check_writable,
     recordings,
+    writing,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
 
@@ -182,10 +183,8 @@ def _show(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | No
         from topotrain.training.final_parameters import to_bytes
 
         named = {name: values[name].contiguous() for name in shown.dump}
-        try:
+        with writing("--out", shown.out):
             shown.out.write_bytes(to_bytes(named))
-        except OSError as error:
-            raise BadInput(f"--out {shown.out}: cannot be written ({error.strerror})") from None
     if shown.as_json:
         dumped = {name: values[name].tolist() for name in shown.dump}
         more = {"whole": until is None, "workspace": job.workspace, "dump": dumped}

@@ -40,9 +40,9 @@ def _as_before(job: Job, snapshot: str) -> Job:
     from pathlib import Path
 
     from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS
-    from topotrain.tools.cli.resume import earlier
+    from topotrain.tools.cli.job_arguments import snapshot_job
 
-    former = earlier(Path(snapshot)).job.cluster
+    former = snapshot_job(Path(snapshot))[0].cluster
     kept = {name: getattr(former, name) for name in LAYOUT_FIELDS}
     return replace(job, cluster=replace(job.cluster, auto=False, **kept))
 
