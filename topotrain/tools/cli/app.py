@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
-import typer
+from typer import Exit, Option, Typer
 
 from topotrain.tools.cli import chaos, compare, jobs, launch, plan, run, servers, setup_commands, unit, watch
 from topotrain.tools.cli.command_line import PanelGroup, add, add_removed
@@ -20,7 +20,7 @@ from topotrain.tools.replay import replay_command
 TRAINS = frozenset({"run", "unit", "launch", "check", "compare", "pserver", "replay"})
 """Commands that train: what they print is not their outcome."""
 
-app = typer.Typer(
+app = Typer(
     cls=PanelGroup,
     name="topotrain",
     help="Distributed PyTorch training in which one cluster block chooses the framework.",
@@ -46,13 +46,13 @@ def _version(wanted: bool) -> None:
         from importlib.metadata import version
 
         print(f"topotrain {version('topotrain')}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool, Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Take options before the command; typer reads the text at `app` for the help."""

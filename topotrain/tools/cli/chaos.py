@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.tools.amounts import seconds
@@ -25,28 +25,26 @@ def chaos(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    kill_every: Annotated[str, typer.Option(metavar="TIME", help="Mean time between two kills, such as 2s.")] = "2s",
+    kill_every: Annotated[str, Option(metavar="TIME", help="Mean time between two kills, such as 2s.")] = "2s",
     lasting: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
+        str, Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
     ] = "60s",
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
+    seed: Annotated[int, Option(metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
     freeze: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s.")
+        float, Option(metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s.")
     ] = 0.0,
-    role: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
-    pairs: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")] = 0.0,
+    role: Annotated[str, Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
+    pairs: Annotated[float, Option(metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")] = 0.0,
     moments: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--at",
             metavar="MOMENT",
             help="Also when processes start, restart, end, or are back: start, again, end, back.",
         ),
     ] = None,
-    kills: Annotated[
-        int, typer.Option(metavar="N", min=0, help="End after so many faults; 0: only --for ends them.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+    kills: Annotated[int, Option(metavar="N", min=0, help="End after so many faults; 0: only --for ends them.")] = 0,
+    as_json: Annotated[bool, Option("--json", help="Print the verdict as JSON on stdout.")] = False,
     quiet: Quiet = False,
     forkserver: Forkserver = "",
 ) -> None:
@@ -77,7 +75,7 @@ def chaos(
         result = train(job, layout(job.cluster), terminal, RunOptions(quiet, as_json, forkserver), injector)
     found = verdict(result, injector)
     print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
-    raise typer.Exit(result.outcome.code)
+    raise Exit(result.outcome.code)
 
 
 def verdict(result: "JobResult", injector: "FaultInjector") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
+from typer import Context, Typer
 from typer.core import TyperCommand, TyperGroup
 
 from topotrain.config.python_module import as_program
@@ -120,23 +120,21 @@ def _program_at(words: Sequence[str], at: int) -> tuple[str, list[str]]:
     return as_program(words[at].removeprefix("-m") or "".join(words[at + 1 : end])), list(words[end:])
 
 
-def add(
-    group: typer.Typer, command: Callable[..., None], name: str | None = None, text: str = "", **settings: Any
-) -> None:
+def add(group: Typer, command: Callable[..., None], name: str | None = None, text: str = "", **settings: Any) -> None:
     """Add a command with its docstring as help; the examples come behind the options."""
     help, _, shown = (text or inspect.getdoc(command) or "").partition("Example:\n")
     settings = {"cls": ProgramCommand, **settings}
     group.command(name, help=help, epilog=f"\b\nExample:\n{shown}", **settings)(command)
 
 
-def add_removed(app: typer.Typer) -> None:
+def add_removed(app: Typer) -> None:
     """Add the commands of earlier versions, which no help shows."""
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     for former in PRESENT:
         app.command(former, hidden=True, add_help_option=False, context_settings=settings)(_removed)
 
 
-def _removed(context: typer.Context) -> None:
+def _removed(context: Context) -> None:
     """Print the present form of a command, with the words of the user."""
     words = shlex.join(_present_words(context.args))
     raise BadInput(f"this command is now: topotrain {PRESENT[context.info_name or '']} {words}".rstrip())

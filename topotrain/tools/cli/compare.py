@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import module_of
@@ -24,7 +24,7 @@ from topotrain.tools.cli.job_arguments import (
     Sets,
     check_kind,
     check_writable,
-    job_files_and_scripts,
+    completion,
     load_job,
     with_link,
 )
@@ -39,19 +39,17 @@ if TYPE_CHECKING:
 def compare(
     files: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="CONF... PROGRAM -- ARGS",
             help="Files that end with .conf, .yaml or .yml, one that ends with .py (or -m MODULE), and its arguments.",
             show_default=False,
-            autocompletion=job_files_and_scripts,
+            autocompletion=completion(lambda path: path.endswith((*JOB_ENDINGS, ".py"))),
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all results.")] = Path("workspace/compare"),
+    out: Annotated[Path, Option(metavar="DIR", help="Folder of all results.")] = Path("workspace/compare"),
     sets: Sets = None,
     emulate: Emulate = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON on stdout, not as a table.")] = False,
     running: Forkserver = "",
 ) -> None:
     """Train one program under several job files, in turn.
@@ -98,7 +96,7 @@ def compare(
             console().print(drawn_losses)
     drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
     terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -121,10 +119,10 @@ def check(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Compare so many steps.")] = 30,
-    whole: Annotated[bool, typer.Option("--whole", help="Compare all steps, and what follows the last.")] = False,
+    steps: Annotated[int, Option(metavar="N", min=1, help="Compare so many steps.")] = 30,
+    whole: Annotated[bool, Option("--whole", help="Compare all steps, and what follows the last.")] = False,
     eval_mode: Annotated[
-        bool, typer.Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
+        bool, Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -147,9 +145,9 @@ def check(
             found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, line.stage)
     except check_run.RunFailed as failed:
         complain(str(failed))
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
     print(json.dumps({"equal": not found.what, **asdict(found)}, indent=2) if as_json else sentence(found))
-    raise typer.Exit(1 if found.what else 0)
+    raise Exit(1 if found.what else 0)
 
 
 def sentence(found: "Comparison") -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli.job_arguments import check_writable
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 Logs = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--log",
         metavar="KIND",
         help="Write the curves: tensorboard[:DIR], jsonl[:FILE], or python:MODULE:CLASS for a tracker; repeatable.",
     ),
 ]
 Metrics = Annotated[
-    str,
-    typer.Option("--metrics", metavar="PORT", help="Serve metrics for Prometheus on this machine, or at ADDRESS:PORT."),
+    str, Option("--metrics", metavar="PORT", help="Serve metrics for Prometheus on this machine, or at ADDRESS:PORT.")
 ]
 
 

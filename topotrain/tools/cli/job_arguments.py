@@ -2,15 +2,14 @@
 
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from glob import escape, glob
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from topotrain.comm.store.key_validation import StoreError
 from topotrain.config.job import ConfigError, Job
@@ -23,55 +22,43 @@ from topotrain.tools.monitor.monitored_run import complain
 JOB_ENDINGS = (".conf", ".yaml", ".yml")
 
 
-def job_files(incomplete: str) -> list[str]:
-    """Return the job files and folders that begin with a path."""
-    return _paths(incomplete, lambda path: path.endswith(JOB_ENDINGS))
+def completion(is_offered: Callable[[str], bool]) -> Callable[[str], list[str]]:
+    """Return the completion of an argument by folders, and by some files."""
+
+    def complete(incomplete: str) -> list[str]:
+        begun = ((path, os.path.isdir(path)) for path in glob(f"{escape(incomplete)}*"))
+        found = sorted(path + "/" * is_folder for path, is_folder in begun if is_folder or is_offered(path))
+        # The shell would end the word after a single folder.
+        return complete(found[0]) if len(found) == 1 and found[0].endswith("/") else found
+
+    return complete
 
 
-def job_files_and_scripts(incomplete: str) -> list[str]:
-    """Return the job files, scripts and folders that begin with a path."""
-    return _paths(incomplete, lambda path: path.endswith((*JOB_ENDINGS, ".py")))
-
-
-def recordings(incomplete: str) -> list[str]:
-    """Return files that may be recordings, which are ZIP archives, and folders."""
-    return _paths(incomplete, lambda path: os.path.isfile(path) and zipfile.is_zipfile(path))
-
-
-def _paths(incomplete: str, is_offered: Callable[[str], bool]) -> list[str]:
-    begun = ((path, os.path.isdir(path)) for path in glob(f"{escape(incomplete)}*"))
-    found = sorted(path + "/" * is_folder for path, is_folder in begun if is_folder or is_offered(path))
-    # The shell would end the word after a single folder.
-    return _paths(found[0], is_offered) if len(found) == 1 and found[0].endswith("/") else found
+def job_file(help: str) -> Any:
+    """Return the argument for a job file."""
+    complete = completion(lambda path: path.endswith(JOB_ENDINGS))
+    return Argument(metavar="JOB.conf", help=help, show_default=False, autocompletion=complete)
 
 
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+    Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
 ]
 Emulate = Annotated[
-    str, typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms.")
+    str, Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms.")
 ]
-Conf = Annotated[
-    Path,
-    typer.Argument(
-        metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False, autocompletion=job_files
-    ),
-]
+Conf = Annotated[Path, job_file("Protobuf text format, or .yaml.")]
 Program = Annotated[
     str | None,
-    typer.Argument(
-        metavar="PROGRAM", help="The training script, or -m MODULE as for python; else the file's `program`."
-    ),
+    Argument(metavar="PROGRAM", help="The training script, or -m MODULE as for python; else the file's `program`."),
 ]
 Args = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGS", help="Passed to the script unchanged, also those that begin with --."),
+    list[str] | None, Argument(metavar="ARGS", help="Passed to the script unchanged, also those that begin with --.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")]
+AsJson = Annotated[bool, Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, Option("--quiet", help="No progress, only what the program prints.")]
 Forkserver = Annotated[
-    str, typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already.")
+    str, Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already.")
 ]
 
 
@@ -197,10 +184,10 @@ def refusing() -> Iterator[None]:
         yield
     except (ConfigError, BadInput, StoreError) as error:
         complain(str(error))
-        raise typer.Exit(2) from None
+        raise Exit(2) from None
     except KeyboardInterrupt:
         # Ctrl-C before the launcher has a handler of its own.
-        raise typer.Exit(130) from None
+        raise Exit(130) from None
     except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
-        raise typer.Exit(1) from None
+        raise Exit(1) from None

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Exit, Option, Typer
 
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
@@ -32,9 +32,8 @@ PATIENCE = 5.0
 """Seconds for which the commands try to reach a store."""
 NOTICE_S = 5.0
 """Seconds after which a command says that it waits for the job."""
-NAME_IT = "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
 
-jobs = typer.Typer(
+jobs = Typer(
     cls=PanelGroup,
     help="List jobs, or view, stop, save, shrink or grow one that runs.",
     no_args_is_help=True,
@@ -42,7 +41,7 @@ jobs = typer.Typer(
 )
 
 
-def _removed_option(context: typer.Context, url: str) -> None:
+def _removed_option(context: Context, url: str) -> None:
     """End with the present form of `--rendezvous`, an option of earlier versions."""
     if url:
         verb = context.info_name
@@ -51,32 +50,18 @@ def _removed_option(context: typer.Context, url: str) -> None:
 
 Where = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="WORKSPACE|URL",
         help="The folder of a job with a part on this machine, or that `topotrain launch` has started. From any "
         f"machine: the store in which its units met, with --job; {RENDEZVOUS_VARIABLE} may name it.",
         show_default=False,
     ),
 ]
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False)
-]
+Url = Annotated[str, Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False)]
 JobName = Annotated[
-    str, typer.Option("--job", metavar="ID", help="With a store: the job, as `topotrain jobs list` shows it.")
+    str, Option("--job", metavar="ID", help="With a store: the job, as `topotrain jobs list` shows it.")
 ]
-Former = Annotated[str, typer.Option("--rendezvous", hidden=True, callback=_removed_option)]
-Group = Annotated[
-    int | None, typer.Option("--group", metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", metavar="N", help="Jobs of one worker group: how many workers; usually 1.")
-]
-Within = Annotated[
-    str,
-    typer.Option(
-        "--within", metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take."
-    ),
-]
+Former = Annotated[str, Option("--rendezvous", hidden=True, callback=_removed_option)]
 
 LEAVE = """Let a worker group, or workers, leave a running job.
 
@@ -111,7 +96,8 @@ def list_(url: Url = "", as_json: AsJson = False, former: Former = "") -> None:
         elif not records:
             print("no jobs", file=sys.stderr)
         else:
-            print(_table([("id", "state", "started", "units", "name"), *map(_row, records)]))
+            rows = [(each.id, each.state, _when(each), str(each.units), each.name) for each in records]
+            print(_table([("id", "state", "started", "units", "name"), *rows]))
 
 
 def view(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
@@ -154,7 +140,7 @@ def stop(where: Where = "", job: JobName = "", as_json: AsJson = False, former: 
 def snapshot(
     where: Where = "",
     job: JobName = "",
-    within: Annotated[str, typer.Option(metavar="TIME", help="How long the snapshot may take.")] = "10s",
+    within: Annotated[str, Option(metavar="TIME", help="How long the snapshot may take.")] = "10s",
     as_json: AsJson = False,
 ) -> None:
     """Let a running job take a snapshot after its next step, and go on.
@@ -170,15 +156,27 @@ def snapshot(
 
 
 def _change(
-    context: typer.Context,
+    context: Context,
     where: Where = "",
     job: JobName = "",
-    group: Group = None,
-    workers: Workers = None,
-    within: Within = "10s",
+    group: Annotated[
+        int | None, Option(metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
+    ] = None,
+    workers: Annotated[
+        int | None, Option(metavar="N", help="Jobs of one worker group: how many workers; usually 1.")
+    ] = None,
+    within: Annotated[
+        str, Option(metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take.")
+    ] = "10s",
     as_json: AsJson = False,
 ) -> None:
-    _request(where, job, _resize(context.info_name or "", group, workers, within), as_json)
+    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
+
+    verb, within_s = context.info_name or "", seconds("--within", within)
+    if group is not None and workers is not None:
+        raise ConfigError("--workers", workers, "must not be given with --group, which means a whole worker group")
+    resize = ResizeRequest(verb, 1 if workers is None else workers, within_s)
+    _request(where, job, resize if group is None else GroupRequest(verb, group, within_s), as_json)
 
 
 add(jobs, list_, "list")
@@ -249,7 +247,9 @@ def _job_of_store(where: str, job: str) -> tuple[str, str]:
     if where and job and named and named != job:
         raise ConfigError("--job", job, f"is not the job of the URL, which is {named!r}")
     if not job and not named:
-        raise BadInput(NAME_IT)
+        raise BadInput(
+            "give the job, too: --job ID, as `topotrain jobs list` shows it, or ?job=ID at the end of the URL"
+        )
     return url, job or named
 
 
@@ -263,18 +263,6 @@ def _request(where: str, job: str, wish: "JobRequest", as_json: bool) -> None:
         else:
             answer = ask_over_store(*_job_of_store(where, job), wish, os.environ)
     _print(answer, as_json)
-
-
-def _resize(verb: str, group: int | None, workers: int | None, within: str) -> "JobRequest":
-    """Return a request for the named group, or else for workers. Raises ConfigError."""
-    from topotrain.launch.recovery.recovery_actions import GroupRequest, ResizeRequest
-
-    within_s = seconds("--within", within)
-    if group is None:
-        return ResizeRequest(verb, 1 if workers is None else workers, within_s)
-    if workers is not None:
-        raise ConfigError("--workers", workers, "must not be given with --group, which means a whole worker group")
-    return GroupRequest(verb, group, within_s)
 
 
 @contextmanager
@@ -302,7 +290,7 @@ def _store_errors() -> Iterator[None]:
     # After a request was sent, it is not known whether the job has changed.
     except StoreError as error:
         complain(str(error))
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
 
 
 @contextmanager
@@ -319,10 +307,6 @@ def _registry(url: str) -> "Iterator[Registry]":
 
 def _print(answer: dict[str, Any], as_json: bool) -> None:
     print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
-
-
-def _row(record: "JobRecord") -> tuple[str, ...]:
-    return record.id, record.state, _when(record), str(record.units), record.name
 
 
 def _when(record: "JobRecord") -> str:

@@ -4,7 +4,7 @@ import json
 import os
 from typing import Annotated, Any
 
-import typer
+from typer import Context, Exit, Option, Typer
 
 from topotrain.launch.launchers import KUBERNETES, LAUNCHERS, LOCAL, OPTIONS, check_name, check_options, flag_of
 from topotrain.launch.launchers import launch as start
@@ -50,39 +50,35 @@ class LauncherGroup(PanelGroup):
         return super().resolve_command(ctx, args)
 
 
-launch = typer.Typer(cls=LauncherGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
+launch = Typer(cls=LauncherGroup, help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 def _launch(
-    context: typer.Context,
+    context: Context,
     conf: Conf,
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
     emulate: Emulate = "",
-    rendezvous: Annotated[
-        str, typer.Option(metavar="URL", help="Where the units meet, instead of the workspace.")
-    ] = "",
-    nodes: Annotated[int, typer.Option(min=0, help="On how many machines; 0: the launcher decides.")] = 0,
-    hosts: Annotated[str, typer.Option(metavar="A,B", help="Names of the machines.")] = "",
+    rendezvous: Annotated[str, Option(metavar="URL", help="Where the units meet, instead of the workspace.")] = "",
+    nodes: Annotated[int, Option(min=0, help="On how many machines; 0: the launcher decides.")] = 0,
+    hosts: Annotated[str, Option(metavar="A,B", help="Names of the machines.")] = "",
     passed: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, unchanged; may be given repeatedly."),
+        Option("--pass", metavar="WORD", help="For the launcher's own tool, unchanged; may be given repeatedly."),
     ] = None,
-    job_id: Annotated[str, typer.Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the queued job to its end, and end with its code.")
-    ] = False,
-    max_restarts: Annotated[int, typer.Option(metavar="N", min=0, help="All may restart N times.")] = 0,
-    image: Annotated[str, typer.Option(help="Of the container, with the script in it.")] = "",
-    namespace: Annotated[str, typer.Option(help="Instead of `default`.")] = "",
-    form: Annotated[str, typer.Option("--format", metavar="KIND", help="trainjob or jobset.")] = "",
-    output: Annotated[str, typer.Option(metavar="FILE", help="Instead of stdout.")] = "",
-    with_secret: Annotated[bool, typer.Option("--with-secret", help="Include the job's secret.")] = False,
+    job_id: Annotated[str, Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
+    wait: Annotated[bool, Option("--wait", help="Follow the queued job to its end, and end with its code.")] = False,
+    max_restarts: Annotated[int, Option(metavar="N", min=0, help="All may restart N times.")] = 0,
+    image: Annotated[str, Option(help="Of the container, with the script in it.")] = "",
+    namespace: Annotated[str, Option(help="Instead of `default`.")] = "",
+    form: Annotated[str, Option("--format", metavar="KIND", help="trainjob or jobset.")] = "",
+    output: Annotated[str, Option(metavar="FILE", help="Instead of stdout.")] = "",
+    with_secret: Annotated[bool, Option("--with-secret", help="Include the job's secret.")] = False,
     requeue: Annotated[
-        bool, typer.Option("--requeue", help="Before the time limit save, queue the job again, and go on.")
+        bool, Option("--requeue", help="Before the time limit save, queue the job again, and go on.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     logs: Logs = None,
     metrics: Metrics = "",
     as_json: AsJson = False,
@@ -115,7 +111,7 @@ def _launch(
     job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
     started = start(name, job, layout(job.cluster), options, os.environ, dry_run)
     print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
-    raise typer.Exit(started.code)
+    raise Exit(started.code)
 
 
 for _name, _entry in LAUNCHERS.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli.job_arguments import Args, BadInput, Conf, Program, Sets, check_writable, load_job
@@ -23,16 +23,16 @@ def plan(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
+        Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
+        Path | None, Option(metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
+        bool, Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
     ] = False,
 ) -> None:
     """Show which unit runs which worker and server; nothing is started.
@@ -73,7 +73,7 @@ def plan(
             graph_plot.draw(cut.bill, plot, job.name)
         except OSError as error:
             complain(f"{plot}: cannot be written ({error.strerror})")
-            raise typer.Exit(1) from None
+            raise Exit(1) from None
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
@@ -88,7 +88,7 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
     # The script's own error, with its traceback: this is no bad input, so the code is 1.
     except Exception:
         complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
     momentum, names = seen.momentum(job.updater), seen.optimizer_names(job.updater)
     if job.cluster.nworkers_per_group > 1:
         from topotrain.tools.plan.model_cut import cut_of

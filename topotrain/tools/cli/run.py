@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of
@@ -21,7 +21,7 @@ from topotrain.tools.cli.job_arguments import (
     Sets,
     check_program,
     check_writable,
-    job_files,
+    job_file,
     load_job,
     snapshot_job,
     with_link,
@@ -44,20 +44,14 @@ WARM_STEP = 10
 
 
 def run(
-    conf: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional.", autocompletion=job_files
-        ),
-    ] = None,
+    conf: Annotated[Path | None, job_file("Protobuf text format, or .yaml; with --resume optional.")] = None,
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one."),
+        Path | None, Option(metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file.")] = None,
+    report: Annotated[Path | None, Option(metavar="FILE", help="Write the result as JSON to this file.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     watch_port: WatchPort = None,
@@ -65,20 +59,18 @@ def run(
     logs: Logs = None,
     metrics: Metrics = "",
     profile: Annotated[
-        bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
+        bool, Option("--profile", help="Write a trace of one step over all processes: trace.json.")
     ] = False,
     profile_step: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The step that --profile shows, instead of 10.")
+        int | None, Option(metavar="N", min=1, help="The step that --profile shows, instead of 10.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`.")
+        Path | None, Option(metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`.")
     ] = None,
     emulate: Emulate = "",
-    rendezvous: Annotated[
-        str, typer.Option(metavar="URL", help="A store where the job is listed, not its workspace.")
-    ] = "",
+    rendezvous: Annotated[str, Option(metavar="URL", help="A store where the job is listed, not its workspace.")] = "",
     forkserver: Forkserver = "",
-    lecture: Annotated[str | None, typer.Option(hidden=True, help="It was removed.")] = None,
+    lecture: Annotated[str | None, Option(hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Train a job on this machine.
 
@@ -133,7 +125,7 @@ def run(
         if recording is not None and record is not None:
             saved = _save_recording(recording, code == 0, record, terminal if not quiet else None)
             code = code or (0 if saved else 1)
-        raise typer.Exit(code)
+        raise Exit(code)
 
 
 def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit
 
 from topotrain.tools.monitor.monitored_run import complain
 
@@ -13,9 +13,7 @@ SETTINGS = {"ignore_unknown_options": True}
 """The flags are read below."""
 
 
-def store(
-    url: Annotated[str, typer.Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")],
-) -> None:
+def store(url: Annotated[str, Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")]) -> None:
     """Serve a store until Ctrl-C, for the rendezvous of jobs.
 
     Its values are in memory. Its clients need the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
@@ -37,12 +35,12 @@ def store(
     print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
     number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
     served.close()
-    raise typer.Exit(128 + number)
+    raise Exit(128 + number)
 
 
 def pserver(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="--FLAG=VALUE", help="In the syntax of gflags.", show_default=False)
+        list[str] | None, Argument(metavar="--FLAG=VALUE", help="In the syntax of gflags.", show_default=False)
     ] = None,
 ) -> None:
     """Serve parameters as Paddle's pserver, for trainers started by hand.
@@ -80,7 +78,7 @@ def pserver(
     except (TransportError, JobError) as error:
         complain(str(error))
         refused = isinstance(error, Refused) or getattr(error, "config", False)
-        raise typer.Exit(2 if refused else 1) from None
+        raise Exit(2 if refused else 1) from None
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -5,19 +5,17 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, job_files, load_job
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, job_file, load_job
 from topotrain.tools.starter_job import CLUSTERS, DEFAULT, write_starter
 
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where to write; made if it is missing.", show_default=False)
+        Path, Argument(metavar="FOLDER", help="Where to write; made if it is missing.", show_default=False)
     ] = Path(),
-    framework: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Of the cluster block: {', '.join(CLUSTERS)}.")
-    ] = DEFAULT,
+    framework: Annotated[str, Option(metavar="NAME", help=f"Of the cluster block: {', '.join(CLUSTERS)}.")] = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
     """Write a job file and a small training script to begin with.
@@ -37,19 +35,11 @@ def init(
 
 def doctor(
     conf: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB.conf",
-            help="Check whether this job can run here; without it the machine is described.",
-            show_default=False,
-            autocompletion=job_files,
-        ),
+        Path | None, job_file("Check whether this job can run here; without it the machine is described.")
     ] = None,
     sets: Sets = None,
-    rendezvous: Annotated[
-        str, typer.Option(metavar="URL", help="Where the units meet, instead of the file's field.")
-    ] = "",
-    hosts: Annotated[str, typer.Option(metavar="A,B", help="Names of the machines of the job.")] = "",
+    rendezvous: Annotated[str, Option(metavar="URL", help="Where the units meet, instead of the file's field.")] = "",
+    hosts: Annotated[str, Option(metavar="A,B", help="Names of the machines of the job.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Describe this machine, or check whether a job can run on it.
@@ -78,4 +68,4 @@ def doctor(
     found = list(findings(job, topology, rendezvous or job.rendezvous, names, os.environ))
     checks = {"checks": [one.as_data() for one in found]}
     print(json.dumps(checks, indent=2) if as_json else as_text(found))
-    raise typer.Exit(exit_code(found))
+    raise Exit(exit_code(found))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
@@ -24,7 +24,7 @@ from topotrain.tools.cli.job_arguments import (
     Quiet,
     Sets,
     check_writable,
-    job_files,
+    job_file,
     load_job,
 )
 from topotrain.tools.monitor.monitored_run import complain, display, show
@@ -40,28 +40,20 @@ if TYPE_CHECKING:
 
 
 def unit(
-    conf: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB.conf",
-            help="For unit 0 at least, unless the job was submitted.",
-            show_default=False,
-            autocompletion=job_files,
-        ),
-    ] = None,
+    conf: Annotated[Path | None, job_file("For unit 0 at least, unless the job was submitted.")] = None,
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    rendezvous: Annotated[str, typer.Option(metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")] = "",
+    rendezvous: Annotated[str, Option(metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")] = "",
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Which unit this is, from 0, or a launcher's variable.")
+        int | None, Option(metavar="R", help="Which unit this is, from 0, or a launcher's variable.")
     ] = None,
-    nprocs: Annotated[int | None, typer.Option(metavar="N", help="How many units, or a launcher's variable.")] = None,
-    host: Annotated[str, typer.Option(metavar="ADDR", help="The address at which other hosts reach this one.")] = "",
+    nprocs: Annotated[int | None, Option(metavar="N", help="How many units, or a launcher's variable.")] = None,
+    host: Annotated[str, Option(metavar="ADDR", help="The address at which other hosts reach this one.")] = "",
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The leader writes the result as JSON to this file.")
+        Path | None, Option(metavar="FILE", help="The leader writes the result as JSON to this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
+    as_json: Annotated[bool, Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
     quiet: Quiet = False,
     logs: Logs = None,
     metrics: Metrics = "",
@@ -113,10 +105,10 @@ def unit(
             ended = node.run()
         except StoreError as error:
             complain(str(error))
-            raise typer.Exit(1) from None
+            raise Exit(1) from None
         window.end(ended.outcome.code)
         _print_end(ended, window, report, as_json, quiet)
-        raise typer.Exit(ended.outcome.code)
+        raise Exit(ended.outcome.code)
 
 
 @dataclass(slots=True)

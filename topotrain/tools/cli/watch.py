@@ -1,12 +1,12 @@
 """The command `watch`, and the page of `run --watch`, on a job's recording."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, BadParameter, Exit, Option
 
 from topotrain.tools.cli import jobs
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, writing
@@ -22,12 +22,12 @@ def _port(value: str | int) -> int:
     text = str(value)  # a default is a number already
     if text.isascii() and text.isdecimal() and int(text) <= 65535:
         return int(text)
-    raise typer.BadParameter(f"{text!r} is no port: it must be a number from 0 to 65535, and 0 takes any free one")
+    raise BadParameter(f"{text!r} is no port: it must be a number from 0 to 65535, and 0 takes any free one")
 
 
 WatchPort = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--watch",
         metavar="[PORT]",
         parser=_port,
@@ -36,33 +36,28 @@ WatchPort = Annotated[
 ]
 WatchHost = Annotated[
     str,
-    typer.Option(
-        "--watch-host", metavar="ADDRESS", help=f"With --watch: of this machine, instead of {HOST}; then over TLS."
-    ),
+    Option("--watch-host", metavar="ADDRESS", help=f"With --watch: of this machine, instead of {HOST}; then over TLS."),
 ]
 
 
 def watch(
     workspaces: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="WORKSPACE...",
             help="The folder of a job that runs, or has ended; several ones, or a folder that has them, side by side; "
             "or the URL of a store, with --job.",
         ),
     ],
     port: Annotated[
-        int | None, typer.Option(metavar="N", parser=_port, help="Of the page; without it, any free one.")
+        int | None, Option(metavar="N", parser=_port, help="Of the page; without it, any free one.")
     ] = None,
     host: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS."),
+        str, Option(metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS.")
     ] = "",
-    once: Annotated[bool, typer.Option("--once", help="Print the state of the job now, and end.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page as one file to mail, and end.")
-    ] = None,
-    job: Annotated[str, typer.Option(metavar="ID", help="With the URL of a store.")] = "",
+    once: Annotated[bool, Option("--once", help="Print the state of the job now, and end.")] = False,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Write the page as one file to mail, and end.")] = None,
+    job: Annotated[str, Option(metavar="ID", help="With the URL of a store.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a job on a page in the browser, in a file, or as text.
@@ -89,12 +84,22 @@ def watch(
         jobs.print_once(Path(workspace), as_json)
     else:
         _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
-        found = [Path(one) for one in workspaces]
+        from topotrain.tools.dashboard.run_folders import runs_of
+
+        runs = runs_of(map(Path, workspaces))
         if html is None:
-            raise typer.Exit(serve(found, port or 0, host or HOST))
+            from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
+
+            raise Exit(serve_until_stopped([run.absolute() for run in runs], PageOptions(port or 0, host or HOST)))
         del paged[" ".join(others)]
         _refuse(paged, "--html writes a file, and serves no page")
-        write_page(html, found)
+        from topotrain.tools.dashboard.mailed_page import page_of
+
+        text = page_of(runs)
+        check_writable("--html", html)
+        # The user has named this file, so its mode is what the umask gives.
+        with writing("--html", html):
+            html.write_text(text, encoding="utf-8")
 
 
 def _refuse(given: Mapping[str, bool], why: str) -> None:
@@ -124,26 +129,3 @@ def watched(port: int | None, host: str, workspace: str, recorder: "JobRecorder"
     with served_page(bound, [WatchedRun(Path(workspace).absolute(), recorder)]) as url:
         announce(bound, url)
         yield
-
-
-def serve(workspaces: Sequence[Path], port: int, host: str) -> int:
-    """Serve the page of running or ended jobs until Ctrl-C; return the exit code.
-
-    Raises ConfigError or BadInput.
-    """
-    from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
-    from topotrain.tools.dashboard.run_folders import runs_of
-
-    return serve_until_stopped([run.absolute() for run in runs_of(workspaces)], PageOptions(port, host))
-
-
-def write_page(file: Path, workspaces: Sequence[Path]) -> None:
-    """Write the page of recorded jobs into one file. Raises ConfigError or BadInput."""
-    from topotrain.tools.dashboard.mailed_page import page_of
-    from topotrain.tools.dashboard.run_folders import runs_of
-
-    text = page_of(runs_of(workspaces))
-    check_writable("--html", file)
-    # The user has named this file, so its mode is what the umask gives.
-    with writing("--html", file):
-        file.write_text(text, encoding="utf-8")

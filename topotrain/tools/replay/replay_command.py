@@ -7,12 +7,13 @@ import json
 import re
 import shlex
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.plain_text import printable
@@ -25,7 +26,7 @@ from topotrain.tools.cli.job_arguments import (
     Quiet,
     check_program,
     check_writable,
-    recordings,
+    completion,
     writing,
 )
 from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
@@ -39,23 +40,27 @@ if TYPE_CHECKING:
 _UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 
 
+def is_archive(path: str) -> bool:
+    """Whether this may be a recording."""
+    return Path(path).is_file() and zipfile.is_zipfile(path)
+
+
 def replay(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=recordings)
+        Path,
+        Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=completion(is_archive)),
     ],
     program: Program = None,
     args: Args = None,
-    until: Annotated[str, typer.Option(metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")] = "",
+    until: Annotated[str, Option(metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")] = "",
     dump: Annotated[
-        list[str] | None, typer.Option(metavar="PARAM", help="Print this parameter; may be given several times.")
+        list[str] | None, Option(metavar="PARAM", help="Print this parameter; may be given several times.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what --dump names, as safetensors.")] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Show the first decision that differs there.")
-    ] = None,
-    workspace: Annotated[str, typer.Option(metavar="DIR", help="Of the replay, instead of FILE.replay.")] = "",
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write what --dump names, as safetensors.")] = None,
+    compare: Annotated[Path | None, Option(metavar="FILE", help="Show the first decision that differs there.")] = None,
+    workspace: Annotated[str, Option(metavar="DIR", help="Of the replay, instead of FILE.replay.")] = "",
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
+        bool, Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -78,7 +83,7 @@ def replay(
         if program or until or dump or out is not None or workspace or recorded:
             text = "leave out PROGRAM, --recorded, --until, --dump, --out and --workspace"
             raise BadInput(f"--compare runs nothing: {text}")
-        raise typer.Exit(_compare(record, load_decisions(compare), file, compare, as_json))
+        raise Exit(_compare(record, load_decisions(compare), file, compare, as_json))
     if out is not None and not dump:
         raise BadInput("--out is for the parameters that --dump names: give one")
     check_asked(record.job, program, recorded)
@@ -86,7 +91,7 @@ def replay(
     stop = parse_until(until, record)
     if out is not None:
         check_writable("--out", out)
-    raise typer.Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
+    raise Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
 
 
 class Shown:
