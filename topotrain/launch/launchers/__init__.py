@@ -83,7 +83,8 @@ def launch(
     check_options(name, options)
     if name == LOCAL:
         return Launched(name, "", "", len(topology.units), 0, local_command(job, topology), {}, dry_run)
-    tool = find_tool(name)
+    # Imported by name: most launchers need a library that only their users have.
+    tool = cast("LauncherTool", importlib.import_module(f"topotrain.launch.launchers.{name}"))
     if name == KUBERNETES:  # where there is no folder that all units can read
         from topotrain.launch.launchers.kubernetes import completed
 
@@ -97,13 +98,6 @@ def launch(
         text = ended.text or "".join(f"{ended.said[key]}\n" for key in ("job",) if key in ended.said)
     shown = without_password(at.rendezvous)
     return Launched(name, at.id, shown, at.units, ended.code, text, ended.said, dry_run)
-
-
-def find_tool(name: str) -> "LauncherTool":
-    """Return the module of a launcher but the local one. Raises ConfigError."""
-    check_name(name)
-    # Imported by name: most launchers need a library that only their users have.
-    return cast("LauncherTool", importlib.import_module(f"topotrain.launch.launchers.{name}"))
 
 
 def check_name(name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 from typer import Exit, Option, Typer
 
-from topotrain.tools.cli import chaos, compare, jobs, launch, plan, run, servers, setup_commands, unit, watch
+from topotrain.tools.cli import chaos, compare, jobs, launch, plan, run, setup_commands, unit, watch
 from topotrain.tools.cli.command_line import PanelGroup, add, add_removed
 from topotrain.tools.cli.performance import advise_command, predict_command, probe_command
 from topotrain.tools.replay import replay_command
@@ -61,14 +61,14 @@ def _root(
 PANELS = {
     "Start": (setup_commands.init, run.run, plan.plan, compare.compare, compare.check),
     "Look": (watch.watch,),
-    "Cluster": (unit.unit, servers.store, setup_commands.doctor),
+    "Cluster": (unit.unit, setup_commands.store, setup_commands.doctor),
     "Think": (predict_command.predict, advise_command.advise),
     "Study": (replay_command.replay, chaos.chaos),
 }
 for _panel, _commands in PANELS.items():
     for _command in _commands:
         add(app, _command, rich_help_panel=_panel)
-add(app, servers.pserver, rich_help_panel="Cluster", context_settings=servers.SETTINGS)
+add(app, setup_commands.pserver, rich_help_panel="Cluster", context_settings={"ignore_unknown_options": True})
 app.add_typer(jobs.jobs, name="jobs", rich_help_panel="Look")
 app.add_typer(launch.launch, name="launch", rich_help_panel="Cluster")
 add(app, probe_command.probe, hidden=True)  # predict and advise measure by themselves

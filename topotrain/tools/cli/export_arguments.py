@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,11 +30,21 @@ Metrics = Annotated[
 
 
 @contextmanager
-def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExports | None]":
-    """Yield the exports that a user asks for, or None. Raises ConfigError."""
-    if not logs and not metrics:
+def exports_of(
+    job: Job | None, logs: Sequence[str] | None, metrics: str, rank: int = 0
+) -> "Iterator[JobExports | None]":
+    """Yield the exports that a user asks for, in unit 0, or None. Raises ConfigError.
+
+    job: None: this unit was started without one.
+    """
+    # A launcher starts all units with the same words, so all units check them.
+    if not words_for_unit(logs, metrics) or rank:
         yield None
         return
+    logs = logs or ()
+    if job is None:
+        option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
+        raise ConfigError(option, value, "needs JOB.conf, which unit 0 was started without")
     for value in logs:
         kind, _, file = value.partition(":")
         if kind == "jsonl" and file:
@@ -43,30 +53,7 @@ def exports_of(job: Job, logs: Sequence[str], metrics: str) -> "Iterator[JobExpo
             _check_folder(value, Path(file))
     from topotrain.tools.exporters.job_exports import JobExports
 
-    exports = JobExports(job, logs, metrics, os.environ)
-    try:
-        yield exports
-    finally:
-        exports.close()
-
-
-@contextmanager
-def exports_of_unit(job: Job | None, rank: int, logs: Sequence[str], metrics: str) -> "Iterator[JobExports | None]":
-    """Yield the exports of a job of several units in unit 0, and None in the others.
-
-    Raises ConfigError.
-
-    job: None: this unit was started without one.
-    """
-    if rank:
-        # A launcher starts all units with the same words, so they are no mistake here.
-        words_for_unit(logs, metrics)
-        yield None
-        return
-    if job is None and (logs or metrics):
-        option, value = ("--log", logs[0]) if logs else ("--metrics", metrics)
-        raise ConfigError(option, value, "needs JOB.conf, which unit 0 was started without")
-    with nullcontext() if job is None else exports_of(job, logs, metrics) as exports:
+    with closing(JobExports(job, logs, metrics, os.environ)) as exports:
         yield exports
 
 
@@ -76,11 +63,9 @@ def announce(exports: "JobExports | None") -> None:
         print(f"metrics: {exports.url}", file=sys.stderr, flush=True)
 
 
-def words_for_unit(logs: Sequence[str], metrics: str) -> tuple[str, ...]:
-    """Return the same options as words for `topotrain unit`, which may run elsewhere.
-
-    Raises ConfigError.
-    """
+def words_for_unit(logs: Sequence[str] | None, metrics: str) -> tuple[str, ...]:
+    """Return the same options as words for `topotrain unit`. Raises ConfigError."""
+    logs = logs or ()
     if not logs and not metrics:
         return ()
     from topotrain.tools.exporters.job_exports import check_values

@@ -102,11 +102,11 @@ def _launch(
         output=output,
         with_secret=with_secret,
         requeue=requeue,
-        unit_words=words_for_unit(logs or (), metrics),
+        unit_words=words_for_unit(logs, metrics),
     )
-    # Options of other launchers must not be ignored in silence.
-    check_options(name, options)
     if name == LOCAL and not dry_run:
+        # Options of other launchers must not be ignored in silence.
+        check_options(name, options)
         run(conf, program, args, sets, emulate=emulate, logs=logs, metrics=metrics, as_json=as_json)
     job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
     started = start(name, job, layout(job.cluster), options, os.environ, dry_run)

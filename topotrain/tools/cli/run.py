@@ -96,7 +96,7 @@ def run(
         topology = layout(job.cluster)
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         job = job if recording is None else recording.job
-        exports = stack.enter_context(exports_of(job, logs or (), metrics))
+        exports = stack.enter_context(exports_of(job, logs, metrics))
         recorder = JobRecorder(detailed=exports is not None)
         stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
         from topotrain.launch.shared_forkserver import for_one_job

@@ -16,7 +16,7 @@ from typer import Exit, Option
 
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
-from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of_unit
+from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     Forkserver,
@@ -87,7 +87,7 @@ def unit(
         if report is not None and start.rank == 0:
             # The others write it only if unit 0 is lost. Their machines may not have its folder.
             check_writable("--report", report)
-        exports = stack.enter_context(exports_of_unit(job, start.rank, logs or (), metrics))
+        exports = stack.enter_context(exports_of(job, logs, metrics, start.rank))
         announce(exports)
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
