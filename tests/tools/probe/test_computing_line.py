@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.tools.probe.program_probe import computing_line
+from topotrain.tools.probe.measured_program import step_fields
+from topotrain.tools.probe.step_recorder import StepTimes
 
 seconds = st.floats(1e-6, 10.0)
+
+
+def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> tuple[float, float]:
+    """The fixed seconds of a batch, and those of each sample."""
+    times = [[StepTimes(size, 0.25 * s, 0.75 * s, 0.0, 0.0)] for size, s in ((samples, whole_s), (fewer, part_s))]
+    batch = step_fields(*times, samples_per_epoch=0)["batch"]
+    return batch["fixed_s"], batch["per_sample_s"]
 
 
 def test_a_line_through_two_batches() -> None:

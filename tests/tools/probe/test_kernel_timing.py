@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
+from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.tools.probe.kernel_timing import time_kernels, time_optimizer
-from topotrain.training.parameters.flat_parameters import describe_model
 
 
 def model(width: int = 1024) -> nn.Module:
@@ -36,7 +36,7 @@ def test_an_update_takes_about_as_long_as_the_plain_optimizer(cls, settings, sta
     made = model()
     optimizer = cls(made.parameters(), **settings)
     before = [p.detach().clone() for p in made.parameters()]
-    found = time_optimizer(describe_model(made, (), (optimizer,)), (optimizer,))
+    found = time_optimizer(PreparedArguments(made, (optimizer,), None))
     # The script's own values and state stay as they are.
     assert all(torch.equal(a, b) for a, b in zip(before, made.parameters(), strict=True)) and not optimizer.state
     elements = sum(p.numel() for p in made.parameters())
@@ -51,14 +51,14 @@ def test_an_update_takes_about_as_long_as_the_plain_optimizer(cls, settings, sta
 def test_of_a_small_model_the_elements_cost_something_too() -> None:
     made = model(8)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    assert time_optimizer(describe_model(made, (), (optimizer,)), (optimizer,)).element_s > 0
+    assert time_optimizer(PreparedArguments(made, (optimizer,), None)).element_s > 0
 
 
 def test_an_optimizer_that_servers_cannot_run_is_refused() -> None:
     made = model(8)
     optimizer = torch.optim.LBFGS(made.parameters())
     with pytest.raises(ConfigError, match="LBFGS"):
-        time_optimizer(describe_model(made, (), (optimizer,)), (optimizer,))
+        time_optimizer(PreparedArguments(made, (optimizer,), None))
 
 
 def test_bytes_cost_more_in_a_sum_of_all_than_nothing() -> None:

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.tools.probe import batch_sizes, step_recorder
 from topotrain.tools.probe.batch_sizes import BatchWatch
-from topotrain.tools.probe.step_recorder import StepListener, StepRecorder, StepTimes, accelerators, medians
+from topotrain.tools.probe.measured_program import step_fields
+from topotrain.tools.probe.step_recorder import StepRecorder, StepTimes, accelerators, medians, spread
 from topotrain.training.parameters.prepared_objects import sort_objects
 
 FORWARD_S, BACKWARD_S, REST_S, OPTIMIZER_S = 0.01, 0.03, 0.02, 0.015
@@ -81,7 +82,7 @@ def test_the_parts_of_a_step(base_was_used: bool) -> None:
     if base_was_used:
         # From then on torch calls the hooks of a step for the base class, too.
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    recorder = StepRecorder(BatchWatch(), StepListener())
+    recorder = StepRecorder(BatchWatch())
     model = SlowModel()
     optimizer, loader = SlowSgd(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.zeros(12, 2)), batch_size=3)
     recorder.prepared(sort_objects((model, optimizer, loader)))
@@ -92,9 +93,8 @@ def test_the_parts_of_a_step(base_was_used: bool) -> None:
         optimizer.step()
         with torch.no_grad():
             model(x)  # an evaluation is no part of a forward
-    found = medians(recorder.steps[1:], 3)
-    assert found is not None and found.steps == 3
-    assert medians(recorder.steps, 4) is None
+    found = medians(recorder.steps[1:])
+    assert [step.samples for step in recorder.steps] == [3, 3, 3, 3]
     for name, least in (("forward", FORWARD_S), ("backward", BACKWARD_S), ("optimizer", OPTIMIZER_S)):
         assert getattr(found, name) == pytest.approx(least), name
     # An evaluation is the script's own time.
@@ -114,15 +114,15 @@ def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypa
         CLOCK.now += sum(left)
         left.clear()
 
-    recorder, model = StepRecorder(BatchWatch(), StepListener(), wait), SlowModel()
+    recorder, model = StepRecorder(BatchWatch(), wait=wait), SlowModel()
     optimizer = SlowSgd(model.parameters(), lr=0.1)
     recorder.prepared(sort_objects((model, optimizer)))
     for _ in range(4):
         CLOCK.sleep(REST_S)
         model(torch.zeros(3, 2)).sum().backward()
         optimizer.step()
-    found = medians(recorder.steps[1:], 3)
-    assert found is not None
+    found = medians(recorder.steps[1:])
+    assert found.samples == 3
     assert (found.forward, found.backward, found.optimizer) == pytest.approx((FORWARD_S, BACKWARD_S, OPTIMIZER_S))
     ready = dict(zip([p.name for p in recorder.parts.parameters], recorder.ready(), strict=True))
     assert ready["last.weight"] < 0.3 < 0.7 < ready["first.weight"] <= 1.0
@@ -132,17 +132,15 @@ def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypa
 
 def test_waiting_for_a_core_is_in_the_mean() -> None:
     """A process that shares its core makes most of its short steps undisturbed, and waits in a few of them."""
-    found = medians([StepTimes(1, 0.001, 0.002, 0.0, 0.5)] * 9 + [StepTimes(1, 0.001, 0.032, 0.0, 0.5)], 1)
-    assert found is not None and found.forward + found.backward == pytest.approx(0.003)
-    assert found.mean_computing == pytest.approx(0.006)
+    steps = [StepTimes(1, 0.001, 0.002, 0.0, 0.5)] * 9 + [StepTimes(1, 0.001, 0.032, 0.0, 0.5)]
+    found = step_fields(steps, (), 0)
+    assert found["batch"]["forward_s"] + found["batch"]["backward_s"] == pytest.approx(0.003)
+    assert found["computing"] == pytest.approx(0.006)
 
 
 def test_a_single_long_step_is_no_spread() -> None:
     steps = [StepTimes(1, 0.01, 0.0, 0.0, 0.0)] * 30
-    even = medians(steps, 1)
-    outlier = medians([*steps, StepTimes(1, 1.0, 0.0, 0.0, 0.0)], 1)
-    uneven = medians([StepTimes(1, 0.01 + 0.001 * (number % 7), 0.0, 0.0, 0.0) for number in range(70)], 1)
-    assert even is not None and outlier is not None and uneven is not None
-    assert even.spread == outlier.spread == pytest.approx(0.0, abs=1e-9)
+    assert spread(steps) == spread([*steps, StepTimes(1, 1.0, 0.0, 0.0, 0.0)]) == pytest.approx(0.0, abs=1e-9)
+    uneven = [StepTimes(1, 0.01 + 0.001 * (number % 7), 0.0, 0.0, 0.0) for number in range(70)]
     # The standard deviation of 0 to 6 is 2.
-    assert uneven.spread == pytest.approx(0.002 / 0.013, rel=0.3)
+    assert spread(uneven) == pytest.approx(0.002 / 0.013, rel=0.3)

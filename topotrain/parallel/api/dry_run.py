@@ -15,12 +15,11 @@ import torch
 from topotrain.config.async_momentum import momentum_of
 from topotrain.config.job import ConfigError, Updater
 from topotrain.config.python_module import module_of
-from topotrain.config.sharding import Parameter
 from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
 from topotrain.training import context as process
 from topotrain.training.context import PlanRun, plan_only
 from topotrain.training.misuse_checks import name_nearest
-from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class PreparedArguments:
     optimizers: Sequence[torch.optim.Optimizer]
     loader: Any
 
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Return the parameters that servers would hold, without tables of sparse rows.
+    def parts(self) -> ModelParts:
+        """Return the model as servers would see it, without tables of sparse rows.
 
         Raises:
             ConfigError: a parameter cannot be trained on servers.
@@ -40,7 +39,7 @@ class PreparedArguments:
         # Jobs with several optimizers have no tables.
         sparse = find_sparse(self.model, self.optimizers[0]) if len(self.optimizers) == 1 else []
         aside = [entry.weight for entry in sparse]  # servers hold these as tables of rows
-        return describe_model(self.model, aside, self.optimizers).parameters
+        return describe_model(self.model, aside, self.optimizers)
 
     def trained(self) -> int | None:
         """Return how many parameters the optimizers have; None: all."""

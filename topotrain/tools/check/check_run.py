@@ -1,11 +1,8 @@
 """Run a script in plain Python and under a cluster block, and compare the two."""
 
 import json
-import os
-import shutil
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,16 +10,13 @@ from topotrain.config.job import ChangeMethod, Cluster, Compression, Grads, Job,
 from topotrain.config.python_module import as_program
 from topotrain.config.topology import layout
 from topotrain.core.events import Event, Metrics, Notice
-from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.local import LocalLauncher
 from topotrain.tools.check.compared_records import Comparison, Record, compare
 from topotrain.tools.check.observed_script import Observation
-from topotrain.tools.probe.probed_processes import ProbedProcess, ProcessEnded
+from topotrain.tools.probe.forked_processes import ForkedProcesses, ProcessEnded, forked_processes
 
 _MODULE = "topotrain.tools.check.observed_script"
 _SIZES = ("nworkers_per_group", "nworkers_per_procs", "nservers_per_group", "nservers_per_procs")
-_PATIENCE_S = 1e6
-"""A script takes as long as it takes."""
 
 
 class RunFailed(Exception):
@@ -61,12 +55,8 @@ def check(job: Job, steps: int, still: bool, served: str, stage: Callable[[str],
         RunFailed: the script fails, or the job does.
         KeyboardInterrupt: Ctrl-C.
     """
-    with ExitStack() as stack:
-        folder, lock = temporary_folders.make()
-        stack.callback(os.close, lock)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        served = served or stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
-        runs = _Runs(job, folder, served)
+    with forked_processes(served) as processes:
+        runs, folder = _Runs(job, processes), processes.folder
         stage("checking: the plain script")
         plain = runs.plain(Observation(str(folder / "plain"), steps, still=still))
         stage("checking: the plain script, with other rounding")
@@ -83,20 +73,17 @@ class _Runs:
     """The runs of one check, in a folder."""
 
     request: Job
-    folder: Path
-    served: str
+    processes: ForkedProcesses
 
     def plain(self, wanted: Observation) -> Record:
         """Run the script in a process of its own, as plain Python."""
         program, args = self.request.program, list(self.request.args)
         spec = {"observation": asdict(wanted), "program": program, "args": args}
-        with closing(forkserver.ForkserverClient(self.served)) as client:
-            log = Path(f"{wanted.record}.log")
-            with closing(ProbedProcess(client, f"{_MODULE}:run_plain", spec, log)) as process:
-                try:
-                    failed = process.answer(time.monotonic() + _PATIENCE_S)["failed"]
-                except ProcessEnded as error:
-                    failed = str(error)
+        with closing(self.processes.start(f"{_MODULE}:run_plain", spec, Path(wanted.record).name)) as process:
+            try:
+                failed = process.answer()["failed"]
+            except ProcessEnded as error:
+                failed = str(error)
         if failed:
             raise RunFailed(f"plain Python cannot run {program}: {failed}")
         record = Record.load(Path(wanted.record))
@@ -106,7 +93,7 @@ class _Runs:
 
     def job(self, wanted: Observation) -> tuple[Record, tuple[str, ...]]:
         """Run the job; its record, and its notices."""
-        job, workspace = skeleton(self.request), self.folder / "workspace"
+        job, workspace = skeleton(self.request), self.processes.folder / "workspace"
         words = (json.dumps(asdict(wanted)), job.program, *job.args)
         cluster = replace(job.cluster, workspace=str(workspace))
         job = replace(job, program=as_program(_MODULE), args=words, cluster=cluster)
@@ -119,7 +106,7 @@ class _Runs:
             elif isinstance(event, Notice):
                 notices[event.text] = None
 
-        outcome = LocalLauncher(forkserver=self.served).start(job, layout(cluster), on_event)
+        outcome = LocalLauncher(forkserver=self.processes.path).start(job, layout(cluster), on_event)
         if outcome.code > 128:
             raise SystemExit(outcome.code)
         if outcome.code:

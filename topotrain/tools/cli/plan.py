@@ -96,7 +96,7 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
         cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
             return PlannedSchema(cut.parameters, seen.state_factor(), momentum, names), cut.plan
-    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum, names, seen.trained()), None
+    return PlannedSchema(seen.parts().parameters, seen.state_factor(), momentum, names, seen.trained()), None
 
 
 def _drawable(file: Path | None) -> None:

@@ -6,8 +6,7 @@ samples of the full one, as a worker of a group has a share of the group's batch
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,35 +15,24 @@ SMALL_SHARE = 4
 """A full batch has so many times the samples of a small one."""
 
 
-@dataclass(slots=True)
 class BatchWatch:
-    """The known facts of the batches that a script is given.
+    """The known facts of the batches that a script is given."""
 
-    Attributes:
-        small: samples in a small batch; 0: there was none.
-        alternates: every second batch is small.
-        given: samples of the batches since the last step.
-        drawn_at: when the last batch was given, by `time.perf_counter`.
-        full: samples in the largest batch so far.
-    """
-
-    small: int = 0
-    alternates: bool = False
-    given: int = 0
-    drawn_at: float = 0.0
-    full: int = 0
-    _next_is_small: bool = field(default=False)
+    def __init__(self) -> None:
+        self.small = 0
+        """Samples in a small batch; 0: there was none."""
+        self.alternates = False
+        """Every second batch is small."""
+        self.given = 0
+        """Samples of the batches since the last step."""
+        self.drawn_at = 0.0
+        """When the last batch was given, by `time.perf_counter`."""
+        self.full = 0
+        """Samples in the largest batch so far."""
 
     def let_alternate(self, small: int) -> None:
         """Let every second batch have so many samples; 0: all batches are full."""
         self.small, self.alternates = small or self.small, bool(small)
-
-    def cut(self, indices: Sequence[Any]) -> Sequence[Any]:
-        """Return the indices of the next batch."""
-        self._next_is_small = self.alternates and not self._next_is_small
-        if self._next_is_small and 0 < self.small < len(indices):
-            return indices[: self.small]
-        return indices
 
     def drawn(self, samples: int) -> None:
         """The script is given a batch with so many samples."""
@@ -59,27 +47,23 @@ class BatchWatch:
 
 
 class CutBatches:
-    """A batch sampler that cuts its batches to a size.
-
-    Args:
-        inner: the loader's own batch sampler.
-        watch: says how long a batch is.
-    """
+    """A batch sampler with the batches of another one, of which a watch makes some small."""
 
     def __init__(self, inner: Any, watch: BatchWatch) -> None:
-        self._inner, self._watch = inner, watch
+        self._inner, self._watch, self._next_is_small = inner, watch, False
         self.sizes: deque[int] = deque()
         """Of the batches of the present pass that the loader has asked for, and not given yet."""
 
-    def __iter__(self) -> Iterator[Sequence[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         # A new one: workers of an earlier pass may have read ahead.
         sizes: deque[int] = deque()
         self.sizes = sizes
         return self._cut(sizes)
 
-    def _cut(self, sizes: deque[int]) -> Iterator[Sequence[Any]]:
-        for indices in self._inner:
-            cut = self._watch.cut(indices if isinstance(indices, Sequence) else list(indices))
+    def _cut(self, sizes: deque[int]) -> Iterator[Any]:
+        for indices in map(list, self._inner):
+            self._next_is_small = self._watch.alternates and not self._next_is_small
+            cut = indices[: self._watch.small] if self._next_is_small else indices
             sizes.append(len(cut))
             yield cut
 
@@ -93,8 +77,7 @@ class CutBatches:
 
 def watch_batches(loader: DataLoader[Any], watch: BatchWatch) -> None:
     """Count the batches of a loader, and cut them as `watch` says."""
-    batches = loader.batch_sampler
-    sampler = None if batches is None else CutBatches(batches, watch)
+    sampler = None if loader.batch_sampler is None else CutBatches(loader.batch_sampler, watch)
     if sampler is not None:
         # torch refuses this attribute on a finished loader, because its own parts would then disagree.
         object.__setattr__(loader, "batch_sampler", sampler)
@@ -106,17 +89,17 @@ def watch_batches(loader: DataLoader[Any], watch: BatchWatch) -> None:
             batches = super().__iter__()
             sizes = deque() if sampler is None else sampler.sizes
             for batch in batches:
-                watch.drawn(sizes.popleft() if sizes else _samples(batch))
+                watch.drawn(sizes.popleft() if sizes else first_size(batch))
                 yield batch
 
     loader.__class__ = WatchedLoader
 
 
-def _samples(batch: Any) -> int:
+def first_size(batch: Any) -> int:
     """Return the first size of the first tensor in a batch; 0 without one."""
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
-        return next((found for found in map(_samples, batch) if found), 0)
+        return next((found for found in map(first_size, batch) if found), 0)
     shape: Any = getattr(batch, "shape", ())
     return int(shape[0]) if len(shape) else 0

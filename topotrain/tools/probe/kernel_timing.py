@@ -5,14 +5,12 @@ All of it runs on one thread, as in a server, and with the product's own code.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch.optim import Optimizer
 
-from topotrain.config.async_momentum import momentum_of
 from topotrain.config.job import Cluster, Slicing
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import layout
 from topotrain.core.model.schema import slice_map_for, torch_dtype
 from topotrain.core.optim.adapter import WHOLE, OptimizerSpec, SliceUpdate, describe_all, hyper
@@ -30,23 +28,19 @@ _SMALL = 64
 _CALLS = 200
 _ROUNDS = 5
 
+Segment = tuple[int, int, torch.Tensor]
+"""What a server updates: its key, the number of the parameter, and the value."""
 
-@dataclass(frozen=True)
-class OneThread:
-    """Computes on one thread inside the block."""
 
-    before: int
-
-    @classmethod
-    def now(cls) -> "OneThread":
-        """Remember the present number of threads."""
-        return cls(torch.get_num_threads())
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.before)
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _seconds(work: Callable[[], object], calls: int = 1) -> float:
@@ -66,7 +60,7 @@ def _seconds(work: Callable[[], object], calls: int = 1) -> float:
 
 def time_kernels() -> ProbedKernels:
     """Time sums, copies and small operations."""
-    with OneThread.now(), torch.no_grad():
+    with _one_thread():
         first, second, out = (torch.randn(_BUCKETS, _BUCKET) for _ in range(3))
         mean = OrderedMean([[0, 1]])
 
@@ -78,100 +72,65 @@ def time_kernels() -> ProbedKernels:
             for number in range(_BUCKETS):
                 out[number].copy_(first[number])
 
-        small = [torch.zeros(_SMALL) for _ in range(3)]
-        operation_s = _seconds(lambda: torch.add(small[0], small[1], out=small[2]), _CALLS)
-        nbytes = _BUCKETS * _BUCKET * first.element_size()
+        small = torch.zeros(_SMALL)
+        operation_s = _seconds(lambda: torch.add(small, small, out=small), _CALLS)
+        nbytes = first.nbytes
         # The mean of two reads both and writes one, and then reads and writes that one.
-        fixed = 2 * _BUCKETS * operation_s
-        byte_s = max(0.0, _seconds(sums) - fixed) / (5 * nbytes)
+        byte_s = max(0.0, _seconds(sums) - 2 * _BUCKETS * operation_s) / (5 * nbytes)
         copy_byte_s = max(0.0, _seconds(copies) - _BUCKETS * operation_s) / nbytes
     return ProbedKernels(operation_s, byte_s, copy_byte_s)
 
 
-def time_optimizer(parts: ModelParts, optimizers: Sequence[Optimizer]) -> ProbedOptimizer:
+def time_optimizer(made: PreparedArguments) -> ProbedOptimizer:
     """Time the update of the script's optimizers on a server.
 
     Raises:
         ConfigError: servers cannot run an optimizer.
     """
-    whole = any(type(each).__name__ in WHOLE for each in optimizers)
-    slicing = Slicing.kTensor if whole else Slicing.kElement
-    spec = describe_all(optimizers, parts.tensors, slicing, "", parts.aside)
-    settings = hyper(*optimizers)
-    with OneThread.now(), torch.no_grad():
-        buckets = _whole(parts) if whole else _slices(parts, slicing, _first(spec))
-        made = [_Update(spec, settings, bucket) for bucket in buckets]
-        elements = sum(update.elements for update in made)
-
-        def all_of_it() -> None:
-            for update in made:
-                update()
-
-        small = _Update(spec, settings, [_Segment(0, _first(spec), torch.zeros(_SMALL if not whole else (8, 8)))])
+    parts, names = made.parts(), made.optimizer_names(None)
+    whole = any(name in WHOLE for name in names)
+    spec = describe_all(made.optimizers, parts.tensors, Slicing.kTensor if whole else Slicing.kElement, "", parts.aside)
+    settings = hyper(*made.optimizers)
+    trained = next((index for index, group in enumerate(spec.assignment) if group >= 0), 0)
+    with _one_thread():
+        buckets = [_tensors(parts)] if whole else _buckets(parts, trained)
+        updates, counts = zip(*(_update(spec, settings, segments) for segments in buckets), strict=True)
+        small, _ = _update(spec, settings, [(0, trained, torch.zeros((8, 8) if whole else _SMALL))])
         fixed_s = _seconds(small, _CALLS)
-        element_s = max(0.0, _seconds(all_of_it) - len(made) * fixed_s) / max(1, elements)
-    names = " and ".join(type(each).__name__ for each in optimizers)
-    momentum = max(momentum_of(type(each).__name__, each.param_groups) for each in optimizers)
-    state = PreparedArguments(None, optimizers, None).state_factor()
-    return ProbedOptimizer(names, state, fixed_s, element_s, momentum)
+        all_s = _seconds(lambda: [update() for update in updates])
+    element_s = max(0.0, all_s - len(updates) * fixed_s) / max(1, sum(counts))
+    return ProbedOptimizer(" and ".join(names), made.state_factor(), fixed_s, element_s, made.momentum(None))
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A part of a parameter that a server updates."""
-
-    key: int
-    parameter: int
-    value: torch.Tensor
-
-
-class _Update:
-    """The update of some segments, as a server makes it for one bucket."""
-
-    def __init__(self, spec: OptimizerSpec, settings: bytes, segments: Sequence[_Segment]) -> None:
-        self._update = SliceUpdate(spec, [(each.key, each.parameter, each.value) for each in segments])
-        self._settings = settings
-        taken = [each for each in segments if self._update.optimizes(each.key)]
-        # Small gradients: the values must stay finite for as long as this is timed.
-        self._gradients = {each.key: torch.randn_like(each.value) * 1e-3 for each in taken}
-        self.elements = sum(each.value.numel() for each in taken)
-
-    def __call__(self) -> None:
-        self._update.apply(self._settings, self._gradients)
+def _update(spec: OptimizerSpec, settings: bytes, segments: Sequence[Segment]) -> tuple[Callable[[], object], int]:
+    """Return the update of some segments, as a server makes it, and its number of elements."""
+    update = SliceUpdate(spec, segments)
+    # Small gradients: the values must stay finite for as long as this is timed.
+    gradients = {key: torch.randn_like(value) * 1e-3 for key, _, value in segments if update.optimizes(key)}
+    return partial(update.apply, settings, gradients), sum(each.numel() for each in gradients.values())
 
 
-def _first(spec: OptimizerSpec) -> int:
-    return next((index for index, group in enumerate(spec.assignment) if group >= 0), 0)
+def _tensors(parts: ModelParts) -> list[Segment]:
+    """Return the whole tensors, which a server has in the memory of its host."""
+    return [(index, index, torch.zeros_like(each, device="cpu")) for index, each in enumerate(parts.tensors)]
 
 
-def _whole(parts: ModelParts) -> Iterator[list[_Segment]]:
-    """Yield the whole tensors as one bucket."""
-    # A server has them in the memory of its host.
-    made = (torch.zeros_like(tensor.detach(), device="cpu") for tensor in parts.tensors)
-    yield [_Segment(index, index, tensor) for index, tensor in enumerate(made)]
-
-
-def _slices(parts: ModelParts, slicing: Slicing, trained: int) -> Iterator[list[_Segment]]:
+def _buckets(parts: ModelParts, trained: int) -> Iterator[list[Segment]]:
     """Yield the buckets of the only server of a job with this model.
 
     trained: the number of a parameter that is trained.
     """
     if sum(tensor.numel() for tensor in parts.tensors) < _BUCKET:
         # Of so few elements the seconds of each cannot be told from those of the call.
-        yield [_Segment(0, trained, torch.zeros(_BUCKET))]
+        yield [(0, trained, torch.zeros(_BUCKET))]
         return
-    topology = layout(Cluster(server_worker_separate=True, slicing=slicing))
-    slices, left = slice_map_for(parts.parameters, topology), _MOST_ELEMENTS
+    slices = slice_map_for(parts.parameters, layout(Cluster(server_worker_separate=True)))
+    left = _MOST_ELEMENTS
     for bucket in slices.buckets:
-        if left <= 0:
-            return
-        left -= bucket.hi - bucket.lo
-        yield _segments(bucket, slices.spaces[bucket.space].dtype, [s.parameter for s in slices.segments])
-
-
-def _segments(bucket: Bucket, dtype: str, parameters: Sequence[int]) -> list[_Segment]:
-    flat = torch.zeros(bucket.hi - bucket.lo, dtype=torch_dtype(dtype))
-    return [
-        _Segment(piece.segment, parameters[piece.segment], flat[piece.lo - bucket.lo : piece.hi - bucket.lo])
-        for piece in bucket.pieces
-    ]
+        if left > 0:
+            left -= bucket.hi - bucket.lo
+            flat = torch.zeros(bucket.hi - bucket.lo, dtype=torch_dtype(slices.spaces[bucket.space].dtype))
+            yield [
+                (each.segment, slices.segments[each.segment].parameter, flat[each.lo - bucket.lo : each.hi - bucket.lo])
+                for each in bucket.pieces
+            ]

@@ -1,11 +1,9 @@
 """A process that runs the user's script, and measures steps when it is told to.
 
-The script runs as plain Python. The forkserver calls `run`. Orders and answers are lines of JSON on the control
-channel. Behind its first step, and behind each order, the script waits inside `optimizer.step()` for the next one.
+The script runs as plain Python. The forkserver calls `run`. Orders and answers are lines of JSON on the channel. Behind
+its first step, and behind each order, the script waits inside `optimizer.step()` for the next one, and ends without it.
 
     {"steps": N, "seconds": S, "threads": T, "sizes": B}   make at most N steps, or as many as S seconds take
-    {"kernels": true}                                      time the update of the script's optimizer, and sums
-    {"end": true}                                          leave the script
 """
 
 import json
@@ -15,9 +13,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,12 +26,13 @@ from topotrain.launch.runtime.child_channel import threads
 from topotrain.launch.runtime.entry_points import run_program
 from topotrain.tools.probe.batch_sizes import SMALL_SHARE, BatchWatch
 from topotrain.tools.probe.kernel_timing import time_kernels, time_optimizer
-from topotrain.tools.probe.step_recorder import LEAST_STEPS, StepListener, StepRecorder, medians
+from topotrain.tools.probe.probe_file import ProbedBatch
+from topotrain.tools.probe.step_recorder import LEAST_STEPS, StepRecorder, StepTimes, medians, spread
 from topotrain.training.context import observe_prepare
 
 _ENOUGH = 2 * LEAST_STEPS
 """Steps that are made however long they take."""
-_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+_NOTHING = "there is nothing to measure"
 
 
 # No Exception, which a script may catch around its steps.
@@ -40,106 +40,105 @@ class MeasuredEnough(BaseException):
     """Leaves the script: all is measured."""
 
 
-class OrderChannel:
-    """Orders to this process, and its answers."""
+class OrderedSteps:
+    """Lets a script make as many steps as it is told to.
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._orders = channel.makefile("r", encoding="utf-8")
+    Args:
+        channel: of the orders.
+        kernels: the first answer has the times of kernels, and of the script's optimizers on a server.
+    """
 
-    def say(self, **words: Any) -> None:
-        """Answer. Ends this process if the other side is gone."""
+    def __init__(self, channel: socket.socket, kernels: bool) -> None:
+        self._channel, self._orders, self._kernels = channel, channel.makefile("r", encoding="utf-8"), kernels
+        self._watch = BatchWatch()
+        self.recorder = StepRecorder(self._watch, self._step_over)
+        self._began = time.perf_counter()
+        self._most, self._until = 1, 0.0
+
+    def answer(self, **words: Any) -> None:
+        """Answer the last order. Ends this process if the other side is gone."""
         try:
             self._channel.sendall(json.dumps(words).encode() + b"\n")
         except OSError:
             os._exit(1)
 
-    def next(self) -> Mapping[str, Any]:
-        """Wait for an order; that to end where the other side is gone."""
-        line = self._orders.readline()
-        return dict(json.loads(line)) if line else {"end": True}
+    def ended(self) -> None:
+        """Answer after the end of the script."""
+        if not self.recorder.calls:
+            self.answer(failed=f"ended without calling topotrain.prepare: {_NOTHING}")
+        elif self.recorder.count == 0:
+            self.answer(failed=f"made no step with the optimizer that it gave to tt.prepare: {_NOTHING}")
+        else:
+            self.answer(ended=True, **self._measured())
 
-
-class OrderedSteps(StepListener):
-    """Lets a script make as many steps as it is told to.
-
-    Args:
-        orders: where orders come from.
-        watch: of the batches.
-    """
-
-    def __init__(self, orders: OrderChannel, watch: BatchWatch) -> None:
-        self._orders, self._watch = orders, watch
-        self._began = time.perf_counter()
-        self._most, self._until = 1, 0.0
-        self.answered = False
-        """Whether there was an answer to the last order."""
-
-    def step_over(self, recorder: StepRecorder) -> None:
-        made = len(recorder.steps)
+    def _step_over(self) -> None:
+        made = len(self.recorder.steps)
         late = time.perf_counter() > self._until and made >= min(self._most, _ENOUGH)
         if made < self._most and not late:
             return
-        self.answer(recorder, ended=False)
-        self._obey(recorder)
+        # Before the kernels: this has the time since the start.
+        measured = self._measured()
+        if self._kernels and self.recorder.count == 1:
+            measured["kernels"] = asdict(time_kernels())
+            measured["optimizer"] = asdict(time_optimizer(self.recorder.made))
+        self.answer(ended=False, **measured)
+        line = self._orders.readline()
+        if not line:
+            raise MeasuredEnough
+        order = json.loads(line)
+        self._watch.let_alternate(self._small_size() if order["sizes"] else 0)
+        torch.set_num_threads(order["threads"] or threads(os.environ))
+        self._most, self._until = order["steps"], time.perf_counter() + order["seconds"]
+        self.recorder.clear()
 
-    def answer(self, recorder: StepRecorder, ended: bool) -> None:
-        """Answer the last order. ended: the script has come to its end."""
-        if self.answered:
-            return
-        self.answered = True
-        full = medians(recorder.steps, self._watch.full)
-        small = medians(recorder.steps, self._watch.small) if self._watch.small else None
-        self._orders.say(
-            ended=ended,
-            count=recorder.count,
-            seconds=time.perf_counter() - self._began,
-            full=None if full is None else asdict(full),
-            small=None if small is None else asdict(small),
-            ready=recorder.ready(),
-            **self._described(recorder),
-        )
-
-    def _described(self, recorder: StepRecorder) -> dict[str, Any]:
-        made = recorder.made
+    def _measured(self) -> dict[str, Any]:
+        """Return the fields of the answer."""
+        recorder, watch = self.recorder, self._watch
+        full, small = ([s for s in recorder.steps if s.samples == size] for size in (watch.full, watch.small))
+        rows = zip(recorder.parts.parameters, recorder.ready(), strict=True)
         return {
-            "model": [
-                {"name": p.name, "shape": p.shape, "dtype": p.dtype, "trainable": p.trainable}
-                for p in recorder.parts.parameters
-            ],
-            "samples_per_epoch": _samples_per_epoch(made.loader),
+            "count": recorder.count,
+            "seconds": time.perf_counter() - self._began,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "model": [
+                {"name": p.name, "shape": p.shape, "dtype": p.dtype, "trainable": p.trainable, "ready": ready}
+                for p, ready in rows
+            ],
+            "full": step_fields(full, small, _samples_per_epoch(recorder.made.loader)) if full else None,
         }
 
-    def _obey(self, recorder: StepRecorder) -> None:
-        """Execute orders up to one that needs steps."""
-        while True:
-            order = self._orders.next()
-            self.answered = False
-            if order.get("end"):
-                raise MeasuredEnough
-            if order.get("kernels"):
-                self._time_kernels(recorder)
-                continue
-            self._watch.let_alternate(_small_size(recorder, self._watch.full) if order["sizes"] else 0)
-            torch.set_num_threads(order["threads"] or threads(os.environ))
-            self._most = order["steps"]
-            self._until = time.perf_counter() + order["seconds"]
-            recorder.clear()
-            return
-
-    def _time_kernels(self, recorder: StepRecorder) -> None:
-        self.answered = True
-        optimizer = time_optimizer(recorder.parts, recorder.made.optimizers)
-        self._orders.say(kernels=asdict(time_kernels()), optimizer=asdict(optimizer))
+    def _small_size(self) -> int:
+        """Return the samples of a small batch; 0: there is none."""
+        # Batch norm has no variance of one sample.
+        norms = (isinstance(each, nn.modules.batchnorm._BatchNorm) for each in self.recorder.made.model.modules())
+        small = max(2 if any(norms) else 1, self._watch.full // SMALL_SHARE)
+        return small if small < self._watch.full else 0
 
 
-def _small_size(recorder: StepRecorder, full: int) -> int:
-    """Return the samples of a small batch; 0: there is none."""
-    # Batch norm has no variance of one sample.
-    least = 2 if any(isinstance(module, _BATCH_NORM) for module in recorder.made.model.modules()) else 1
-    small = max(least, full // SMALL_SHARE)
-    return small if small < full else 0
+def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes], samples_per_epoch: int) -> dict[str, Any]:
+    """Return the fields of a probe for steps of two sizes of batch, and the mean seconds of forward and backward.
+
+    A line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
+    kept from falling with more samples, and from falling below zero without any.
+    """
+    step, fixed, per_sample = medians(full), 0.0, 0.0
+    if small and small[0].samples < step.samples:
+        part = medians(small)
+        slope = (step.computing - part.computing) / (step.samples - part.samples)
+        per_sample = min(max(0.0, slope), step.computing / step.samples)
+        fixed = max(0.0, step.computing - per_sample * step.samples)
+    batch = ProbedBatch(
+        size=max(1, full[0].samples),
+        forward_s=step.forward,
+        backward_s=step.backward,
+        other_s=step.other,
+        optimizer_s=step.optimizer,
+        fixed_s=fixed,
+        per_sample_s=per_sample,
+        steps=len(full),
+        samples_per_epoch=samples_per_epoch,
+    )
+    return {"batch": asdict(batch), "spread": spread(full), "computing": fmean(each.computing for each in full)}
 
 
 def _samples_per_epoch(loader: Any) -> int:
@@ -151,24 +150,17 @@ def _samples_per_epoch(loader: Any) -> int:
 
 def run(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Run the program of a specification; return 0, for its errors are answers."""
-    orders, watch = OrderChannel(channel), BatchWatch()
-    steps = OrderedSteps(orders, watch)
-    recorder = StepRecorder(watch, steps)
-    observe_prepare(recorder)
+    steps = OrderedSteps(channel, spec["kernels"])
+    observe_prepare(steps.recorder)
     try:
         run_program(spec["program"], spec["args"])
     except MeasuredEnough:
         return 0
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
-        orders.say(failed=_said(error, spec["program"]), prepared=recorder.has_prepared, steps=recorder.count)
-        return 0
-    if not recorder.has_prepared:
-        orders.say(failed="ended without calling topotrain.prepare: there is nothing to measure")
-    elif recorder.count == 0:
-        orders.say(failed="made no step with the optimizer that it gave to tt.prepare: there is nothing to measure")
+        steps.answer(failed=_said(error, spec["program"]))
     else:
-        steps.answer(recorder, ended=True)
+        steps.ended()
     return 0
 
 

@@ -22,6 +22,7 @@ _LARGEST = 64 << 20
 """Bytes of the largest file that is read: a model of 100,000 parameters has a smaller one."""
 _MOST_ELEMENTS = 1 << 37
 """Elements of the largest model: half a terabyte of float32."""
+_NO_PROBE = "is no probe: must be the JSON that `topotrain probe` writes"
 _TRAINABLE = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex")))
 """The types of which torch computes gradients."""
 _PROCESSES = re.compile("[1-9][0-9]{0,4}")
@@ -255,22 +256,20 @@ def load_probe(path: Path | str) -> Probe:
     try:
         if Path(path).stat().st_size > _LARGEST:
             raise ConfigError("", None, f"is no probe: larger than {_LARGEST >> 20} MB")
-        return _probe(Path(path).read_text("utf-8"))
+        return parse_probe(json.loads(Path(path).read_text("utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError("", None, f"cannot be read as a probe ({why})", str(path)) from None
     except ConfigError as error:
         raise error.at(str(path)) from None
-
-
-def _probe(text: str) -> Probe:
-    """Return the probe of a text that `to_json` made. Raises ConfigError."""
-    try:
-        data = json.loads(text)
     except (ValueError, RecursionError):
-        data = None
+        raise ConfigError("", None, _NO_PROBE, str(path)) from None
+
+
+def parse_probe(data: object) -> Probe:
+    """Return the probe of the data of a file. Raises ConfigError."""
     if not isinstance(data, dict) or "version" not in data or "batch" not in data:
-        raise ConfigError("", None, "is no probe: must be the JSON that `topotrain probe` writes")
+        raise ConfigError("", None, _NO_PROBE)
     if data["version"] != VERSION:
         raise ConfigError("version", data["version"], f"must be {VERSION}: make it again with this release")
     found: Probe = _block("", Probe, data)

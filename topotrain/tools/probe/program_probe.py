@@ -6,13 +6,9 @@ Nothing else computes while something is measured. Only processes that start do 
 import math
 import os
 import platform
-import secrets
-import shutil
-import signal
-import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -20,23 +16,13 @@ from typing import Any
 
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
-from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
 from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.tools.diagnostics.environment_report import processor_name
 from topotrain.tools.monitor.progress.progress_line import ProgressLine
-from topotrain.tools.probe.probe_file import (
-    VERSION,
-    Machine,
-    Probe,
-    ProbedBatch,
-    ProbedKernels,
-    ProbedOptimizer,
-    ProbedParameter,
-    ProbedTransport,
-)
-from topotrain.tools.probe.probed_processes import ProbedProcess, ProbedProgram, ProcessEnded
-from topotrain.tools.probe.small_job import SmallJob, SmallJobFailed, run_small_job
+from topotrain.tools.probe.forked_processes import ForkedProcess, ForkedProcesses, ProcessEnded, forked_processes
+from topotrain.tools.probe.probe_file import VERSION, Machine, Probe, ProbedParameter, parse_probe
+from topotrain.tools.probe.small_job import run_small_job
 
 LEAST_S = 10.0
 """A shorter probe would measure the start of torch."""
@@ -48,6 +34,7 @@ _PATIENCE = 4.0
 _MOST_COPIES = 4
 _MEMORY_SHARE = 0.5
 """Of the memory that a job may have, for the copies of a program."""
+_MODULES = "topotrain.tools.probe"
 
 
 @dataclass(frozen=True)
@@ -78,17 +65,34 @@ def measure(request: ProbeRequest, progress: ProgressLine) -> Probe:
         ConfigError: the program never reaches `tt.prepare`, has no steps, or fails; or servers cannot train it.
         KeyboardInterrupt: Ctrl-C, also during the small job.
     """
-    with ExitStack() as stack:
-        folder, lock = temporary_folders.make()
-        stack.callback(os.close, lock)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        progress.stage("measuring: torch is loaded")
-        began = time.monotonic()
-        path = request.forkserver
-        if not path:
-            path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
-        client = stack.enter_context(closing(forkserver.ForkserverClient(path)))
-        return _Stages(request, progress, folder, path, client, began).measure()
+    began = time.monotonic()
+    progress.stage("measuring: torch is loaded")
+    with forked_processes(request.forkserver) as processes:
+        stages = _Stages(request, progress, processes)
+        loaded, transports = stages.messages()
+        first, alone = stages.alone()
+        sharing = stages.sharing(alone)
+        progress.stage("measuring: a job of one worker and one server")
+        seconds, update_s = _JOB * request.seconds, first["optimizer"]["fixed_s"]
+        job = run_small_job(processes, len(alone["model"]), seconds, transports["shm"], update_s)
+    versions = {"topotrain": version("topotrain"), "torch": version("torch"), "python": platform.python_version()}
+    # As the file has it: what is measured is checked as what is read.
+    return parse_probe(
+        {
+            "version": VERSION,
+            "made_at": time.time(),
+            "machine": asdict(_machine()),
+            "versions": versions,
+            "program": Path(request.program).name,
+            "model": alone["model"],
+            **{name: alone["full"][name] for name in ("batch", "spread")},
+            **{name: first[name] for name in ("optimizer", "kernels")},
+            "transports": transports,
+            "sharing": sharing,
+            **job,
+            "start_s": loaded - began + job["start_s"] + first["seconds"],
+        }
+    )
 
 
 def check_program_model(probe: Probe, request: ProbeRequest, progress: ProgressLine) -> None:
@@ -96,242 +100,131 @@ def check_program_model(probe: Probe, request: ProbeRequest, progress: ProgressL
 
     Raises ConfigError: the probe is of another model, or the program makes no step.
     """
-    with ExitStack() as stack:
-        folder, lock = temporary_folders.make()
-        stack.callback(os.close, lock)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        progress.stage("measuring: the model of the program")
-        path = request.forkserver
-        if not path:
-            path = stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
-        client = stack.enter_context(closing(forkserver.ForkserverClient(path)))
-        stages = _Stages(request, progress, folder, path, client, time.monotonic())
-        probe.check_model(stages.model(), request.program)
+    progress.stage("measuring: the model of the program")
+    with forked_processes(request.forkserver) as processes:
+        model = _Stages(request, progress, processes).model()
+    probe.check_model([ProbedParameter(**each) for each in model], request.program)
 
 
 class _Stages:
-    """The stages of one probe, in their order."""
+    """The stages of a probe, and their processes."""
 
-    def __init__(
-        self,
-        request: ProbeRequest,
-        progress: ProgressLine,
-        folder: Path,
-        path: str,
-        client: forkserver.ForkserverClient,
-        began: float,
-    ) -> None:
-        self._request, self._progress, self._folder = request, progress, folder
-        self._path, self._client, self._began = path, client, began
+    def __init__(self, request: ProbeRequest, progress: ProgressLine, processes: ForkedProcesses) -> None:
+        self._request, self._progress, self._processes = request, progress, processes
         self._cores = allowed_cores()
         self._made = 0
-        self._loaded_s = 0.0
-        """Until the first process has answered: torch is loaded then."""
 
-    def measure(self) -> Probe:
-        """Go through all stages."""
-        request = self._request
-        transports = self._transports()
-        program = self._start(1)
-        alone, kernels, script_s = self._alone(program)
-        sharing = self._sharing(alone)
-        self._progress.stage("measuring: a job of one worker and one server")
-        job = self._small_job(len(alone["model"]))
-        optimizer, shm = ProbedOptimizer(**kernels["optimizer"]), transports["shm"]
-        return Probe(
-            version=VERSION,
-            made_at=time.time(),
-            machine=_machine(self._cores),
-            versions={"topotrain": version("topotrain"), "torch": version("torch"), "python": _python()},
-            program=Path(request.program).name,
-            model=_model(alone),
-            batch=_batch(alone),
-            spread=alone["full"]["spread"],
-            optimizer=optimizer,
-            kernels=ProbedKernels(**kernels["kernels"]),
-            transports=transports,
-            worker_step_s=job.worker_step_s(shm),
-            server_message_s=job.server_message_s(optimizer),
-            sharing=sharing,
-            start_s=self._loaded_s + job.start_s + script_s,
-        )
+    def messages(self) -> tuple[float, dict[str, Any]]:
+        """Return when torch was loaded, by `time.monotonic`, and the times of transports."""
+        spec = {"folder": str(self._processes.folder)}
+        try:
+            with closing(self._processes.start(f"{_MODULES}.transport_timing:run", spec, "messages")) as process:
+                process.answer(self._patience_s(0.0))
+                loaded = time.monotonic()
+                self._progress.stage("measuring: messages between two processes")
+                return loaded, process.answer(self._patience_s(0.0))
+        except (ProcessEnded, TimeoutError) as error:
+            text = str(error) or "no answer in time"
+            raise ConfigError("probe", None, f"a process that measures messages has ended: {text}") from None
 
-    def model(self) -> tuple[ProbedParameter, ...]:
+    def model(self) -> list[dict[str, Any]]:
         """Return the parameters of the program, which is left behind its first step."""
-        program = self._start(1)
-        with closing(program):
-            first = program.measured(self._until(0.0))
-            if not first["ended"]:
-                program.order(end=True)
-            return _model(first)
+        with closing(self._start(1)) as program:
+            return list(self._answer(program)["model"])
 
-    # --- the program ---------------------------------------------------------------------------------------------
+    def alone(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the first step of the program, with the times of kernels, and its steps alone on the machine."""
+        self._progress.stage("measuring: the program alone")
+        with closing(self._start(1, kernels=True)) as program:
+            first = self._answer(program)
+            if first["ended"]:
+                raise self._failed("made 1 step: a probe needs at least 3")
+            try:
+                found = self._steps([program], _ALONE, sizes=True)[0]
+            except ConfigError:
+                found = None
+        if found is None:
+            # Some scripts take batches of one size only.
+            with closing(self._start(1)) as program:
+                self._answer(program)
+                found = self._steps([program], _ALONE)[0]
+        if found["full"] is None or found["count"] < 3:
+            raise self._failed(f"made {found['count']} steps: a probe needs at least 3")
+        return first, found
 
-    def _start(self, processes: int) -> ProbedProgram:
-        """Start the program with the threads of one of so many workers."""
+    def sharing(self, alone: dict[str, Any]) -> dict[str, float]:
+        """Return how much slower each of several copies of the program is."""
+        counts = [count for count in (2, 2 * self._cores) if count <= _MOST_COPIES and _fits(alone, count)]
+        found: dict[str, float] = {}
+        with ExitStack() as stack:
+            if counts:
+                self._progress.stage(f"measuring: {max(counts)} copies of the program start")
+            copies = [stack.enter_context(closing(self._start(max(counts)))) for _ in range(max(counts, default=0))]
+            try:
+                for copy in copies:
+                    self._answer(copy)
+                for count in sorted(set(counts)):
+                    self._progress.stage(f"measuring: {count} copies of the program at once")
+                    answers = self._steps(copies[:count], _SHARED)
+                    if any(answer["full"] is None for answer in answers):
+                        break
+                    # Of means: processes that take turns on a core make most of their short steps undisturbed, and a
+                    # median has none of the time in which they wait for their turn.
+                    slower = fmean(answer["full"]["computing"] for answer in answers) / alone["full"]["computing"]
+                    found[str(count)] = max(1.0, count / self._cores, slower)
+                    if any(answer["ended"] for answer in answers):
+                        break
+            except ConfigError as error:
+                # Some scripts hold a file or an address that only one process can have.
+                why = f"copies of the program do not run at once, so cores count as shared evenly: {error}"
+                self._progress.note(why)
+        return found
+
+    def _start(self, processes: int, kernels: bool = False) -> ForkedProcess:
+        """Start the program with the threads of one of so many workers. kernels: it also times them."""
         self._made += 1
-        log = self._folder / f"program-{self._made}.log"
-        request = self._request
-        return ProbedProgram(self._client, request.program, list(request.args), self._threads(processes), log)
+        program, args, threads = self._request.program, list(self._request.args), self._threads(processes)
+        spec = {"program": program, "args": args, "threads": threads, "kernels": kernels}
+        return self._processes.start(f"{_MODULES}.measured_program:run", spec, f"program-{self._made}")
 
     def _threads(self, processes: int) -> int:
         """Return the threads of each of so many workers here; 0: as the environment says."""
         job = Job(cluster=Cluster(nworkers_per_group=processes, server_worker_separate=True))
         return worker_threads(job, layout(job.cluster), 0, os.environ, self._cores)
 
-    def _until(self, share: float) -> float:
-        """Return when a stage with this share of the budget must have answered."""
-        return time.monotonic() + (share + _PATIENCE) * self._request.seconds
+    def _steps(self, copies: list[ForkedProcess], share: float, sizes: bool = False) -> list[dict[str, Any]]:
+        """Let programs make steps at once for a share of the budget."""
+        seconds, threads = share * self._request.seconds, self._threads(len(copies))
+        most = _MOST_STEPS if len(copies) == 1 else 1 << 30
+        for copy in copies:
+            copy.order(steps=most, seconds=seconds, threads=threads, sizes=sizes)
+        return [self._answer(copy, share) for copy in copies]
 
-    def _order(self, program: ProbedProgram, share: float, processes: int, sizes: bool = False) -> None:
-        seconds = share * self._request.seconds
-        most = _MOST_STEPS if processes == 1 else 1 << 30
-        program.order(steps=most, seconds=seconds, threads=self._threads(processes), sizes=sizes)
-
-    def _alone(self, program: ProbedProgram) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """Return steps of the program alone, times of kernels, and the script's start."""
-        self._progress.stage("measuring: the program alone")
-        first = program.measured(self._until(0.0))
-        if first["ended"]:
-            raise ConfigError("program", self._request.program, "made 1 step: a probe needs at least 3")
-        # Before the steps: a script may come to its end.
-        program.order(kernels=True)
-        kernels = program.measured(self._until(0.0))
-        self._order(program, _ALONE, 1, sizes=True)
+    def _answer(self, program: ForkedProcess, share: float = 0.0) -> dict[str, Any]:
         try:
-            found = program.measured(self._until(_ALONE))
-        except ConfigError:
-            # Some scripts take batches of one size only.
-            program.close()
-            program = self._start(1)
-            program.measured(self._until(0.0))
-            self._order(program, _ALONE, 1)
-            found = program.measured(self._until(_ALONE))
-        program.order(end=True)
-        program.close()
-        if found["full"] is None or found["count"] < 3:
-            raise ConfigError(
-                "program", self._request.program, f"made {found['count']} steps: a probe needs at least 3"
-            )
-        return found, kernels, first["seconds"]
-
-    def _sharing(self, alone: dict[str, Any]) -> dict[int, float]:
-        """Return how much slower each of several copies of the program is."""
-        counts = [count for count in (2, 2 * self._cores) if count <= _MOST_COPIES and self._fits(alone, count)]
-        if not counts:
-            return {}
-        self._progress.stage(f"measuring: {max(counts)} copies of the program start")
-        copies = [self._start(max(counts)) for _ in range(max(counts))]
-        found: dict[int, float] = {}
-        until = self._until(0.0)
-        try:
-            for copy in copies:
-                copy.measured(until)
-            for count in sorted(set(counts)):
-                self._progress.stage(f"measuring: {count} copies of the program at once")
-                for copy in copies[:count]:
-                    self._order(copy, _SHARED, count)
-                answers = [copy.measured(self._until(_SHARED)) for copy in copies[:count]]
-                times = [answer["full"]["mean_computing"] for answer in answers if answer["full"] is not None]
-                if len(times) < count:
-                    break
-                # Of means: processes that take turns on a core make most of their short steps undisturbed, and a
-                # median has none of the time in which they wait for their turn.
-                slower = fmean(times) / alone["full"]["mean_computing"]
-                found[count] = max(1.0, count / self._cores, slower)
-                if any(answer["ended"] for answer in answers):
-                    break
-        except ConfigError as error:
-            # Some scripts hold a file or an address that only one process can have.
-            self._progress.note(f"copies of the program do not run at once, so cores count as shared evenly: {error}")
-        finally:
-            for copy in copies:
-                copy.order(end=True)
-                copy.close()
+            found = program.answer(self._patience_s(share))
+        except ProcessEnded as error:
+            raise self._failed(f"ended without a step: {error}") from None
+        except TimeoutError:
+            raise self._failed("takes too long for its first steps") from None
+        if "failed" in found:
+            raise self._failed(found["failed"])
         return found
 
-    def _fits(self, alone: dict[str, Any], count: int) -> bool:
-        free = memory_limits().machine
-        return free is None or int(alone["memory"]) * count <= _MEMORY_SHARE * free
+    def _failed(self, why: str) -> ConfigError:
+        return ConfigError("program", self._request.program, why)
 
-    # --- the product ---------------------------------------------------------------------------------------------
-
-    def _transports(self) -> dict[str, ProbedTransport]:
-        """Time the transports between two processes."""
-        spec = {"token": secrets.token_hex(32), "folder": str(self._folder)}
-        module = "topotrain.tools.probe.transport_timing"
-        answering = ProbedProcess(self._client, f"{module}:answer", spec, self._folder / "answering.log")
-        with closing(answering):
-            urls = self._answer(answering)
-            self._loaded_s = time.monotonic() - self._began
-            self._progress.stage("measuring: messages between two processes")
-            asking = ProbedProcess(self._client, f"{module}:ask", {**spec, "urls": urls}, self._folder / "asking.log")
-            with closing(asking):
-                return {name: ProbedTransport(**each) for name, each in self._answer(asking).items()}
-
-    def _answer(self, process: ProbedProcess) -> dict[str, Any]:
-        try:
-            return process.answer(self._until(0.0))
-        except (ProcessEnded, TimeoutError) as error:
-            text = str(error) or "no answer in time"
-            raise ConfigError("probe", None, f"a process that measures messages has ended: {text}") from None
-
-    def _small_job(self, parameters: int) -> SmallJob:
-        try:
-            return run_small_job(self._folder, self._path, parameters, _JOB * self._request.seconds)
-        except SmallJobFailed as failed:
-            if failed.code == 128 + signal.SIGINT:
-                raise KeyboardInterrupt from None
-            if failed.code > 128:
-                raise SystemExit(failed.code) from None
-            raise ConfigError("probe", None, str(failed)) from None
+    def _patience_s(self, share: float) -> float:
+        """Return the seconds within which a stage with this share of the budget must have answered."""
+        return (share + _PATIENCE) * self._request.seconds
 
 
-def _computing(answer: dict[str, Any]) -> float:
-    return float(answer["full"]["forward"] + answer["full"]["backward"])
+def _fits(alone: dict[str, Any], count: int) -> bool:
+    free = memory_limits().machine
+    return free is None or int(alone["memory"]) * count <= _MEMORY_SHARE * free
 
 
-def _model(alone: dict[str, Any]) -> tuple[ProbedParameter, ...]:
-    return tuple(
-        ProbedParameter(each["name"], tuple(each["shape"]), each["dtype"], each["trainable"], ready)
-        for each, ready in zip(alone["model"], alone["ready"], strict=True)
-    )
-
-
-def _batch(alone: dict[str, Any]) -> ProbedBatch:
-    """Return the times of a step, with a line through two sizes of batch."""
-    full, small = alone["full"], alone["small"]
-    fixed, per_sample = 0.0, 0.0
-    if small is not None and small["samples"] < full["samples"]:
-        part = small["forward"] + small["backward"]
-        fixed, per_sample = computing_line(_computing(alone), full["samples"], part, small["samples"])
-    return ProbedBatch(
-        size=max(1, full["samples"]),
-        forward_s=full["forward"],
-        backward_s=full["backward"],
-        other_s=full["other"],
-        optimizer_s=full["optimizer"],
-        fixed_s=fixed,
-        per_sample_s=per_sample,
-        steps=full["steps"],
-        samples_per_epoch=alone["samples_per_epoch"],
-    )
-
-
-def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> tuple[float, float]:
-    """Return the seconds of any batch and of each sample, from two sizes of batch.
-
-    The line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
-    kept from falling with more samples, and from falling below zero without any.
-    """
-    per_sample = min(max(0.0, (whole_s - part_s) / (samples - fewer)), whole_s / samples)
-    return max(0.0, whole_s - per_sample * samples), per_sample
-
-
-def _machine(cores: int) -> Machine:
+def _machine() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(processor_name(), cores, memory, f"{platform.system()} {platform.release().partition('-')[0]}")
-
-
-def _python() -> str:
-    return ".".join(map(str, sys.version_info[:3]))
+    system = f"{platform.system()} {platform.release().partition('-')[0]}"
+    return Machine(processor_name(), allowed_cores(), memory, system)

@@ -5,129 +5,88 @@ share is what `run --profile` records of it.
 """
 
 import json
+import signal
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from topotrain.config.job import Cluster, Job, TransportChoice
+from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.python_module import as_program
 from topotrain.config.topology import layout
-from topotrain.core.events import Event
 from topotrain.core.profiling.spans import from_json
 from topotrain.core.protocol.message import KINDS
 from topotrain.launch.agent.workspace import SPANS
 from topotrain.launch.local import LocalLauncher
-from topotrain.tools.probe.probe_file import ProbedOptimizer, ProbedTransport
+from topotrain.tools.probe.forked_processes import ForkedProcesses
 from topotrain.tools.probe.small_program import PROFILED
 
 _PROGRAM = "topotrain.tools.probe.small_program"
 
 
-class SmallJobFailed(Exception):
-    """The job has not come to its end. code: its exit code."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class SmallJob:
-    """The measurements of the job.
-
-    Attributes:
-        start_s: from its start until its first step.
-        plain_s, step_s: of a step by the clock, as plain Python and in the job.
-        plain_core_s, core_s: the same, of the script's core.
-        server_s: for which the server handles the messages of a step, without sending its answers.
-        sent: messages that the worker sends in a step.
-    """
-
-    start_s: float
-    plain_s: float
-    plain_core_s: float
-    step_s: float
-    core_s: float
-    server_s: float
-    sent: int
-
-    def worker_step_s(self, transport: ProbedTransport) -> float:
-        """Return the core seconds that a worker's step has more, without its messages."""
-        return max(0.0, self.core_s - self.plain_core_s - self.sent * transport.send_message_s)
-
-    def server_message_s(self, optimizer: ProbedOptimizer) -> float:
-        """Return the seconds that a server takes for each message that it handles."""
-        return max(0.0, self.server_s - optimizer.fixed_s) / max(1, self.sent)
-
-
-def run_small_job(folder: Path, forkserver: str, parameters: int, seconds: float) -> SmallJob:
+def run_small_job(
+    processes: ForkedProcesses, parameters: int, seconds: float, transport: Mapping[str, float], update_s: float
+) -> dict[str, float]:
     """Run the job with a model of so many parameters.
 
+    Args:
+        processes: of the probe.
+        parameters: of the model.
+        seconds: of its steps.
+        transport: the fields of shared memory in a probe.
+        update_s: of the server's kernel for a slice.
+
+    Returns:
+        The fields of a probe: `worker_step_s` without messages, `server_message_s` for each that a server handles, and
+        `start_s` of the job.
+
     Raises:
-        SmallJobFailed: the job has not come to its end.
+        ConfigError: the job has not come to its end.
+        KeyboardInterrupt, SystemExit: a signal has ended it.
     """
-    result = folder / "small.json"
-    cluster = Cluster(server_worker_separate=True, transport=TransportChoice.kShm, workspace=str(folder / "small"))
-    job = Job(
-        cluster=cluster,
-        name="probe",
-        program=as_program(_PROGRAM),
-        args=(str(result), str(parameters), f"{seconds:g}"),
-        threads=1,
-    )
+    result, workspace = processes.folder / "small.json", processes.folder / "small"
+    cluster = Cluster(server_worker_separate=True, transport=TransportChoice.kShm, workspace=str(workspace))
+    args = (str(result), str(parameters), f"{seconds:g}")
+    job = Job(cluster=cluster, name="probe", program=as_program(_PROGRAM), args=args, threads=1)
     began = time.time()
-    outcome = LocalLauncher(forkserver=forkserver, profile=PROFILED).start(job, layout(cluster), IgnoredEvents())
+    # The outcome of the job says what failed, and no event is needed.
+    launcher = LocalLauncher(forkserver=processes.path, profile=PROFILED)
+    outcome = launcher.start(job, layout(cluster), lambda event: None)
+    if outcome.code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.code > 128:
+        raise SystemExit(outcome.code)
     if outcome.code:
         text = outcome.cause.text if outcome.cause is not None else f"exit code {outcome.code}"
-        raise SmallJobFailed(f"the job of one worker and one server failed: {text}", outcome.code)
-    found = json.loads(result.read_text())
-    handled = _handled(folder / "small" / "run" / SPANS)
-    plain, own = found["plain"], found["job"]
-    return SmallJob(
-        start_s=found["first"] - began,
-        plain_s=plain["wall_s"],
-        plain_core_s=plain["core_s"],
-        step_s=own["wall_s"],
-        core_s=own["core_s"],
-        server_s=handled.seconds,
-        sent=handled.messages,
-    )
+        raise ConfigError("probe", None, f"the job of one worker and one server failed: {text}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    sent, handled_s = _handled(workspace / "run" / SPANS)
+    added_s = found["job_core_s"] - found["plain_core_s"] - sent * transport["send_message_s"]
+    return {
+        "worker_step_s": max(0.0, added_s),
+        "server_message_s": max(0.0, handled_s - update_s) / max(1, sent),
+        "start_s": found["first"] - began,
+    }
 
 
-class IgnoredEvents:
-    """A listener that needs no event: the outcome of the job says what failed."""
+def _handled(folder: Path) -> tuple[int, float]:
+    """Return a worker's messages in a step, and the seconds in which a server handles them without its answers.
 
-    def __call__(self, event: Event) -> None:
-        """Drop the event."""
-
-
-@dataclass(frozen=True)
-class _Handled:
-    """The messages of workers that a server handles in a step, and their seconds."""
-
-    messages: int
-    seconds: float
-
-
-def _handled(folder: Path) -> _Handled:
-    """Read the spans of the server: medians over the steps before the profiled one."""
+    They are medians over the steps before the profiled one.
+    """
     handled, sent = {kind.HANDLED for kind in KINDS.values()}, {kind.SENT for kind in KINDS.values()}
     seconds: dict[int, float] = defaultdict(float)
     messages: Counter[int] = Counter()
-    for file in folder.glob("*.json"):
-        process = from_json(file.read_text(encoding="utf-8"))
+    for process in (from_json(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")):
         for span in process.spans if process.serves else ():
             step = span.numbers.get("step", 0)
             # The spans of what is sent lie inside those of what is handled.
-            if span.name in handled:
-                seconds[step] += (span.end - span.start) / 1e9
-                # A server has messages to itself, too.
-                messages[step] += "index" in span.numbers
-            elif span.name in sent:
-                seconds[step] -= (span.end - span.start) / 1e9
+            seconds[step] += ((span.name in handled) - (span.name in sent)) * (span.end - span.start) / 1e9
+            # A server has messages to itself, too.
+            messages[step] += span.name in handled and "index" in span.numbers
     late = [step for step in seconds if PROFILED // 2 < step < PROFILED]
     if not late:
-        return _Handled(0, 0.0)
-    return _Handled(round(median(messages[step] for step in late)), median(seconds[step] for step in late))
+        return 0, 0.0
+    return round(median(messages[step] for step in late)), median(seconds[step] for step in late)

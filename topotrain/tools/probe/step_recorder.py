@@ -5,18 +5,19 @@ A step ends with that of the first optimizer. The measurements of a step lie bet
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from statistics import fmean, median, quantiles
+from dataclasses import astuple, dataclass
+from functools import cached_property, partial
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from topotrain.tools.probe.batch_sizes import BatchWatch, watch_batches
+from topotrain.parallel.api.dry_run import PreparedArguments
+from topotrain.tools.probe.batch_sizes import BatchWatch, first_size, watch_batches
 from topotrain.training.context import PrepareObserver
-from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
+from topotrain.training.parameters.flat_parameters import ModelParts
 from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
 
 LEAST_STEPS = 3
@@ -25,7 +26,7 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds of one step. other: of the loader, and of the script."""
+    """The seconds of a step. other: of the loader, and of the script."""
 
     samples: int
     forward: float
@@ -34,59 +35,24 @@ class StepTimes:
     other: float
 
     @property
-    def own(self) -> float:
-        """All that a worker of a job does, too: without the optimizer."""
-        return self.forward + self.backward + self.other
+    def computing(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
 
 
-@dataclass(frozen=True)
-class SizeTimes:
-    """Medians over the steps with batches of one size.
-
-    Attributes:
-        spread: standard deviation of a step's own time, over its mean.
-        mean_computing: of forward and backward together, the mean.
-    """
-
-    samples: int
-    steps: int
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    spread: float
-    mean_computing: float
+def medians(steps: Sequence[StepTimes]) -> StepTimes:
+    """Return the median of each part of some steps."""
+    return StepTimes(*map(median, zip(*map(astuple, steps), strict=True)))
 
 
-def medians(steps: Sequence[StepTimes], samples: int) -> SizeTimes | None:
-    """Return the medians of the steps with so many samples; None: there are none."""
-    found = [step for step in steps if step.samples == samples]
-    if not found:
-        return None
-
-    def middle(name: str) -> float:
-        return float(median(getattr(step, name) for step in found))
-
-    times = {name: middle(name) for name in ("forward", "backward", "optimizer", "other")}
-    computing = fmean(step.forward + step.backward for step in found)
-    return SizeTimes(
-        samples, len(found), **times, spread=_spread([step.own for step in found]), mean_computing=computing
-    )
-
-
-def _spread(values: Sequence[float]) -> float:
+def spread(steps: Sequence[StepTimes]) -> float:
+    """Return the standard deviation of a step without its optimizer, over the mean."""
     # Half the width of the middle two thirds: an evaluation between two epochs is not the chance that is meant.
-    if len(values) < 2 * LEAST_STEPS:
+    if len(steps) < 2 * LEAST_STEPS:
         return 0.0
-    cuts = quantiles(values, n=6)
-    return float((cuts[4] - cuts[0]) / 2 / median(values))
-
-
-class StepListener:
-    """Is told of the ends of steps. Its own work counts for no step."""
-
-    def step_over(self, recorder: "StepRecorder") -> None:
-        """A step is over."""
+    own = [step.computing + step.other for step in steps]
+    cuts = quantiles(own, n=6)
+    return float((cuts[4] - cuts[0]) / 2 / median(own))
 
 
 def accelerators(devices: Iterable[torch.device]) -> frozenset[torch.device]:
@@ -105,26 +71,25 @@ class StepRecorder(PrepareObserver):
 
     Args:
         watch: of the batches.
-        listener: is told of each end.
+        step_over: is called at each end. Its own work counts for no step.
         wait: waits for the work on the devices of the parameters. A part of a step ends when its work is done.
     """
 
     def __init__(
         self,
         watch: BatchWatch,
-        listener: StepListener,
+        step_over: Callable[[], None] = lambda: None,
         wait: Callable[[Iterable[torch.device]], None] = synchronize,
     ) -> None:
-        self._watch, self._listener, self._wait = watch, listener, wait
+        self._watch, self._step_over, self._wait = watch, step_over, wait
         self._devices: set[torch.device] = set()
-        self._calls: list[PreparedObjects] = []
+        self.calls: list[PreparedObjects] = []
+        """What the script has prepared."""
         self.steps: list[StepTimes] = []
         """Those since `clear`."""
         self.count = 0
         """All steps."""
-        self._made: PreparedObjects | None = None
-        self._parts: ModelParts | None = None
-        self._began = self._forward_at = self._backward_at = self._optimizer_at = 0.0
+        self._began = self._forward_at = self._optimizer_at = 0.0
         self._forward = self._backward = self._optimizer = 0.0
         self._inside = 0
         """Calls of an optimizer's `step` that have not returned."""
@@ -133,31 +98,22 @@ class StepRecorder(PrepareObserver):
 
     # --- what the script has prepared ----------------------------------------------------------------------------
 
-    @property
-    def has_prepared(self) -> bool:
-        """Whether the script has called `tt.prepare`."""
-        return bool(self._calls)
-
-    @property
-    def made(self) -> PreparedObjects:
+    @cached_property
+    def made(self) -> PreparedArguments:
         """All that was prepared. Raises ConfigError, as a job would."""
-        if self._made is None:
-            self._made = joined(self._calls)
-        return self._made
+        made = joined(self.calls)
+        return PreparedArguments(made.model, made.optimizers, made.loader)
 
-    @property
+    @cached_property
     def parts(self) -> ModelParts:
         """The model as servers see it. Raises ConfigError, as a job would."""
-        if self._parts is None:
-            made = self.made
-            self._parts = describe_model(made.model, _aside(made), made.optimizers)
-        return self._parts
+        return self.made.parts()
 
     def prepared(self, call: PreparedObjects) -> None:
-        if not self._calls:
+        if not self.calls:
             # `Tensor.backward` looks this function up at each call. This process does nothing but measure.
             torch.autograd.backward = self._timed_backward(torch.autograd.backward)
-        self._calls.append(call)
+        self.calls.append(call)
         for model in call.models:
             self._devices |= {parameter.device for parameter in model.parameters()}
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
@@ -192,13 +148,12 @@ class StepRecorder(PrepareObserver):
         if torch.is_grad_enabled() and model.training and self._forward_at <= self._watch.drawn_at:
             self._forward_at = self._now()
             if not self._watch.given:
-                found = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()), None)
-                self._watch.drawn(0 if found is None else len(found))
+                self._watch.drawn(first_size((*args, *kwargs.values())))
                 self._forward_at = self._watch.drawn_at
 
     def _timed_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any, **kwargs: Any) -> None:
-            self._backward_at = began = self._now()
+            began = self._now()
             # A script may call the parts of its model, and not the model.
             forward_at = self._forward_at or self._watch.drawn_at
             if forward_at > self._began:
@@ -207,17 +162,11 @@ class StepRecorder(PrepareObserver):
             ended = self._now()
             self._backward += ended - began
             self._forward_at = 0.0
-            self._note_ready(began, ended)
+            for at, shares in zip(self._ready_at, self._ready, strict=True):
+                if began <= at <= ended:
+                    shares.append((at - began) / max(ended - began, 1e-9))
 
         return timed
-
-    def _gradient_ready(self, index: int, tensor: torch.Tensor) -> None:
-        self._ready_at[index] = self._now()
-
-    def _note_ready(self, began: float, ended: float) -> None:
-        for index, at in enumerate(self._ready_at):
-            if began <= at <= ended:
-                self._ready[index].append((at - began) / max(ended - began, 1e-9))
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch calls the hooks for the step of a subclass, and once more for that of its base class inside it.
@@ -231,19 +180,19 @@ class StepRecorder(PrepareObserver):
         if self._inside:
             return
         self._optimizer += now - self._optimizer_at
-        if self._made is None:
+        if not self._ready:
             self._observe_gradients()
         if optimizer is self.made.optimizers[0]:
             self._end_step(now)
 
     def _end_step(self, now: float) -> None:
         self.count += 1
-        samples = self._watch.step_over()
         rest = now - self._began - self._forward - self._backward - self._optimizer
-        self.steps.append(StepTimes(samples, self._forward, self._backward, self._optimizer, max(0.0, rest)))
+        times = (self._forward, self._backward, self._optimizer, max(0.0, rest))
+        self.steps.append(StepTimes(self._watch.step_over(), *times))
         self._begin_step()
-        self._listener.step_over(self)
-        # Without the time that the listener took.
+        self._step_over()
+        # Without the time that the call took.
         self._begin_step()
 
     def _observe_gradients(self) -> None:
@@ -255,11 +204,5 @@ class StepRecorder(PrepareObserver):
                 # torch has no types for this one.
                 tensor.register_post_accumulate_grad_hook(partial(self._gradient_ready, index))  # type: ignore[no-untyped-call]
 
-
-def _aside(made: PreparedObjects) -> list[nn.Parameter]:
-    """Return the parameters that servers hold as tables of rows."""
-    from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
-
-    if len(made.optimizers) != 1:
-        return []
-    return [entry.weight for entry in find_sparse(made.model, made.optimizers[0])]
+    def _gradient_ready(self, index: int, tensor: torch.Tensor) -> None:
+        self._ready_at[index] = self._now()

@@ -9,11 +9,14 @@ messages the shortest round counts, because other processes only ever add to it.
 """
 
 import json
+import multiprocessing
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -28,7 +31,6 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Finish, Message, Push
 from topotrain.tools.probe.probe_file import ProbedTransport
 
-TRANSPORTS = ("shm", "tcp")
 _BUCKETS, _BUCKET = 16, 1 << 18
 """Bodies of 1 MiB, as most messages of a job have."""
 _BURST = 4
@@ -38,12 +40,6 @@ _ROUNDS = 5
 _BURSTS = 24
 _PATIENCE_S = 10.0
 _WORKER, _SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-
-
-def transports(token: str, folder: str) -> dict[str, Transport]:
-    """Return one transport of each kind."""
-    identity = Identity("probe", bytes.fromhex(token), 1, 0, "")
-    return {"shm": SharedMemoryTransport(identity, folder, ProcessMemory()), "tcp": TcpTransport(identity)}
 
 
 def _buffer(transport: Transport) -> torch.Tensor:
@@ -56,61 +52,56 @@ def _body(bucket: int, buffer: torch.Tensor) -> Push:
     return Push(0, 0, bucket, 1.0, b"\1", body=buffer[bucket])
 
 
-class Answering:
-    """Answers bodies with bodies, and small messages with its processor time."""
+class _Process:
+    """One of the two processes: it receives bodies into a buffer, or sees them where they are."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._into = transport, _buffer(transport)
+        self.transport, self.into = transport, _buffer(transport)
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """Receive a body into a buffer, or see it where it is."""
         assert isinstance(message, Push)
-        return None if viewable else self._into[message.bucket]
-
-    def handle(self, sender: Address, message: Message) -> None:
-        """Answer a message."""
-        if isinstance(message, Push):
-            self._transport.send(_SERVER, _WORKER, _body(message.bucket, self._into))
-        elif isinstance(message, Fetch):
-            self._transport.send(_SERVER, _WORKER, Finish(time.process_time_ns()))
+        return None if viewable else self.into[message.bucket]
 
     def lost(self, peer: Address, reason: str) -> None:
         """The other process has ended."""
 
 
-class Asking:
+class Answering(_Process):
+    """Answers bodies with bodies, and small messages with its processor time."""
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """Answer a message."""
+        if isinstance(message, Push):
+            self.transport.send(_SERVER, _WORKER, _body(message.bucket, self.into))
+        elif isinstance(message, Fetch):
+            self.transport.send(_SERVER, _WORKER, Finish(time.process_time_ns()))
+
+
+class Asking(_Process):
     """Sends, and waits for answers, as a script's thread does."""
 
     def __init__(self, transport: Transport, url: str) -> None:
-        self._transport, self._bodies, self._into = transport, _buffer(transport), _buffer(transport)
+        super().__init__(transport)
+        self._bodies = _buffer(transport)
         self._came = threading.Event()
         self._missing = 0  # bodies that are not answered yet
         self._theirs_ns = 0
         transport.attach(_WORKER, self)
         transport.connect(_WORKER, _SERVER, url)
 
-    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """Receive a body into a buffer, or see it where it is."""
-        assert isinstance(message, Push)
-        return None if viewable else self._into[message.bucket]
-
     def handle(self, sender: Address, message: Message) -> None:
         """Take an answer."""
         if isinstance(message, Push):
             self._missing -= 1
-            if not self._missing:
-                self._came.set()
         elif isinstance(message, Finish):
             self._theirs_ns = message.steps
+        if not self._missing:
             self._came.set()
-
-    def lost(self, peer: Address, reason: str) -> None:
-        """The other process has ended."""
 
     def _ask(self) -> int:
         """Send a small message and wait for its answer: the other's processor time."""
         self._came.clear()
-        self._transport.send(_WORKER, _SERVER, Fetch(0))
+        self.transport.send(_WORKER, _SERVER, Fetch(0))
         self._wait()
         return self._theirs_ns
 
@@ -152,27 +143,37 @@ class Asking:
         self._came.clear()
         self._missing = _BURST
         for bucket in range(number * _BURST, (number + 1) * _BURST):
-            self._transport.send(_WORKER, _SERVER, _body(bucket % _BUCKETS, self._bodies))
+            self.transport.send(_WORKER, _SERVER, _body(bucket % _BUCKETS, self._bodies))
         self._wait()
         theirs, mine = self._ask() - theirs, time.process_time_ns() - mine
         return (theirs + mine) / 2 / _BURST / 1e9
 
 
-def answer(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Run the answering process until the channel closes."""
-    made = transports(spec["token"], spec["folder"])
-    urls = {name: each.attach(_SERVER, Answering(each)) for name, each in made.items()}
-    channel.sendall(json.dumps(urls).encode() + b"\n")
-    channel.recv(1)
+def _transports(folder: str, token: bytes) -> dict[str, Transport]:
+    identity = Identity("probe", token, 1, 0, "")
+    return {"shm": SharedMemoryTransport(identity, folder, ProcessMemory()), "tcp": TcpTransport(identity)}
+
+
+def _answer(ours: Connection, theirs: Connection, folder: str, token: bytes) -> None:
+    """Run the answering process until the other one is gone."""
+    theirs.close()
+    made = _transports(folder, token)
+    ours.send({name: each.attach(_SERVER, Answering(each)) for name, each in made.items()})
+    ours.poll(None)
     for each in made.values():
         each.close()
-    return 0
 
 
-def ask(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Run the asking process, which measures all transports."""
-    made = transports(spec["token"], spec["folder"])
-    found = {name: asdict(Asking(each, spec["urls"][name]).measure()) for name, each in made.items()}
+def run(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Say that torch is loaded, and measure all transports."""
+    channel.sendall(b"{}\n")
+    # A fork, as this process is itself: it has no thread yet.
+    forks, token = multiprocessing.get_context("fork"), secrets.token_bytes(32)
+    ours, theirs = forks.Pipe()
+    forks.Process(target=_answer, args=(theirs, ours, spec["folder"], token), daemon=True).start()
+    theirs.close()
+    made, urls = _transports(spec["folder"], token), ours.recv()
+    found = {name: asdict(Asking(each, urls[name]).measure()) for name, each in made.items()}
     channel.sendall(json.dumps(found).encode() + b"\n")
     for each in made.values():
         each.close()

@@ -1,0 +1,93 @@
+"""Processes beside a command, which answer with lines of JSON: forks of a forkserver.
+
+The forkserver kills them when the connection of this process closes, however this process ends.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topotrain.launch.agent import forkserver, temporary_folders
+from topotrain.launch.agent.forkserver import ForkRequest, ForkserverClient
+
+_LAST = 2000
+"""Bytes at the end of a log in which an error is looked for."""
+
+
+class ProcessEnded(Exception):
+    """A process has ended without an answer. The text is its last line."""
+
+
+class ForkedProcess:
+    """One process, and the channel to it. log: where its output goes."""
+
+    def __init__(self, client: ForkserverClient, call: str, spec: Mapping[str, Any], log: Path) -> None:
+        self._log = log
+        self._channel, theirs = socket.socketpair()
+        self._answers = self._channel.makefile("rb")
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            client.spawn(ForkRequest(log.stem, call, spec, theirs.fileno(), output, output))
+        finally:
+            # Only the child keeps them: so the end of the child is the end of the channel.
+            theirs.close()
+            os.close(output)
+
+    def order(self, **words: Any) -> None:
+        """Send an order. A process that has ended is noticed by its missing answer."""
+        try:
+            self._channel.sendall(json.dumps(words).encode() + b"\n")
+        except OSError:
+            return
+
+    def answer(self, patience_s: float | None = None) -> dict[str, Any]:
+        """Wait for the next line.
+
+        Raises:
+            ProcessEnded: there is none.
+            TimeoutError: there is none yet. No further one can be waited for.
+        """
+        self._channel.settimeout(patience_s)
+        try:
+            line = self._answers.readline()
+        except ConnectionError:  # it has ended before it has read its order
+            line = b""
+        if not line:
+            lines = self._log.read_bytes()[-_LAST:].decode(errors="replace").strip().splitlines()
+            raise ProcessEnded(lines[-1].strip() if lines else "it left no word")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Let the process end: without its channel it does not wait for orders."""
+        self._answers.close()
+        self._channel.close()
+
+
+@dataclass(frozen=True)
+class ForkedProcesses:
+    """A forkserver's socket, a connection to it, and a temporary folder for files of its processes."""
+
+    folder: Path
+    path: str
+    client: ForkserverClient
+
+    def start(self, call: str, spec: Mapping[str, Any], name: str) -> ForkedProcess:
+        """Start a process that calls "module:function"."""
+        return ForkedProcess(self.client, call, spec, self.folder / f"{name}.log")
+
+
+@contextmanager
+def forked_processes(path: str) -> Iterator[ForkedProcesses]:
+    """Use a running forkserver inside the block; "": one of its own. All processes end with it."""
+    with ExitStack() as stack:
+        folder, lock = temporary_folders.make()
+        stack.callback(os.close, lock)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        path = path or stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
+        yield ForkedProcesses(folder, path, stack.enter_context(closing(ForkserverClient(path))))
