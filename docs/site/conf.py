@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import topotrain  # noqa: E402  - the checkout that this file is in, and no other
+from topotrain.core.events import EVENTS  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -108,12 +109,19 @@ def other_names(text: str) -> str:
     return "\n".join(("", "Further names", "-------------", "", *entries)) if missing else ""
 
 
+def event_entries() -> str:
+    """Return entries for the events of a recording. Their fields and meanings are those of their classes."""
+    title = "Events of a recording"
+    entries = (f".. autoclass:: topotrain.core.events.{name}\n" for name in EVENTS)
+    return "\n".join(("", title, "-" * len(title), "", *entries))
+
+
 def complete(app: "Sphinx", page: str, source: list[str]) -> None:
     """Complete the pages that are made of others."""
     if page == root_doc:
         source[0] += contents(app.env.found_docs)
     elif page.endswith("/api"):
-        source[0] += other_names(source[0])
+        source[0] += other_names(source[0]) + event_entries()
 
 
 def with_code_blocks(app: "Sphinx", kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -123,6 +131,13 @@ def with_code_blocks(app: "Sphinx", kind: str, name: str, thing: object, options
         begins = lines[number].startswith("    ") and not lines[number - 1].strip()
         if begins and before.strip() and not before.startswith(" ") and not re.match(r"[*-] |\w+:$|\.\. ", before):
             lines[number:number] = ["::", ""]
+
+
+def with_lines(app: "Sphinx", kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Show each field in the docstring of an event on a line of its own."""
+    if name.startswith("topotrain.core.events."):
+        joined = re.sub(r"\n {2,}", " ", "\n".join(lines[1:]))
+        lines[1:] = ["", *(f"| {line}" for line in joined.splitlines() if line), ""]
 
 
 def without_check_functions(
@@ -137,5 +152,6 @@ def without_check_functions(
 def setup(app: "Sphinx") -> dict[str, bool]:
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", with_code_blocks, priority=400)  # before napoleon, which indents
+    app.connect("autodoc-process-docstring", with_lines, priority=400)
     app.connect("autodoc-process-signature", without_check_functions)
     return {"parallel_read_safe": True}
