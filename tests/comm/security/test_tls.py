@@ -197,13 +197,48 @@ class Dripping:
     def sendall(self, raw):
         pass
 
-    def recv_into(self, buffer):
+    def recv_into(self, buffer, nbytes=0, flags=0):
         self.now += 0.5
         buffer[0] = next(self._record)
         return 1
 
     def close(self):
         pass
+
+
+class SlowLink:
+    """A socket on which a packet is there at each call, or with MSG_WAITALL all that is asked for."""
+
+    def __init__(self):
+        self.sealed, self.reads = bytearray(), 0
+
+    def sendmsg(self, buffers, ancdata=(), flags=0):
+        before = len(self.sealed)
+        for buffer in buffers:
+            self.sealed += buffer
+        return len(self.sealed) - before
+
+    def recv_into(self, buffer, nbytes=0, flags=0):
+        self.reads += 1
+        count = min(len(self.sealed), nbytes or len(buffer), len(buffer) if flags & socket.MSG_WAITALL else 1448)
+        buffer[:count], self.sealed = self.sealed[:count], self.sealed[count:]
+        return count
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("sizes", [(1 << 20,), (20_000, 40, 300_000, 7)])
+def test_a_large_body_takes_few_reads_on_a_slow_link(sizes):
+    with channels() as (server, client), server._sock, client._sock:
+        link = SlowLink()
+        server.relay(link)
+        client.relay(link)
+        for size in sizes:
+            client.sendall(bytes(size))
+        for size in sizes:
+            assert server.recv_into(bytearray(size), 0, socket.MSG_WAITALL) == size
+    assert link.reads < 30 * len(sizes)  # of a megabyte there are 730 packets
 
 
 def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
