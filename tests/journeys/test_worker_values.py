@@ -103,17 +103,9 @@ def test_a_loss_over_all_samples_and_their_statistics_are_those_of_plain_python(
         assert final.keys() == plain.keys() and max(far.values()) < 1e-5, (cluster, far)
 
 
-def recipes() -> list[str]:
-    """The scripts of the section about values in the page of Python."""
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-    section = page[page.index("### Metrics, plateaus") : page.index("## `tt.device`")]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner, number: int) -> None:
-    script = runner.folder / "recipe.py"
-    script.write_text(recipes()[number])
+@pytest.mark.parametrize("name", ["early_stopping", "metric_object", "contrastive"])
+def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner, name: str) -> None:
+    script = Path(__file__).parents[2] / "examples" / f"{name}.py"
     apart = runner.folder / "plain"
     apart.mkdir()
     done = subprocess.run([sys.executable, script], check=True, timeout=120, cwd=apart, capture_output=True, text=True)
