@@ -2,8 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arithmetic_predictor import ArithmeticPredictor, timed_probe
@@ -11,6 +14,7 @@ from arithmetic_predictor import ArithmeticPredictor, timed_probe
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, Link
 from topotrain.config.topology import layout
+from topotrain.core.events import Event, StepDone
 from topotrain.tools.advice import trial_runs
 from topotrain.tools.advice.advice import Advice, Rehearsed, Wishes, advise
 from topotrain.tools.advice.advice_text import explain, job_text
@@ -298,6 +302,22 @@ def test_the_advised_layout_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trial_runs, "tried", tried)
     assert list(trials_of(replace(found, rehearsed=(*others, found.winner)), timed_probe(), 2, True)) == []
     assert given == [found.winner, others[0]]
+
+
+@pytest.mark.parametrize(("samples", "told"), [(8, "measured 8 (the prediction is "), (0, "gives tt.prepare no loader")])
+def test_a_trial_says_its_rate_or_why_there_is_none(
+    samples: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_job(job: Job, on_event: Callable[[Event], None]) -> str:
+        for step in range(20):
+            on_event(StepDone("worker 0/0", float(step), step, samples * step, None, 0.0, 0, 0, 0))
+        return "it is ended before its end"
+
+    forks = SimpleNamespace(folder=tmp_path, run_job=run_job)
+    monkeypatch.setattr(trial_runs, "forked_processes", lambda served: nullcontext(forks))
+    one = advised(Machines(hosts=1)).rehearsed[:1]
+    (trial,) = trial_runs.tried(one, timed_probe(), ArithmeticPredictor(), 5.0)
+    assert told in trial.explain()
 
 
 def test_a_reason_names_the_busy_resource_the_process_that_is_waited_for_or_the_computing() -> None:

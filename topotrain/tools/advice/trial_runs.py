@@ -2,35 +2,28 @@
 
 They take a few seconds, and show predicted beside measured figures.
 
-Each is a `topotrain run` of its own, in a workspace that is deleted. Units that would be hosts are processes of this
+Each is a job of its own, in a workspace that is deleted. Units that would be hosts are processes of this
 machine, with the link that was asked for between them. The prediction beside it is of these processes.
 """
 
-import contextlib
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from topotrain.config.job import Job
-from topotrain.config.job_file import dumps
-from topotrain.core.events import StepDone
+from topotrain.core.events import Event, StepDone
 from topotrain.tools.advice.advice import Rehearsed
 from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.probe.forked_processes import ForkedProcesses, forked_processes
 from topotrain.tools.probe.probe_file import Probe
 
 WARM_STEPS = 3
 """Steps of each worker that do not count: in these buffers are allocated."""
 START_S = 60.0
 """Seconds within which the workers of a trial must have begun."""
-END_S = 30.0
-_POLL_S = 0.1
 _LINES = 5
 
 
@@ -54,7 +47,7 @@ class Trial:
         """Return a line."""
         if self.measured is None:
             return f"{self.label}: predicted {self.predicted:,.0f} samples/s, not measured: {self.note}"
-        off = self.predicted / self.measured - 1 if self.measured else 0.0
+        off = self.predicted / self.measured - 1
         return (
             f"{self.label}: predicted {self.predicted:,.0f} samples/s, measured {self.measured:,.0f} "
             f"(the prediction is {abs(off):.0%} {'above' if off >= 0 else 'below'})"
@@ -69,14 +62,20 @@ def here(job: Job, machines: Machines) -> tuple[Job, Machines]:
     return local, Machines().with_job(local)
 
 
-def tried(rehearsed: Sequence[Rehearsed], probe: Probe, predictor: Predictor, seconds: float) -> Iterator[Trial]:
-    """Run layouts one after another, and yield the figures of each."""
-    for each in rehearsed:
-        job, machines = here(each.candidate.job, each.candidate.machines)
-        predicted = predictor.predict(job, probe, machines).samples_per_s
-        with TemporaryDirectory(prefix="topotrain-try-") as folder:
-            rate, note = TrialRun(job, Path(folder), seconds).measure()
-        yield Trial(each.candidate.label, predicted, rate, note)
+def tried(
+    rehearsed: Sequence[Rehearsed], probe: Probe, predictor: Predictor, seconds: float, served: str = ""
+) -> Iterator[Trial]:
+    """Run layouts one after another, and yield the figures of each.
+
+    seconds: of measured steps. served: the socket of a running forkserver; "": one is started.
+    """
+    with forked_processes(served) as processes:
+        for each in rehearsed:
+            job, machines = here(each.candidate.job, each.candidate.machines)
+            predicted = predictor.predict(job, probe, machines).samples_per_s
+            with TemporaryDirectory(dir=processes.folder) as folder:
+                rate, note = _measure(processes, job, folder, seconds)
+            yield Trial(each.candidate.label, predicted, rate, note)
 
 
 class StepRates:
@@ -107,71 +106,31 @@ class StepRates:
         return sum(rates) if rates else None
 
 
-class TrialRun:
-    """One `topotrain run` that ends after some seconds of steps.
-
-    Args:
-        job: with its program.
-        folder: for its files.
-        seconds: of steps that are measured.
-    """
-
-    def __init__(self, job: Job, folder: Path, seconds: float) -> None:
-        # Snapshots and evaluations would be measured, too.
-        cluster = replace(job.cluster, workspace=str(folder / "workspace"))
-        self._job = replace(job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous="")
-        self._folder, self._seconds = folder, seconds
-
-    def measure(self) -> tuple[float | None, str]:
-        """Return the samples per second, or None and why there is no figure."""
-        conf, log = self._folder / "trial.conf", self._folder / "log"
-        conf.write_text(dumps(self._job), encoding="utf-8")
-        command = [sys.executable, "-m", "topotrain", "run", str(conf), "--quiet"]
-        with open(log, "wb") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-            try:
-                rates = self._follow(process)
-            finally:
-                ended = process.poll()
-                _end(process)
-        found = rates.samples_per_s()
-        if found is None:
-            return None, _why(ended, log)
-        return found, ""
-
-    def _follow(self, process: "subprocess.Popen[bytes]") -> StepRates:
-        """Read the job's recording until enough is measured, or the job has ended."""
-        from topotrain.tools.recording.recording_file import FILE, RecordingFollower
-
-        rates, began = StepRates(), time.monotonic()
-        with contextlib.closing(RecordingFollower(Path(self._job.workspace) / FILE)) as follower:
-            while True:
-                ended = process.poll() is not None
-                for timed in follower.poll():
-                    if isinstance(timed.event, StepDone):
-                        rates.add(timed.event)
-                late = rates.seconds == 0.0 and time.monotonic() - began > START_S
-                if ended or late or rates.seconds >= self._seconds:
-                    return rates
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_S)
+class _Over(Exception):
+    """Enough steps are measured, or none has come in time."""
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run with all its processes."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+def _measure(processes: ForkedProcesses, job: Job, folder: str, seconds: float) -> tuple[float | None, str]:
+    """Run a job for some seconds of steps; return its samples per second, or None and why there is no figure."""
+    # Snapshots and evaluations would be measured, too.
+    cluster = replace(job.cluster, workspace=f"{folder}/workspace")
+    job = replace(job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous="")
+    rates, began = StepRates(), time.monotonic()
 
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepDone):
+            rates.add(event)
+        late = rates.seconds == 0.0 and time.monotonic() - began > START_S
+        if late or rates.seconds >= seconds:
+            raise _Over
 
-def _why(code: int | None, log: Path) -> str:
-    """Return why a run gave no figure."""
-    if code is None:
-        return f"no worker has made {WARM_STEPS + 2} steps within {START_S:g} s"
-    if code == 0:
-        return "the program has ended after too few steps"
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
-    return f"it ended with code {code}: {' / '.join(lines[-_LINES:])}"
+    try:
+        failed = processes.run_job(job, on_event)
+        why = f"it failed: {' / '.join(failed.splitlines()[-_LINES:])}" if failed else ""
+        why = why or "the program has ended after too few steps"
+    except _Over:
+        why = f"no worker has made {WARM_STEPS + 2} steps within {START_S:g} s"
+    found = rates.samples_per_s()
+    if found == 0:
+        return None, "its samples are not counted, because it gives tt.prepare no loader"
+    return found, why if found is None else ""

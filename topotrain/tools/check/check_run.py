@@ -8,9 +8,7 @@ from pathlib import Path
 
 from topotrain.config.job import ChangeMethod, Cluster, Compression, Grads, Job, LRGen, Updater, UpdaterType
 from topotrain.config.python_module import as_program
-from topotrain.config.topology import layout
 from topotrain.core.events import Event, Metrics, Notice
-from topotrain.launch.local import LocalLauncher
 from topotrain.tools.check.compared_records import Comparison, Record, compare
 from topotrain.tools.check.observed_script import Observation
 from topotrain.tools.probe.forked_processes import ForkedProcesses, ProcessEnded, forked_processes
@@ -106,10 +104,7 @@ class _Runs:
             elif isinstance(event, Notice):
                 notices[event.text] = None
 
-        outcome = LocalLauncher(forkserver=self.processes.path).start(job, layout(cluster), on_event)
-        if outcome.code > 128:
-            raise SystemExit(outcome.code)
-        if outcome.code:
-            cause = f"exit code {outcome.code}" if outcome.cause is None else outcome.cause.text
-            raise RunFailed(f"the job does not run {self.request.program}: {cause}")
+        failed = self.processes.run_job(job, on_event)
+        if failed:
+            raise RunFailed(f"the job does not run {self.request.program}: {failed}")
         return Record.load(Path(wanted.record), workspace / "final.safetensors", reported), tuple(notices)

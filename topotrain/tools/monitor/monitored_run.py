@@ -53,8 +53,6 @@ def train(
     listener: "EventListener | None" = None,
 ) -> "JobResult":
     """Run one job with its displays; listener: also receives every event."""
-    from topotrain.comm.link_speed import loopback_mbit
-    from topotrain.config.job import TransportChoice
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
@@ -63,8 +61,7 @@ def train(
     from topotrain.tools.monitor.job_report import JobResult, Report, story
     from topotrain.tools.recording.job_recorder import JobRecorder
 
-    if topology.fits_slices and job.cluster.transport is TransportChoice.kTcp:
-        topology = replace(topology, link_mbit=loopback_mbit())
+    topology = with_loopback(topology)
     resume = asked_for(job, Path(job.workspace)) if options.resume is None else options.resume
     report, exports = Report(job, topology), options.exports
     with (
@@ -99,6 +96,15 @@ def train(
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
     return JobResult(outcome, report)
+
+
+def with_loopback(topology: "Topology") -> "Topology":
+    """Return the topology of a job on one host, with slices for the speed of its sockets."""
+    from topotrain.comm.link_speed import loopback_mbit
+    from topotrain.config.job import TransportChoice
+
+    slow = topology.fits_slices and topology.cluster.transport is TransportChoice.kTcp
+    return replace(topology, link_mbit=loopback_mbit()) if slow else topology
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Processes beside a command, which answer with lines of JSON: forks of a forkserver.
+"""Processes beside a command, which answer with lines of JSON, and its jobs: forks of a forkserver.
 
 The forkserver kills them when the connection of this process closes, however this process ends.
 """
@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from topotrain.config.job import Job
+from topotrain.config.topology import layout
+from topotrain.launch import EventListener
 from topotrain.launch.agent import forkserver, temporary_folders
 from topotrain.launch.agent.forkserver import ForkRequest, ForkserverClient
+from topotrain.launch.local import LocalLauncher
+from topotrain.tools.monitor.monitored_run import with_loopback
 
 _LAST = 2000
 """Bytes at the end of a log in which an error is looked for."""
@@ -80,6 +85,18 @@ class ForkedProcesses:
     def start(self, call: str, spec: Mapping[str, Any], name: str) -> ForkedProcess:
         """Start a process that calls "module:function"."""
         return ForkedProcess(self.client, call, spec, self.folder / f"{name}.log")
+
+    def run_job(self, job: Job, on_event: EventListener, profile: int = 0) -> str:
+        """Run a job on this machine, as `topotrain run` does; return why it failed, or "".
+
+        Raises SystemExit where a signal has ended it.
+        """
+        launcher = LocalLauncher(forkserver=self.path, profile=profile)
+        outcome = launcher.start(job, with_loopback(layout(job.cluster)), on_event)
+        if outcome.code > 128:
+            raise SystemExit(outcome.code)
+        cause = "" if outcome.code == 0 else f"exit code {outcome.code}"
+        return cause if outcome.cause is None else outcome.cause.text
 
 
 @contextmanager

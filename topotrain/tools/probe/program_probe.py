@@ -63,7 +63,7 @@ def measure(request: ProbeRequest, progress: ProgressLine) -> Probe:
 
     Raises:
         ConfigError: the program never reaches `tt.prepare`, has no steps, or fails; or servers cannot train it.
-        KeyboardInterrupt: Ctrl-C, also during the small job.
+        KeyboardInterrupt, SystemExit: Ctrl-C; the second during the small job.
     """
     began = time.monotonic()
     progress.stage("measuring: torch is loaded")

@@ -5,7 +5,6 @@ share is what `run --profile` records of it.
 """
 
 import json
-import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -15,11 +14,9 @@ from typing import Any
 
 from topotrain.config.job import Cluster, ConfigError, Job, TransportChoice
 from topotrain.config.python_module import as_program
-from topotrain.config.topology import layout
 from topotrain.core.profiling.spans import from_json
 from topotrain.core.protocol.message import KINDS
 from topotrain.launch.agent.workspace import SPANS
-from topotrain.launch.local import LocalLauncher
 from topotrain.tools.probe.forked_processes import ForkedProcesses
 from topotrain.tools.probe.small_program import PROFILED
 
@@ -44,23 +41,16 @@ def run_small_job(
 
     Raises:
         ConfigError: the job has not come to its end.
-        KeyboardInterrupt, SystemExit: a signal has ended it.
+        SystemExit: a signal has ended it.
     """
     result, workspace = processes.folder / "small.json", processes.folder / "small"
     cluster = Cluster(server_worker_separate=True, transport=TransportChoice.kShm, workspace=str(workspace))
     args = (str(result), str(parameters), f"{seconds:g}")
     job = Job(cluster=cluster, name="probe", program=as_program(_PROGRAM), args=args, threads=1)
     began = time.time()
-    # The outcome of the job says what failed, and no event is needed.
-    launcher = LocalLauncher(forkserver=processes.path, profile=PROFILED)
-    outcome = launcher.start(job, layout(cluster), lambda event: None)
-    if outcome.code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
-    if outcome.code > 128:
-        raise SystemExit(outcome.code)
-    if outcome.code:
-        text = outcome.cause.text if outcome.cause is not None else f"exit code {outcome.code}"
-        raise ConfigError("probe", None, f"the job of one worker and one server failed: {text}")
+    failed = processes.run_job(job, lambda event: None, PROFILED)
+    if failed:
+        raise ConfigError("probe", None, f"the job of one worker and one server failed: {failed}")
     found: dict[str, Any] = json.loads(result.read_text())
     sent, handled_s = _handled(workspace / "run" / SPANS)
     added_s = found["job_core_s"] - found["plain_core_s"] - sent * transport["send_message_s"]

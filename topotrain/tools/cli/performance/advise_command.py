@@ -81,7 +81,7 @@ def advise(
     found = _probe(given, probe, tried, forkserver)
     # Without a job file there is no block to compare with.
     base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
-    _advise(found, machines, base, wishes, out, tried, as_json)
+    _advise(found, machines, base, wishes, out, tried, as_json, forkserver)
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -125,7 +125,14 @@ def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
 
 
 def _advise(
-    probe: "Probe", machines: "Machines", job: Job, wishes: "Wishes", out: Path | None, tried: int, as_json: bool
+    probe: "Probe",
+    machines: "Machines",
+    job: Job,
+    wishes: "Wishes",
+    out: Path | None,
+    tried: int,
+    as_json: bool,
+    forkserver: str,
 ) -> None:
     """Print the advice, and write and try what is asked for."""
     from topotrain.tools.advice.advice import advise
@@ -139,13 +146,13 @@ def _advise(
         _write(out, job_text(advice))
         if not as_json:
             print(f"written: {out}")
-    trials = list(trials_of(advice, probe, tried, as_json))
+    trials = list(trials_of(advice, probe, tried, as_json, forkserver))
     if as_json:
         data: dict[str, Any] = advice.as_data()
         print(json.dumps(data | ({"tried": [each.as_data() for each in trials]} if tried else {}), indent=2))
 
 
-def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "Iterator[Trial]":
+def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool, forkserver: str = "") -> "Iterator[Trial]":
     """Run the best layouts here, and print each when it is measured."""
     from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.trial_runs import tried as trial_runs
@@ -154,7 +161,7 @@ def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool) -> "I
         return
     where = "this machine" if advice.machines.hosts <= 1 else "this machine, with all hosts on it"
     print(f"trying on {where}, {TRY_S:g} s each:", file=sys.stderr if as_json else sys.stdout, flush=True)
-    for trial in trial_runs(advice.preferred[:tried], probe, RehearsalPredictor(), TRY_S):
+    for trial in trial_runs(advice.preferred[:tried], probe, RehearsalPredictor(), TRY_S, forkserver):
         if not as_json:
             print(f"  {trial.explain()}", flush=True)
         yield trial
