@@ -364,7 +364,7 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
     return SimpleNamespace(
         model=None,
         loader=None,
-        parameters=lambda: parameters,
+        parts=lambda: SimpleNamespace(parameters=parameters),
         state_factor=lambda: 1.0,
         momentum=lambda updater: 0.0,
         optimizer_names=lambda updater: (),

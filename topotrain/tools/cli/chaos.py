@@ -10,7 +10,7 @@ from typer import Exit, Option
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.job_arguments import Args, Conf, Forkserver, Program, Quiet, Sets, load_job
-from topotrain.tools.monitor.monitored_run import RunOptions, train
+from topotrain.tools.monitor.monitored_run import train
 
 if TYPE_CHECKING:
     from topotrain.tools.fault_injector import FaultInjector
@@ -57,7 +57,6 @@ def chaos(
     """
     from topotrain.config.topology import layout
     from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
-    from topotrain.tools.monitor.result_tables import console
 
     if role not in ("", "worker", "server"):
         raise ConfigError("--whom", role, "must be worker or server")
@@ -70,9 +69,8 @@ def chaos(
     )
     # With any other reaction the first fault would end the job.
     job = replace(load_job(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
-    terminal = console(stderr=True)
     with FaultInjector(faults) as injector:
-        result = train(job, layout(job.cluster), terminal, RunOptions(quiet, as_json, forkserver), injector)
+        result = train(job, layout(job.cluster), injector, quiet=quiet, as_json=as_json, forkserver=forkserver)
     found = verdict(result, injector)
     print(json.dumps(found, indent=2) if as_json else _summary(found), file=sys.stdout if as_json else sys.stderr)
     raise Exit(result.outcome.code)

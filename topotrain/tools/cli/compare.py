@@ -28,7 +28,7 @@ from topotrain.tools.cli.job_arguments import (
     load_job,
     with_link,
 )
-from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
+from topotrain.tools.monitor.monitored_run import complain, train
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def compare(
     def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
         for entry in compared:
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            yield entry, train(entry.job, entry.topology, terminal, RunOptions(False, as_json, served_at))
+            yield entry, train(entry.job, entry.topology, as_json=as_json, forkserver=served_at)
 
     make_folder(out)
     with ExitStack() as stack:  # torch is loaded once for all of them

@@ -28,11 +28,9 @@ from topotrain.tools.cli.job_arguments import (
 )
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
-from topotrain.tools.monitor.monitored_run import RunOptions, complain, show, show_trace, train
+from topotrain.tools.monitor.monitored_run import complain, show, show_trace, train
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from topotrain.config.topology import Topology
     from topotrain.tools.replay.job_record import JobRecord
 
@@ -82,7 +80,6 @@ def run(
     """
     with ExitStack() as stack:
         from topotrain.config.topology import layout
-        from topotrain.tools.monitor.result_tables import console
         from topotrain.tools.recording.job_recorder import JobRecorder
 
         if lecture is not None:  # for the users of an earlier version
@@ -99,31 +96,26 @@ def run(
         exports = stack.enter_context(exports_of(job, logs, metrics))
         recorder = JobRecorder(detailed=exports is not None)
         stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
-        from topotrain.launch.shared_forkserver import for_one_job
-
-        # The input is good. From here on torch is loaded, while this process loads its own modules.
-        shared = None if forkserver else stack.enter_context(for_one_job())
-        terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
         announce(exports)
-        options = RunOptions(
+        result = train(
+            job,
+            topology,
             quiet=quiet,
             as_json=as_json,
             forkserver=forkserver,
             profile=step,
             resume=snapshot,
-            shared=shared,
             recorder=recorder,
             exports=exports,
             folder=recording,
         )
-        result = train(job, topology, terminal, options)
-        show(result, terminal, quiet, as_json, report)
+        show(result, quiet, as_json, report)
         if step and result.outcome.code == 0:
-            show_trace(job, terminal, quiet)
+            show_trace(job, quiet)
         code = result.outcome.code
         if recording is not None and record is not None:
-            saved = _save_recording(recording, code == 0, record, terminal if not quiet else None)
+            saved = _save_recording(recording, code == 0, record, quiet)
             code = code or (0 if saved else 1)
         raise Exit(code)
 
@@ -141,7 +133,7 @@ def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "Jo
     return made
 
 
-def _save_recording(recording: "JobRecord", whole: bool, file: Path, terminal: "Console | None") -> bool:
+def _save_recording(recording: "JobRecord", whole: bool, file: Path, quiet: bool) -> bool:
     """Write a recording; whether that was possible."""
     try:
         recording.collect(whole).save(file)
@@ -151,8 +143,8 @@ def _save_recording(recording: "JobRecord", whole: bool, file: Path, terminal: "
     except OSError as error:
         complain(f"{file}: cannot be written ({error.strerror})")
         return False
-    if terminal is not None:
-        terminal.print(f"recording: {file} ({file.stat().st_size} bytes)", soft_wrap=True, markup=False)
+    if not quiet:
+        print(f"recording: {file} ({file.stat().st_size} bytes)", file=sys.stderr)
     return True
 
 

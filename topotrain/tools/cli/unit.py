@@ -135,7 +135,6 @@ class _Window:
         """See `node.Watching`."""
         from topotrain.tools.monitor.job_monitor import JobMonitor
         from topotrain.tools.monitor.job_report import Report
-        from topotrain.tools.monitor.result_tables import console
 
         self.report = report = Report(job, topology)
         self.recorder.begin(job, topology)
@@ -143,7 +142,7 @@ class _Window:
             here = topology.units[self.rank]
             where = ", ".join(map(str, (*here.workers, *here.servers)))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
-        with display(report, console(stderr=True), self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
+        with display(report, self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
             yield JobMonitor(shown, self.recorder, self.exports), outlet
 
 
@@ -158,13 +157,12 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
         print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
     if ended.leads and window.report is not None and ended.job is not None:
         from topotrain.tools.monitor.job_report import JobResult
-        from topotrain.tools.monitor.result_tables import console
 
         if ended.rank and report is None:
             # The options of unit 0, which is lost, are not known here.
             report = Path(ended.job.workspace) / "report.json"
             print(f"topotrain: unit {ended.rank} has led the job, and writes {report}", file=sys.stderr, flush=True)
-        show(JobResult(outcome, window.report), console(stderr=True), quiet, as_json, report)
+        show(JobResult(outcome, window.report), quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:

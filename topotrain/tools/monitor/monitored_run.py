@@ -8,8 +8,8 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,68 +17,60 @@ from topotrain.config.job import Job
 from topotrain.config.plain_text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from topotrain.config.topology import Topology
     from topotrain.launch import EventListener
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.console_output import ConsoleOutput
-    from topotrain.launch.shared_forkserver import SharedForkserver
     from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult, Report
     from topotrain.tools.monitor.progress_display import QuietProgress
     from topotrain.tools.recording.job_recorder import JobRecorder
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a local run starts, and what it shows."""
-
-    quiet: bool = False  # no progress is shown
-    as_json: bool = False  # stdout is for JSON and not for the program
-    forkserver: str = ""  # the socket of a running forkserver; "": the job starts its own
-    profile: int = 0  # the step to profile; 0: none
-    resume: str | None = None  # the folder of a snapshot; "": none; None: as the job says
-    shared: "SharedForkserver | None" = None  # a forkserver that was started for this job
-    recorder: "JobRecorder | None" = None  # of this job; None: of its own
-    exports: "JobExports | None" = None  # for other tools
-    folder: "RunFolder | None" = None  # fills the run directory of each start
-
-
 def train(
     job: Job,
     topology: "Topology",
-    terminal: "Console",
-    options: RunOptions,
-    listener: "EventListener | None" = None,
+    listener: "EventListener | None" = None,  # also receives every event
+    *,
+    quiet: bool = False,  # no progress is shown
+    as_json: bool = False,  # stdout is for JSON and not for the program
+    forkserver: str = "",  # the socket of a running forkserver; "": the job starts its own
+    profile: int = 0,  # the step to profile; 0: none
+    resume: str | None = None,  # the folder of a snapshot; "": none; None: as the job says
+    recorder: "JobRecorder | None" = None,  # of this job; None: of its own
+    exports: "JobExports | None" = None,  # for other tools
+    folder: "RunFolder | None" = None,  # fills the run directory of each start
 ) -> "JobResult":
-    """Run one job with its displays; listener: also receives every event."""
-    from topotrain.launch.agent.workspace import RunFolder
-    from topotrain.launch.grace_period import hint
-    from topotrain.launch.local import LocalLauncher
-    from topotrain.launch.recovery.resume_point import asked_for
-    from topotrain.tools.monitor.job_monitor import JobMonitor
-    from topotrain.tools.monitor.job_report import JobResult, Report, story
-    from topotrain.tools.recording.job_recorder import JobRecorder
+    """Run one job with its displays."""
+    from topotrain.launch.shared_forkserver import for_one_job
 
-    topology = with_loopback(topology)
-    resume = asked_for(job, Path(job.workspace)) if options.resume is None else options.resume
-    report, exports = Report(job, topology), options.exports
-    with (
-        options.recorder or JobRecorder(detailed=exports is not None) as recorder,
-        display(report, terminal, options.quiet, options.as_json) as (window, made),
-    ):
+    with ExitStack() as stack:
+        # It loads torch, while this process loads its own modules.
+        shared = None if forkserver else stack.enter_context(for_one_job())
+        from topotrain.launch.agent.workspace import RunFolder
+        from topotrain.launch.grace_period import hint
+        from topotrain.launch.local import LocalLauncher
+        from topotrain.launch.recovery.resume_point import asked_for
+        from topotrain.tools.monitor.job_monitor import JobMonitor
+        from topotrain.tools.monitor.job_report import JobResult, Report, story
+        from topotrain.tools.recording.job_recorder import JobRecorder
+
+        topology = with_loopback(topology)
+        resume = asked_for(job, Path(job.workspace)) if resume is None else resume
+        report = Report(job, topology)
+        recorder = stack.enter_context(recorder or JobRecorder(detailed=exports is not None))
+        window, outlet = stack.enter_context(display(report, quiet, as_json))
         recorder.begin(job, topology)
         recorder.lead(bool(resume), ())
         monitor = JobMonitor(window, recorder, exports, listener)
         launcher = LocalLauncher(
-            forkserver=options.forkserver,
-            shared=options.shared,
-            profile=options.profile,
+            forkserver=forkserver,
+            shared=shared,
+            profile=profile,
             resume=resume,
-            outlet=made,
+            outlet=outlet,
             watch=recorder,
-            folder=options.folder or RunFolder(),
+            folder=folder or RunFolder(),
         )
         outcome = launcher.start(job, topology, monitor)
         recorder.end(outcome.code)
@@ -109,16 +101,18 @@ def with_loopback(topology: "Topology") -> "Topology":
 
 @contextmanager
 def display(
-    report: "Report", terminal: "Console", quiet: bool, as_json: bool, hidden: bool = False
+    report: "Report", quiet: bool, as_json: bool, hidden: bool = False
 ) -> "Iterator[tuple[QuietProgress, ConsoleOutput]]":
     """Display the report of a job while it runs. The display takes its events.
 
-    quiet, as_json: as in RunOptions. hidden: no progress is shown, in a process that is not the main one.
+    quiet, as_json: as for `train`. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
     from topotrain.tools.monitor.progress.live_table import progress
     from topotrain.tools.monitor.progress_display import checked
+    from topotrain.tools.monitor.result_tables import console
 
+    terminal = console(stderr=True)
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     chatty = not as_json and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     with (
@@ -129,9 +123,9 @@ def display(
         yield shown, made
 
 
-def show(result: "JobResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+def show(result: "JobResult", quiet: bool, as_json: bool, report: Path | None) -> None:
     """Show the results of a job: as data where the user asks for it, and as a line."""
-    from topotrain.tools.monitor.result_tables import summary
+    from topotrain.tools.monitor.result_tables import console, summary
 
     data = result.report.as_data(result.outcome)
     text = json.dumps(data, indent=2)
@@ -142,17 +136,18 @@ def show(result: "JobResult", terminal: "Console", quiet: bool, as_json: bool, r
     if as_json:
         print(text)
     if result.outcome.code == 0 and not quiet:
+        terminal = console(stderr=True)
         terminal.print(summary(data), soft_wrap=True)
         for text in data["notices"]:
             # Long ago, or above the last line of progress.
             terminal.print(f"topotrain: {text}", soft_wrap=True, markup=False, highlight=False)
 
 
-def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
+def show_trace(job: Job, quiet: bool) -> None:
     """Write the trace of the profiled step, and show its time by phase."""
     from topotrain.launch.agent.workspace import SPANS
     from topotrain.tools.monitor import trace_export
-    from topotrain.tools.monitor.result_tables import phases
+    from topotrain.tools.monitor.result_tables import console, phases
 
     workspace = Path(job.workspace)
     processes = trace_export.collect(workspace / "run" / SPANS)
@@ -165,6 +160,7 @@ def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
         complain(f"{workspace / trace_export.FILE}: cannot be written ({error.strerror})")
         return
     if not quiet:
+        terminal = console(stderr=True)
         terminal.print(phases(trace_export.shares(processes)))
         terminal.print(f"trace: {workspace / trace_export.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
 

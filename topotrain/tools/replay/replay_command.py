@@ -29,7 +29,7 @@ from topotrain.tools.cli.job_arguments import (
     completion,
     writing,
 )
-from topotrain.tools.monitor.monitored_run import RunOptions, complain, train
+from topotrain.tools.monitor.monitored_run import complain, train
 
 if TYPE_CHECKING:
     import torch
@@ -91,15 +91,40 @@ def replay(
     stop = parse_until(until, record)
     if out is not None:
         check_writable("--out", out)
-    raise Exit(_replay(record, job, stop, Shown(dump or (), out, as_json, quiet, forkserver)))
+    from topotrain.config.topology import layout
+    from topotrain.tools.replay.replay_run import ReplayRun, ReplayStopped
 
+    _warn_of_versions(record)
+    run, stopped, code = ReplayRun(record, stop), False, 0
+    try:
+        result = train(job, layout(job.cluster), run, quiet=quiet, as_json=as_json, forkserver=forkserver, folder=run)
+        code = result.outcome.code
+    except ReplayStopped:
+        stopped = True
+    finally:
+        run.close()
+    if code:
+        raise Exit(code)
+    if stop is not None and not stopped:
+        complain(f"the job has ended before version {stop[1]} of server group {stop[0]}")
+        raise Exit(1)
+    values = _dumped(record, job, run, stop, dump or ())
+    if out is not None:
+        from topotrain.training.final_parameters import to_bytes
 
-class Shown:
-    """The output of a replay. dump: parameters. out: the file for them."""
-
-    def __init__(self, dump: Sequence[str], out: Path | None, as_json: bool, quiet: bool, forkserver: str) -> None:
-        self.dump, self.out = dump, out
-        self.as_json, self.quiet, self.forkserver = as_json, quiet, forkserver
+        with writing("--out", out):
+            out.write_bytes(to_bytes({name: value.contiguous() for name, value in values.items()}))
+    group, version = stop or (0, record.last_version(0))
+    if as_json:
+        dumped = {name: value.tolist() for name, value in values.items()}
+        more = {"whole": stop is None, "workspace": job.workspace, "dump": dumped}
+        print(json.dumps({"group": group, "version": version, **more}, indent=2))
+        return
+    for name, value in values.items():
+        print(f"{name} at version {version}:\n{value}")
+    if not quiet:
+        where = f"stopped at version {version} of server group {group}" if stop else f"all {version} versions"
+        print(f"replayed, as recorded: {where}", file=sys.stderr)
 
 
 def check_asked(job: Job, program: str | None, recorded: bool) -> None:
@@ -146,60 +171,15 @@ def parse_until(text: str, record: "DecisionFile") -> "Until | None":
     return group, version
 
 
-def _replay(record: "DecisionFile", job: Job, until: "Until | None", shown: Shown) -> int:
-    from topotrain.config.topology import layout
-    from topotrain.launch.shared_forkserver import for_one_job
-    from topotrain.tools.monitor.result_tables import console
-    from topotrain.tools.replay.replay_run import ReplayRun, ReplayStopped
-
-    terminal, topology = console(stderr=True), layout(job.cluster)
-    _warn_of_versions(record)
-    run, stopped, code = ReplayRun(record, until), False, 0
-    try:
-        if shown.forkserver:
-            options = RunOptions(shown.quiet, shown.as_json, shown.forkserver, folder=run)
-            code = train(job, topology, terminal, options, run).outcome.code
-        else:
-            with for_one_job() as shared:
-                options = RunOptions(shown.quiet, shown.as_json, shared=shared, folder=run)
-                code = train(job, topology, terminal, options, run).outcome.code
-    except ReplayStopped:
-        stopped = True
-    finally:
-        run.close()
-    if code:
-        return code
-    if until is not None and not stopped:
-        complain(f"the job has ended before version {until[1]} of server group {until[0]}")
-        return 1
-    _show(record, job, run, until, shown)
-    return 0
-
-
-def _show(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", shown: Shown) -> None:
-    """Show how far the replay has come, and the parameters."""
-    values = _values(record, job, run, until) if shown.dump else {}
-    missing = [name for name in shown.dump if name not in values]
+def _dumped(
+    record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", names: Sequence[str]
+) -> "dict[str, torch.Tensor]":
+    """Return the named parameters at the end of the replay. Raises ConfigError."""
+    values = _values(record, job, run, until) if names else {}
+    missing = [name for name in names if name not in values]
     if missing:
-        known = ", ".join(values)
-        raise ConfigError("--dump", missing[0], f"must be a parameter of the model: {known}")
-    group, version = until or (0, record.last_version(0))
-    if shown.out is not None:
-        from topotrain.training.final_parameters import to_bytes
-
-        named = {name: values[name].contiguous() for name in shown.dump}
-        with writing("--out", shown.out):
-            shown.out.write_bytes(to_bytes(named))
-    if shown.as_json:
-        dumped = {name: values[name].tolist() for name in shown.dump}
-        more = {"whole": until is None, "workspace": job.workspace, "dump": dumped}
-        print(json.dumps({"group": group, "version": version, **more}, indent=2))
-        return
-    for name in shown.dump:
-        print(f"{name} at version {version}:\n{values[name]}")
-    if not shown.quiet:
-        where = f"stopped at version {version} of server group {group}" if until else f"all {version} versions"
-        print(f"replayed, as recorded: {where}", file=sys.stderr)
+        raise ConfigError("--dump", missing[0], f"must be a parameter of the model: {', '.join(values)}")
+    return {name: values[name] for name in names}
 
 
 def _values(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None") -> "dict[str, torch.Tensor]":
