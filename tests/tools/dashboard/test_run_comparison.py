@@ -29,6 +29,7 @@ def test_rates_are_sums_other_figures_means_and_only_settings_that_differ_are_co
     assert list(first) == ["state", *settings, "step", "loss", "samples/s", "time"]
     assert (first["nworker_groups"], second["nworker_groups"], second["workers"]) == ("2", "3", "3")
     assert (first["state"], second["state"], second["loss"], second["samples/s"]) == ("ended", "lost", "–", "–")
+    assert first["time"] == "4:00", "as on the page and in the terminal"
 
 
 def test_a_run_without_any_figures_has_no_curves(tmp_path: Path) -> None:

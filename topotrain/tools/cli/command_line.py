@@ -5,7 +5,6 @@ Options end at the program, as those of python and torchrun do.
 
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from topotrain.config.python_module import as_program
 from topotrain.tools.cli.job_arguments import BadInput, refusing
+from topotrain.tools.monitor.monitored_run import say
 
 WHOLE = 1000
 """Characters, more than the first sentence of any command has: none is cut."""
@@ -102,7 +102,7 @@ class ProgramCommand(TyperCommand):
         if found:
             given = f"{', '.join(found)} behind {program} {'is' if len(found) == 1 else 'are'} given to it"
             place = f"options of `{command}` come before {program}, and a -- behind it says that this is meant"
-            print(f"topotrain: {given}: {place}", file=sys.stderr)
+            say(f"{given}: {place}")
 
 
 def _is_program(places: Sequence[str | None], word: str, positionals: int) -> bool:

@@ -54,13 +54,9 @@ def exports_of(
     from topotrain.tools.exporters.job_exports import JobExports
 
     with closing(JobExports(job, logs, metrics, os.environ)) as exports:
+        if exports.url:
+            print(f"metrics: {exports.url}", file=sys.stderr, flush=True)
         yield exports
-
-
-def announce(exports: "JobExports | None") -> None:
-    """Print where the metrics are."""
-    if exports is not None and exports.url:
-        print(f"metrics: {exports.url}", file=sys.stderr, flush=True)
 
 
 def words_for_unit(logs: Sequence[str] | None, metrics: str) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Arguments that several commands share, with their completion and checks."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from topotrain.config.private_files import make_folder, open_file, open_for_read
 from topotrain.config.python_module import find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.tools import amounts
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.monitor.monitored_run import complain, say
 
 JOB_ENDINGS = (".conf", ".yaml", ".yml")
 
@@ -86,7 +85,7 @@ def load_job(
         raise BadInput(f"no job file before {conf}: the module and its arguments follow JOB.conf")
     job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
     for warning in warnings:
-        print(f"topotrain: warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     # Before the other checks, which a notebook passes.
     check_kind(Path(job.program))
     if needs_program and not job.program:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of
+from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     AsJson,
@@ -28,7 +28,7 @@ from topotrain.tools.cli.job_arguments import (
 )
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
-from topotrain.tools.monitor.monitored_run import complain, show, show_trace, train
+from topotrain.tools.monitor.monitored_run import complain, say, show, show_trace, train
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -97,7 +97,6 @@ def run(
         recorder = JobRecorder(detailed=exports is not None)
         stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
         step = profile_step or (WARM_STEP if profile else 0)
-        announce(exports)
         result = train(
             job,
             topology,
@@ -128,8 +127,7 @@ def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "Jo
     check_writable("--record", file)
     made = JobRecord(job, topology)
     if made.drops_snapshots:
-        text = "no snapshots are written with --record, where server groups exchange what they have learned"
-        print(f"topotrain: warning: {text}", file=sys.stderr)
+        say("warning: no snapshots are written with --record, where server groups exchange what they have learned")
     return made
 
 

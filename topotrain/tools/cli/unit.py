@@ -5,7 +5,6 @@ unit 0, unless it was lost. The others print on stderr that they have started, a
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typer import Exit, Option
 
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
-from topotrain.tools.cli.export_arguments import Logs, Metrics, announce, exports_of
+from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import (
     Args,
     Forkserver,
@@ -27,7 +26,7 @@ from topotrain.tools.cli.job_arguments import (
     job_file,
     load_job,
 )
-from topotrain.tools.monitor.monitored_run import complain, display, show
+from topotrain.tools.monitor.monitored_run import complain, display, say, show
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -88,7 +87,6 @@ def unit(
             # The others write it only if unit 0 is lost. Their machines may not have its folder.
             check_writable("--report", report)
         exports = stack.enter_context(exports_of(job, logs, metrics, start.rank))
-        announce(exports)
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
         from topotrain.launch.multinode.node import Node
@@ -128,7 +126,7 @@ class _Window:
         if self.exports is not None:
             self.exports.end(code)
             for notice in self.exports.notices():
-                print(f"topotrain: {notice.who}: {notice.text}", file=sys.stderr, flush=True)
+                say(f"{notice.who}: {notice.text}")
 
     @contextmanager
     def watching(self, job: Job, topology: "Topology") -> "Iterator[tuple[JobMonitor, ConsoleOutput]]":
@@ -141,7 +139,7 @@ class _Window:
         if self.rank:
             here = topology.units[self.rank]
             where = ", ".join(map(str, (*here.workers, *here.servers)))
-            print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
+            say(f"unit {self.rank} of {len(topology.units)}: {where}")
         with display(report, self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
             yield JobMonitor(shown, self.recorder, self.exports), outlet
 
@@ -152,16 +150,16 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
     if outcome.code:
         complain(_story(ended))
     elif ended.end.text:
-        print(f"topotrain: {ended.end.text}", file=sys.stderr, flush=True)
+        say(ended.end.text)
     if ended.rank and not outcome.code:
-        print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
+        say(f"unit {ended.rank} has ended well")
     if ended.leads and window.report is not None and ended.job is not None:
         from topotrain.tools.monitor.job_report import JobResult
 
         if ended.rank and report is None:
             # The options of unit 0, which is lost, are not known here.
             report = Path(ended.job.workspace) / "report.json"
-            print(f"topotrain: unit {ended.rank} has led the job, and writes {report}", file=sys.stderr, flush=True)
+            say(f"unit {ended.rank} has led the job, and writes {report}")
         show(JobResult(outcome, window.report), quiet, as_json, report)
 
 

@@ -1,6 +1,5 @@
 """The command `watch`, and the page of `run --watch`, on a job's recording."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typer import Argument, BadParameter, Exit, Option
 
 from topotrain.tools.cli import jobs
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, writing
+from topotrain.tools.monitor.monitored_run import say
 
 if TYPE_CHECKING:
     from topotrain.tools.recording.job_recorder import JobRecorder
@@ -76,8 +76,8 @@ def watch(
     paged = {" ".join(others): bool(others), "--port": port is not None, "--host": bool(host)}
     if not jobs.is_folder(workspace, job):
         _refuse({**paged, "--html": html is not None}, f"{workspace or 'a store'} is a store, which has no page")
-        text = "a page is made from the workspace: `topotrain watch WORKSPACE` on a machine that has it"
-        print(f"topotrain: {text}; the store knows this:", file=sys.stderr)
+        where = "`topotrain watch WORKSPACE` on a machine that has it"
+        say(f"a page is made from the workspace: {where}; the store knows this:")
         jobs.print_record(workspace, job, as_json)
     elif once:
         _refuse({**paged, "--html": html is not None}, "--once prints the state of one job")

@@ -8,7 +8,6 @@ import ipaddress
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from topotrain.tools.dashboard.page_turns import TURN_S, PageTurns
 from topotrain.tools.dashboard.run_folders import named_runs
 from topotrain.tools.dashboard.web_routes import PageRoutes, WatchedRun
 from topotrain.tools.http_server import HttpServer
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -103,10 +103,9 @@ def served_page(bound: BoundPage, watched: Sequence[WatchedRun], turn_s: float =
 
 def announce(bound: BoundPage, url: str) -> None:
     """Print the address on stderr."""
-    print(f"topotrain: the page is at {url}", file=sys.stderr, flush=True)
+    say(f"the page is at {url}")
     if bound.fingerprint:
-        text = f"its certificate is this process's own; SHA-256 {bound.fingerprint}"
-        print(f"topotrain: {text}", file=sys.stderr, flush=True)
+        say(f"its certificate is this process's own; SHA-256 {bound.fingerprint}")
 
 
 def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int:

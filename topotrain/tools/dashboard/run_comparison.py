@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from topotrain.tools.recording.run_progress import duration
+
 _POINTS = 300
 _SUMS = frozenset({"samples_per_s", "bytes_per_s", "updates_per_s", "memory_bytes"})
 """Metrics of which a run has the sum of its processes. Of others it has the mean."""
@@ -47,12 +49,12 @@ def _state(job: Mapping[str, Any]) -> str:
 
 def _results(job: Mapping[str, Any]) -> dict[str, str]:
     """Return what a run has reached, as text."""
-    loss, rate, seconds = job["loss"], job["samples_per_s"], int(job["elapsed"])
+    loss, rate = job["loss"], job["samples_per_s"]
     return {
         "step": f"{job['step'] or 0:,}",
         "loss": "–" if loss is None else f"{loss:.4g}",
         "samples/s": "–" if rate is None else f"{rate:,.0f}",
-        "time": f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+        "time": duration(job["elapsed"]),
     }
 
 

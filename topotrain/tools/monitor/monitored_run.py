@@ -174,6 +174,11 @@ def complaining_of(path: Path) -> Iterator[None]:
         complain(f"{path}: cannot be written ({error.strerror})")
 
 
+def say(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"topotrain: {text}", file=sys.stderr, flush=True)
+
+
 def complain(text: str) -> None:
     """Print an error to stderr, in one block."""
     # A part of the text may come from another process or a file.

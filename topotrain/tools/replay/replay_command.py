@@ -29,7 +29,7 @@ from topotrain.tools.cli.job_arguments import (
     completion,
     writing,
 )
-from topotrain.tools.monitor.monitored_run import complain, train
+from topotrain.tools.monitor.monitored_run import complain, say, train
 
 if TYPE_CHECKING:
     import torch
@@ -204,8 +204,7 @@ def _warn_of_versions(record: "DecisionFile") -> None:
     for name in ("torch", "topotrain"):
         known, here = record.versions.get(name, ""), version(name)
         if known and known != here:
-            text = f"recorded with {name} {known}, and this is {here}: the bits may differ"
-            print(f"topotrain: warning: {text}", file=sys.stderr)
+            say(f"warning: recorded with {name} {known}, and this is {here}: the bits may differ")
 
 
 def _compare(first: "DecisionFile", second: "DecisionFile", name: Path, other: Path, as_json: bool) -> int:

@@ -3,10 +3,10 @@
 Before a job starts, the block is replaced by the layout in which this machine trains fastest.
 """
 
-import sys
 from dataclasses import replace
 
 from topotrain.config.job import Job
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 PROBE_S = 10.0
@@ -31,7 +31,8 @@ def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -
     probe = probe_of(job.program, job.args, PROBE_S, quiet, forkserver)
     with progress_line(quiet) as line:
         found = choose(job, probe, show=line.show)
-    _say(found.explain(), quiet)
+    for text in () if quiet else found.explain().splitlines():
+        say(text)
     return found.job
 
 
@@ -45,9 +46,3 @@ def _as_before(job: Job, snapshot: str) -> Job:
     former = snapshot_job(Path(snapshot))[0].cluster
     kept = {name: getattr(former, name) for name in LAYOUT_FIELDS}
     return replace(job, cluster=replace(job.cluster, auto=False, **kept))
-
-
-def _say(text: str, quiet: bool) -> None:
-    if not quiet:
-        for line in text.splitlines():
-            print(f"topotrain: {line}", file=sys.stderr, flush=True)

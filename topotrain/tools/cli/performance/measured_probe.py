@@ -1,10 +1,10 @@
 """A probe for a command: measured now, or given, with notes about it on stderr."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def note_other_program(probe: "Probe", file: Path, program: str) -> None:
     """Warn that a probe was made with another program than the job's, if it has one."""
     # A probe has no folder of its program.
     if program and Path(program).name != probe.program:
-        _say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
+        say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
 
 
 def note_not_run(probe: "Probe", file: Path, program: str) -> None:
     """Say that a program is not run, because its figures are those of a probe."""
     if program:
-        _say(f"all figures are those of {file}, made with {probe.program}: {program} is not run")
+        say(f"all figures are those of {file}, made with {probe.program}: {program} is not run")
 
 
 def note_other_machine(probe: "Probe", file: Path) -> None:
@@ -54,7 +54,7 @@ def note_other_machine(probe: "Probe", file: Path) -> None:
     """
     differs = unlike_this_machine(probe)
     if differs:
-        _say(f"warning: {file} was not made here, so its figures may not hold: {differs}")
+        say(f"warning: {file} was not made here, so its figures may not hold: {differs}")
 
 
 def unlike_this_machine(probe: "Probe") -> str:
@@ -70,7 +70,3 @@ def unlike_this_machine(probe: "Probe") -> str:
         **{name: (probe.versions.get(name, "unknown"), version(name)) for name in ("torch", "topotrain")},
     }
     return ", ".join(f"{name} {there}, here {found}" for name, (there, found) in here.items() if there != found)
-
-
-def _say(text: str) -> None:
-    print(f"topotrain: {text}", file=sys.stderr, flush=True)

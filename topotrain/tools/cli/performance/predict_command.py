@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.job_arguments import (
@@ -25,40 +25,32 @@ _MOST_SEED = 2**32 - 1
 _LATE_S = 3.0
 """Seconds after which a rehearsal is shown."""
 
-Probe = Annotated[
-    Path | None,
-    typer.Option("--probe", metavar="FILE", help="What `topotrain probe` has written; without PROGRAM probe.json."),
-]
-Hosts = Annotated[
-    str, typer.Option("--hosts", metavar="N", help="Of the job; else one, or with --link one for each unit.")
-]
 LinkOption = Annotated[
-    str, typer.Option("--link", metavar="LINK", help="Of each host, such as 100mbit,20ms; shared by its processes.")
+    str, Option("--link", metavar="LINK", help="Of each host, such as 100mbit,20ms; shared by its processes.")
 ]
-Straggler = Annotated[
-    str, typer.Option("--straggler", metavar="NxF", help="Worker N computes F times as long, such as 1x4.")
-]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each host, such as 16GB.")]
-Mtbf = Annotated[str, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")]
-Cores = Annotated[str, typer.Option("--cores", metavar="N", help="Of each host; else those of the probed machine.")]
+Memory = Annotated[str, Option("--memory", metavar="SIZE", help="Of each host, such as 16GB.")]
+Mtbf = Annotated[str, Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")]
+Cores = Annotated[str, Option("--cores", metavar="N", help="Of each host; else those of the probed machine.")]
 
 
 def predict(
     conf: Conf,
     program: Program = None,
     args: Args = None,
-    probe: Probe = None,
-    hosts: Hosts = "",
+    probe: Annotated[
+        Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; without PROGRAM probe.json.")
+    ] = None,
+    hosts: Annotated[str, Option(metavar="N", help="Of the job; else one, or with --link one for each unit.")] = "",
     link: LinkOption = "",
     cores: Cores = "",
-    straggler: Straggler = "",
+    straggler: Annotated[str, Option(metavar="NxF", help="Worker N computes F times as long, such as 1x4.")] = "",
     memory: Memory = "",
     mtbf: Mtbf = "",
     emulate: Emulate = "",
     sets: Sets = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
+    seed: Annotated[int, Option(metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
+        Path | None, Option(metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
     ] = None,
     as_json: AsJson = False,
     forkserver: Forkserver = "",
@@ -99,5 +91,5 @@ def predict(
             predicted = predictions.predict(job, found, machines, seed, trace, stepped)
     except OSError as error:
         complain(f"{trace}: cannot be written ({error.strerror})")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
     print(predicted.to_json() if as_json else prediction_text(predicted))

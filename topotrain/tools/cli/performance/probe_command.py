@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, Program, Quiet, check_program, check_writable
@@ -20,10 +20,10 @@ def probe(
     program: Program = None,
     args: Args = None,
     duration: Annotated[
-        str, typer.Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
+        str, Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
     ] = "30",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the probe is written.")] = Path("probe.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
+    out: Annotated[Path, Option(metavar="FILE", help="Where the probe is written.")] = Path("probe.json"),
+    as_json: Annotated[bool, Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
     quiet: Quiet = False,
     forkserver: Forkserver = "",
 ) -> None:
@@ -50,7 +50,7 @@ def probe(
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         complain(f"{out}: cannot be written ({error.strerror})")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
     if as_json:
         print(text, end="")
     elif not quiet:
