@@ -7,7 +7,6 @@ from made_probe import made_probe
 
 from topotrain.config.job import Grads, Job
 from topotrain.config.topology import Topology
-from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.prediction.failures import HostFailures
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
@@ -35,7 +34,7 @@ def timed_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **more
 
 
 @dataclass
-class ArithmeticPredictor(Predictor):
+class ArithmeticPredictor:
     """Adds computing and the time of the busiest link, and remembers what it was asked.
 
     error: of its predictions. asked: the jobs, in order.
@@ -44,8 +43,7 @@ class ArithmeticPredictor(Predictor):
     error: float = 0.08
     asked: list[Job] = field(default_factory=list)
 
-    def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
-        """As `Predictor.predict`."""
+    def __call__(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
         self.asked.append(job)
         topology = machines.topology(job)
         planned_memory(job, probe, machines, topology)

@@ -20,10 +20,10 @@ from topotrain.tools.advice.advice import Advice, Rehearsed, Wishes, advise
 from topotrain.tools.advice.advice_text import explain, job_text
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.advice.candidate_list import OWN, CandidateSource, LeftOut
-from topotrain.tools.advice.predictor import RehearsalPredictor
 from topotrain.tools.advice.trial_runs import Trial
 from topotrain.tools.cli.performance.advise_command import trials_of
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import same_as_one_process
 from topotrain.tools.prediction.speed_bounds import BoundEstimate
@@ -174,11 +174,11 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
     """With the product's own servers in virtual time, on a small model."""
     machines = Machines(hosts=2, cores=cores, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
     probe = replace(timed_probe(elements=4000, batch=12), sharing={2: 2.0})
-    predictor, compared = RehearsalPredictor(), 0
+    compared = 0
     for each in CandidateSource(probe, machines, BARE).candidates([]):
         if each.job.cluster.compression is not Compression.kNone:
             continue
-        prediction = predictor.predict(each.job, probe, each.machines)
+        prediction = predict(each.job, probe, each.machines)
         bound = BoundEstimate(each.job, each.topology, each.machines, probe).bound()
         assert prediction.samples_per_s <= bound.samples_per_s * 1.001, each.label
         assert prediction.same_as_one_process is not bool(each.changes)
@@ -238,10 +238,10 @@ def test_one_host_is_advised_where_the_link_is_too_slow_for_several() -> None:
 class Refusing(ArithmeticPredictor):
     """Predicts only layouts with hidden gradients."""
 
-    def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
+    def __call__(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
         if job.grads is Grads.kVisible:
             raise ConfigError("grads", "kVisible", "cannot be predicted")
-        return super().predict(job, probe, machines)
+        return super().__call__(job, probe, machines)
 
 
 def test_what_cannot_be_predicted_is_told() -> None:
@@ -255,7 +255,7 @@ def test_what_cannot_be_predicted_is_told() -> None:
 
 def test_a_mistake_in_a_predictor_is_not_hidden() -> None:
     class Broken(ArithmeticPredictor):
-        def predict(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
+        def __call__(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -304,7 +304,7 @@ def test_the_advised_layout_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert given == [found.winner, others[0]]
 
 
-@pytest.mark.parametrize(("samples", "told"), [(8, "measured 8 (the prediction is "), (0, "gives tt.prepare no loader")])
+@pytest.mark.parametrize(("samples", "told"), [(8, "measured 8 (the "), (0, "gives tt.prepare no loader")])
 def test_a_trial_says_its_rate_or_why_there_is_none(
     samples: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_trial_says_its_rate_or_why_there_is_none(
     forks = SimpleNamespace(folder=tmp_path, run_job=run_job)
     monkeypatch.setattr(trial_runs, "forked_processes", lambda served: nullcontext(forks))
     one = advised(Machines(hosts=1)).rehearsed[:1]
-    (trial,) = trial_runs.tried(one, timed_probe(), ArithmeticPredictor(), 5.0)
+    (trial,) = trial_runs.tried(one, timed_probe(), 5.0, predictor=ArithmeticPredictor())
     assert told in trial.explain()
 
 

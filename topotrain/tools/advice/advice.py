@@ -9,9 +9,9 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps_cluster
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.advice.candidate_list import CandidateSource, LeftOut, not_considered
-from topotrain.tools.advice.predictor import Predictor, RehearsalPredictor
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
+from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, processes_of
 from topotrain.tools.prediction.speed_bounds import BoundEstimate, SpeedBound
@@ -178,6 +178,9 @@ class Advice:
         }
 
 
+Predictor = Callable[[Job, Probe, Machines], Prediction]
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """The wishes of a user for an advice.
@@ -198,7 +201,7 @@ def advise(
     machines: Machines,
     job: Job,
     wishes: Wishes | None = None,
-    predictor: Predictor | None = None,
+    predictor: Predictor = predict,
     show: Callable[[str], None] = lambda text: None,
 ) -> Advice:
     """Rehearse the named blocks for a program on machines.
@@ -208,13 +211,13 @@ def advise(
         machines: where the job is to run.
         job: its other fields are kept, and its block is a candidate unless it is `auto`.
         wishes: of the user.
-        predictor: of the layouts; None: a rehearsal.
+        predictor: of the layouts; it raises ConfigError for a job that it cannot predict.
         show: shows which layout is rehearsed.
 
     Raises:
         ConfigError: no layout fits, or a straggler is none of the hosts.
     """
-    wanted, used = wishes or Wishes(), predictor or RehearsalPredictor()
+    wanted = wishes or Wishes()
     began = time.monotonic()
     left_out: list[LeftOut] = []
     refused: list[LeftOut] = []
@@ -231,7 +234,7 @@ def advise(
                 bounded.append(Bounded(each, bound))
                 continue
             show(f"rehearsing {number} of {len(found)}: {each.label}")
-            rehearsed.append(Rehearsed(each, used.predict(each.job, probe, each.machines), bound))
+            rehearsed.append(Rehearsed(each, predictor(each.job, probe, each.machines), bound))
         except ConfigError as error:
             (refused if error.field == "--memory" else left_out).append(LeftOut(each.label, str(error)))
     if not rehearsed:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.advice import Advice, Wishes, advise
+from topotrain.tools.advice.advice import Advice, Predictor, Wishes, advise
 from topotrain.tools.advice.advice_text import speed
 from topotrain.tools.advice.auto_rules import without_layout
-from topotrain.tools.advice.predictor import Predictor
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.predict import predict
 from topotrain.tools.probe.probe_file import Probe
 
 WISHES = Wishes(sync=True, own_fields=True, within_s=10.0)
@@ -41,7 +41,7 @@ class AutomaticLayout:
 
 
 def choose(
-    job: Job, probe: Probe, predictor: Predictor | None = None, show: Callable[[str], None] = lambda text: None
+    job: Job, probe: Probe, predictor: Predictor = predict, show: Callable[[str], None] = lambda text: None
 ) -> AutomaticLayout:
     """Choose the layout of a job on the machine of the probe.
 

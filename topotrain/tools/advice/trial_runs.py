@@ -14,9 +14,9 @@ from typing import Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Event, StepDone
-from topotrain.tools.advice.advice import Rehearsed
-from topotrain.tools.advice.predictor import Predictor
+from topotrain.tools.advice.advice import Predictor, Rehearsed
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.predict import predict
 from topotrain.tools.probe.forked_processes import ForkedProcesses, forked_processes
 from topotrain.tools.probe.probe_file import Probe
 
@@ -63,7 +63,7 @@ def here(job: Job, machines: Machines) -> tuple[Job, Machines]:
 
 
 def tried(
-    rehearsed: Sequence[Rehearsed], probe: Probe, predictor: Predictor, seconds: float, served: str = ""
+    rehearsed: Sequence[Rehearsed], probe: Probe, seconds: float, served: str = "", predictor: Predictor = predict
 ) -> Iterator[Trial]:
     """Run layouts one after another, and yield the figures of each.
 
@@ -72,7 +72,7 @@ def tried(
     with forked_processes(served) as processes:
         for each in rehearsed:
             job, machines = here(each.candidate.job, each.candidate.machines)
-            predicted = predictor.predict(job, probe, machines).samples_per_s
+            predicted = predictor(job, probe, machines).samples_per_s
             with TemporaryDirectory(dir=processes.folder) as folder:
                 rate, note = _measure(processes, job, folder, seconds)
             yield Trial(each.candidate.label, predicted, rate, note)

@@ -85,17 +85,10 @@ class Machines:
         return tcp_mbit if bandwidth is None else min(bandwidth, tcp_mbit or bandwidth)
 
 
-def parse_hosts(text: str) -> int:
-    """Parse the value of `--hosts`. Raises ConfigError."""
+def parse_count(option: str, text: str) -> int:
+    """Parse a number of hosts, or of cores. Raises ConfigError."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
-        raise ConfigError("--hosts", text, f"must be a whole number, 1 to {MOST_HOSTS}")
-    return int(text)
-
-
-def parse_cores(text: str) -> int:
-    """Parse the value of `--cores`. Raises ConfigError."""
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
-        raise ConfigError("--cores", text, f"must be a whole number, 1 to {MOST_HOSTS}")
+        raise ConfigError(option, text, f"must be a whole number, 1 to {MOST_HOSTS}")
     return int(text)
 
 
@@ -129,8 +122,8 @@ def parse_machines(
     Empty: not given. Raises ConfigError.
     """
     return Machines(
-        parse_hosts(hosts) if hosts else 0,
-        parse_cores(cores) if cores else None,
+        parse_count("--hosts", hosts) if hosts else 0,
+        parse_count("--cores", cores) if cores else None,
         amounts.link("--link", link) if link else None,
         parse_stragglers(straggler) if straggler else {},
         amounts.nbytes("--memory", memory) if memory else None,

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -76,11 +77,15 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class ForkedProcesses:
-    """A forkserver's socket, a connection to it, and a temporary folder for files of its processes."""
+    """A forkserver's socket, a connection to it, and a temporary folder for files of its processes.
+
+    began: when the forkserver was asked for, by `time.monotonic`.
+    """
 
     folder: Path
     path: str
     client: ForkserverClient
+    began: float
 
     def start(self, call: str, spec: Mapping[str, Any], name: str) -> ForkedProcess:
         """Start a process that calls "module:function"."""
@@ -103,8 +108,9 @@ class ForkedProcesses:
 def forked_processes(path: str) -> Iterator[ForkedProcesses]:
     """Use a running forkserver inside the block; "": one of its own. All processes end with it."""
     with ExitStack() as stack:
+        began = time.monotonic()
         folder, lock = temporary_folders.make()
         stack.callback(os.close, lock)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         path = path or stack.enter_context(closing(forkserver.start(folder / "forkserver.log"))).path
-        yield ForkedProcesses(folder, path, stack.enter_context(closing(ForkserverClient(path))))
+        yield ForkedProcesses(folder, path, stack.enter_context(closing(ForkserverClient(path))), began)

@@ -154,14 +154,13 @@ def _advise(
 
 def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool, forkserver: str = "") -> "Iterator[Trial]":
     """Run the best layouts here, and print each when it is measured."""
-    from topotrain.tools.advice.predictor import RehearsalPredictor
     from topotrain.tools.advice.trial_runs import tried as trial_runs
 
     if not tried:
         return
     where = "this machine" if advice.machines.hosts <= 1 else "this machine, with all hosts on it"
     print(f"trying on {where}, {TRY_S:g} s each:", file=sys.stderr if as_json else sys.stdout, flush=True)
-    for trial in trial_runs(advice.preferred[:tried], probe, RehearsalPredictor(), TRY_S, forkserver):
+    for trial in trial_runs(advice.preferred[:tried], probe, TRY_S, forkserver):
         if not as_json:
             print(f"  {trial.explain()}", flush=True)
         yield trial

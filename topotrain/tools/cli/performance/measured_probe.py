@@ -1,6 +1,7 @@
 """A probe for a command: measured now, or given, with notes about it on stderr."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,18 +10,30 @@ from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
+    from topotrain.tools.probe.program_probe import ProgramProbe
 
 PROBE_S = 20.0
+
+
+@contextmanager
+def _program_probe(
+    program: str, args: Sequence[str], seconds: float, quiet: bool, forkserver: str
+) -> "Iterator[ProgramProbe]":
+    from topotrain.tools.probe.forked_processes import forked_processes
+    from topotrain.tools.probe.program_probe import ProgramProbe
+
+    with progress_line(quiet) as progress:
+        progress.stage("measuring: torch is loaded")
+        with forked_processes(forkserver) as processes:
+            yield ProgramProbe(program, args, seconds, progress, processes)
 
 
 def probe_of(
     program: str, args: Sequence[str], seconds: float = PROBE_S, quiet: bool = False, forkserver: str = ""
 ) -> "Probe":
     """Measure a program on this machine, and show how far that is. Raises ConfigError."""
-    from topotrain.tools.probe.program_probe import ProbeRequest, measure
-
-    with progress_line(quiet) as progress:
-        return measure(ProbeRequest(program, tuple(args), seconds, forkserver), progress)
+    with _program_probe(program, args, seconds, quiet, forkserver) as made:
+        return made.measure()
 
 
 def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver: str = "") -> None:
@@ -28,10 +41,8 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
 
     Raises ConfigError.
     """
-    from topotrain.tools.probe.program_probe import ProbeRequest, check_program_model
-
-    with progress_line() as progress:
-        check_program_model(probe, ProbeRequest(program, tuple(args), PROBE_S, forkserver), progress)
+    with _program_probe(program, args, PROBE_S, False, forkserver) as made:
+        made.check(probe)
 
 
 def note_other_program(probe: "Probe", file: Path, program: str) -> None:

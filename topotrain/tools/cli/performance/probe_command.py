@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
+from topotrain.config.job import ConfigError
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, Program, Quiet, check_program, check_writable
+from topotrain.tools.cli.performance.measured_probe import probe_of
 from topotrain.tools.monitor.monitored_run import complain
-from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
+
+LEAST_S = 10.0
+"""A shorter probe would measure the start of torch."""
 
 
 def probe(
@@ -39,12 +43,11 @@ def probe(
         raise BadInput("no program: give a training script, or -m MODULE")
     check_program(program)
     check_writable("--out", out)
-    from topotrain.tools.probe.program_probe import ProbeRequest, measure
-
-    request = ProbeRequest(program, tuple(args or ()), seconds("--seconds", duration), forkserver)
+    wanted_s = seconds("--seconds", duration)
+    if wanted_s < LEAST_S:
+        raise ConfigError("--seconds", wanted_s, f"must be a number >= {LEAST_S:g}")
     began = time.monotonic()
-    with progress_line(quiet) as progress:
-        found = measure(request, progress)
+    found = probe_of(program, args or (), wanted_s, quiet, forkserver)
     text = found.to_json()
     try:
         out.write_text(text, encoding="utf-8")
