@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.tools.probe import batch_sizes, step_recorder
 from topotrain.tools.probe.batch_sizes import BatchWatch
 from topotrain.tools.probe.measured_program import step_fields
-from topotrain.tools.probe.step_recorder import StepRecorder, StepTimes, accelerators, medians, spread
+from topotrain.tools.probe.step_recorder import StepRecorder, StepTimes, medians, spread, synchronize
 from topotrain.training.parameters.prepared_objects import sort_objects
 
 FORWARD_S, BACKWARD_S, REST_S, OPTIMIZER_S = 0.01, 0.03, 0.02, 0.015
@@ -126,8 +126,10 @@ def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypa
     assert (found.forward, found.backward, found.optimizer) == pytest.approx((FORWARD_S, BACKWARD_S, OPTIMIZER_S))
     ready = dict(zip([p.name for p in recorder.parts.parameters], recorder.ready(), strict=True))
     assert ready["last.weight"] < 0.3 < 0.7 < ready["first.weight"] <= 1.0
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
-    assert accelerators([cpu, gpu]) == {gpu} and accelerators([cpu]) == set()
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    synchronize([torch.device("cpu"), torch.device("cuda", 1)])
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_waiting_for_a_core_is_in_the_mean() -> None:

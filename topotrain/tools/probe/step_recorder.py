@@ -55,15 +55,11 @@ def spread(steps: Sequence[StepTimes]) -> float:
     return float((cuts[4] - cuts[0]) / 2 / median(own))
 
 
-def accelerators(devices: Iterable[torch.device]) -> frozenset[torch.device]:
-    """Return the devices on which a call returns before its work is done."""
-    return frozenset(device for device in devices if device.type != "cpu")
-
-
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until all work on these devices is done."""
-    for device in accelerators(devices):
-        torch.accelerator.synchronize(device)
+    for device in devices:
+        if device.type != "cpu":  # elsewhere a call returns before its work is done
+            torch.accelerator.synchronize(device)
 
 
 class StepRecorder(PrepareObserver):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from topotrain.tools.monitor.live_terminal import redraws
+from topotrain.tools.monitor.monitored_run import say
 
 REDRAW_S = 0.2
 LINES_S = 10.0
@@ -22,13 +23,10 @@ class ProgressLine:
 
     def __init__(self, quiet: bool = False, late_s: float = 0.0) -> None:
         # Here, because each command of the program imports this module.
-        from rich.text import Text
-
         from topotrain.tools.monitor.result_tables import console
 
-        self._text = Text
-        self._quiet, self._console = quiet, console(stderr=True)
-        self._status = self._console.status("") if redraws(sys.stderr) else None
+        self._quiet = quiet
+        self._status = console(stderr=True).status("") if redraws(sys.stderr) else None
         self._next = time.monotonic() + (LINES_S if self._status is None else late_s)
 
     def stage(self, text: str) -> None:
@@ -36,7 +34,9 @@ class ProgressLine:
         if self._status is None:
             self.note(text)
         elif not self._quiet:
-            self._status.update(self._text(text))
+            from rich.markup import escape
+
+            self._status.update(escape(text))
             self._status.start()
 
     def show(self, text: str) -> None:
@@ -49,7 +49,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         if not self._quiet:
-            self._console.print(self._text(f"topotrain: {text}"), soft_wrap=True)
+            say(text)  # above the line that is redrawn
 
     def end(self) -> None:
         """Clear the line that is redrawn."""
