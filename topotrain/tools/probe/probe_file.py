@@ -95,12 +95,10 @@ class ProbedBatch:
     Attributes:
         size: samples in a batch of the program's loader.
         forward_s: from the model's call to the begin of the backward, with the loss.
-        backward_s: the backward.
         other_s: of the loader, and of what the script does besides.
         optimizer_s: the optimizer's step in the script's own process, which a job does not have on its workers.
         fixed_s: of forward and backward, for any size of batch.
         per_sample_s: of forward and backward, for each sample. 0: only one size could be measured.
-        steps: that were measured.
         samples_per_epoch: in the loader. 0: this is not known.
     """
 
@@ -126,12 +124,8 @@ class ProbedBatch:
 class ProbedOptimizer:
     """The optimizer of the program, as a server computes it.
 
-    Attributes:
-        name: of its class.
-        state_factor: elements of state per element of a parameter.
-        fixed_s: of the server's kernel, for one slice of any size.
-        element_s: of the kernel, for each element.
-        momentum: of the optimizer; 0.0 without.
+    A slice of `n` elements takes `fixed_s + n * element_s` seconds. state_factor: elements of state per element of a
+    parameter.
     """
 
     name: str
@@ -187,14 +181,9 @@ class Probe:
     Attributes:
         version: of the file's format.
         made_at: seconds since 1970.
-        machine: where it was measured.
         versions: of topotrain, torch and python.
         program: name of the script's file, without its folder.
-        model: the parameters.
-        batch: a step of the program.
         spread: standard deviation of a step's own time, over its mean.
-        optimizer: the server's kernel.
-        kernels: plain operations.
         transports: by name, shm and tcp.
         worker_step_s: seconds of a core that the product's part of a worker adds to each step.
         server_message_s: seconds of a core that a server needs for each message beside kernels and transport.

@@ -14,8 +14,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -113,40 +114,29 @@ class Asking(_Process):
         """Time small messages and bodies, each there and back."""
         for _ in range(_SMALL):
             self._ask()
-        rounds = [self._small() for _ in range(_ROUNDS)]
-        wall, mine, theirs = (min(each[at] for each in rounds) for at in range(3))
-        bursts = [self._large(number) for number in range(_BURSTS)]
+        rounds = [self._spent(lambda: [self._ask() for _ in range(1, _SMALL)]) for _ in range(_ROUNDS)]
+        wall, mine, theirs = (min(each) / _SMALL for each in zip(*rounds, strict=True))
+        bursts = [sum(self._spent(partial(self._exchange, number))[1:]) for number in range(_BURSTS)]
         # Each side of a message and its answer sends one and receives one. Other work of a process meanwhile, such as
         # going back to sleep, delays nothing: all of it is no longer than the clock says.
         message_s = min(mine + theirs, wall) / 4
-        byte_s = max(0.0, median(bursts) / 2 - message_s) / (4 * _BUCKET)
+        byte_s = max(0.0, median(bursts) / 4 / _BURST - message_s) / (4 * _BUCKET)
         return ProbedTransport(message_s, byte_s, message_s, byte_s, wall / 2 - 2 * message_s)
 
-    def _small(self) -> tuple[float, float, float]:
-        """Return seconds of a message with its answer: by the clock, and of both cores."""
+    def _spent(self, work: Callable[[], object]) -> tuple[float, float, float]:
+        """Return the seconds of some work with a small message: by the clock, and of both processes' cores."""
         theirs, mine, began = self._ask(), time.process_time_ns(), time.perf_counter()
-        for _ in range(_SMALL):
-            last = self._ask()
-        ended = time.perf_counter()
-        return (
-            (ended - began) / _SMALL,
-            (time.process_time_ns() - mine) / _SMALL / 1e9,
-            (last - theirs) / _SMALL / 1e9,
-        )
+        work()
+        theirs = self._ask() - theirs
+        return time.perf_counter() - began, (time.process_time_ns() - mine) / 1e9, theirs / 1e9
 
-    def _large(self, number: int) -> float:
-        """Return the core seconds of one process for a body and its answer.
-
-        number: of the burst.
-        """
-        theirs, mine = self._ask(), time.process_time_ns()
+    def _exchange(self, burst: int) -> None:
+        """Send the bodies of a burst, and wait until all are answered."""
         self._came.clear()
         self._missing = _BURST
-        for bucket in range(number * _BURST, (number + 1) * _BURST):
-            self.transport.send(_WORKER, _SERVER, _body(bucket % _BUCKETS, self._bodies))
+        for number in range(burst * _BURST, (burst + 1) * _BURST):
+            self.transport.send(_WORKER, _SERVER, _body(number % _BUCKETS, self._bodies))
         self._wait()
-        theirs, mine = self._ask() - theirs, time.process_time_ns() - mine
-        return (theirs + mine) / 2 / _BURST / 1e9
 
 
 def _transports(folder: str, token: bytes) -> dict[str, Transport]:
