@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from topotrain.launch.multinode.node import NodeResult
     from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_monitor import JobMonitor
-    from topotrain.tools.monitor.job_report import Report
     from topotrain.tools.recording.job_recorder import JobRecorder
 
 
@@ -104,8 +103,9 @@ def unit(
         except StoreError as error:
             complain(str(error))
             raise Exit(1) from None
-        window.end(ended.outcome.code)
-        _print_end(ended, window, report, as_json, quiet)
+        if window.monitor is not None:
+            window.monitor.end(ended.outcome.code)
+        _print_end(ended, window.monitor, report, as_json, quiet)
         raise Exit(ended.outcome.code)
 
 
@@ -118,15 +118,7 @@ class _Window:
     as_json: bool
     recorder: "JobRecorder"
     exports: "JobExports | None" = None
-    report: "Report | None" = None
-
-    def end(self, code: int) -> None:
-        """Let the recording and the exports write what is left."""
-        self.recorder.end(code)
-        if self.exports is not None:
-            self.exports.end(code)
-            for notice in self.exports.notices():
-                say(f"{notice.who}: {notice.text}")
+    monitor: "JobMonitor | None" = None
 
     @contextmanager
     def watching(self, job: Job, topology: "Topology") -> "Iterator[tuple[JobMonitor, ConsoleOutput]]":
@@ -134,17 +126,19 @@ class _Window:
         from topotrain.tools.monitor.job_monitor import JobMonitor
         from topotrain.tools.monitor.job_report import Report
 
-        self.report = report = Report(job, topology)
         self.recorder.begin(job, topology)
         if self.rank:
             here = topology.units[self.rank]
             where = ", ".join(map(str, (*here.workers, *here.servers)))
             say(f"unit {self.rank} of {len(topology.units)}: {where}")
-        with display(report, self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
-            yield JobMonitor(shown, self.recorder, self.exports), outlet
+        with display(Report(job, topology), self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
+            self.monitor = JobMonitor(shown, self.recorder, self.exports)
+            yield self.monitor, outlet
 
 
-def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_json: bool, quiet: bool) -> None:
+def _print_end(
+    ended: "NodeResult", monitor: "JobMonitor | None", report: Path | None, as_json: bool, quiet: bool
+) -> None:
     """Print how the job ended; the leader also writes it as data."""
     outcome = ended.outcome
     if outcome.code:
@@ -153,14 +147,14 @@ def _print_end(ended: "NodeResult", window: _Window, report: Path | None, as_jso
         say(ended.end.text)
     if ended.rank and not outcome.code:
         say(f"unit {ended.rank} has ended well")
-    if ended.leads and window.report is not None and ended.job is not None:
+    if ended.leads and monitor is not None and ended.job is not None:
         from topotrain.tools.monitor.job_report import JobResult
 
         if ended.rank and report is None:
             # The options of unit 0, which is lost, are not known here.
             report = Path(ended.job.workspace) / "report.json"
             say(f"unit {ended.rank} has led the job, and writes {report}")
-        show(JobResult(outcome, window.report), quiet, as_json, report)
+        show(JobResult(outcome, monitor.report), quiet, as_json, report)
 
 
 def _story(ended: "NodeResult") -> str:

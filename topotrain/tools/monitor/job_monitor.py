@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from topotrain.core.events import Event, Saved
 from topotrain.launch import EventListener
 from topotrain.launch.runtime.event_records import record
+from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.tools.recording.job_recorder import JobRecorder
 
@@ -35,6 +36,19 @@ class JobMonitor:
         """The last snapshot."""
         if exports is not None:
             exports.follow(recorder)
+
+    @property
+    def report(self) -> Report:
+        """The report of the job."""
+        return self._display.report
+
+    def end(self, code: int) -> None:
+        """Let the recording and the exports write what is left."""
+        self._recorder.end(code)
+        if self._exports is not None:
+            self._exports.end(code)
+            for notice in self._exports.notices():
+                self._display(notice)
 
     def __call__(self, event: Event) -> None:
         """Pass on one event."""

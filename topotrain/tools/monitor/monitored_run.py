@@ -73,11 +73,7 @@ def train(
             folder=folder or RunFolder(),
         )
         outcome = launcher.start(job, topology, monitor)
-        recorder.end(outcome.code)
-        if exports is not None:
-            exports.end(outcome.code)
-            for notice in exports.notices():
-                window(notice)
+        monitor.end(outcome.code)
     if outcome.cause is not None:
         # After the display has ended, so that the error is the last thing on the terminal.
         complain(story(outcome.cause, job, report.topology))
