@@ -11,24 +11,9 @@ from typer import Argument, Exit, Option
 
 from topotrain.config.private_files import make_folder
 from topotrain.config.python_module import module_of
-from topotrain.tools.cli.job_arguments import (
-    JOB_ENDINGS,
-    Args,
-    AsJson,
-    BadInput,
-    Conf,
-    Emulate,
-    Forkserver,
-    Program,
-    Quiet,
-    Sets,
-    check_kind,
-    check_writable,
-    completion,
-    load_job,
-    with_link,
-)
-from topotrain.tools.monitor.monitored_run import complain, train
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import JOB_ENDINGS, BadInput, CommandFailed, check_kind, check_writable, load_job
+from topotrain.tools.monitor.monitored_run import train
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
@@ -43,14 +28,14 @@ def compare(
             metavar="CONF... PROGRAM -- ARGS",
             help="Files that end with .conf, .yaml or .yml, one that ends with .py (or -m MODULE), and its arguments.",
             show_default=False,
-            autocompletion=completion(lambda path: path.endswith((*JOB_ENDINGS, ".py"))),
+            autocompletion=arguments.completion(lambda path: path.endswith((*JOB_ENDINGS, ".py"))),
         ),
     ],
     out: Annotated[Path, Option(metavar="DIR", help="Folder of all results.")] = Path("workspace/compare"),
-    sets: Sets = None,
-    emulate: Emulate = "",
+    sets: arguments.Sets = None,
+    emulate: arguments.Emulate = "",
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON on stdout, not as a table.")] = False,
-    running: Forkserver = "",
+    running: arguments.Forkserver = "",
 ) -> None:
     """Train one program under several job files, in turn.
 
@@ -69,7 +54,7 @@ def compare(
     # Where one file can be made, the others can be made, too.
     check_writable("--out", out / side_by_side.DATA, private=True)
     compared = side_by_side.entries(
-        [(conf, with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
+        [(conf, arguments.with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
     )
     terminal = console(stderr=True)
     picture = loss_plot.available()
@@ -115,18 +100,18 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def check(
-    conf: Conf,
-    program: Program = None,
-    args: Args = None,
-    sets: Sets = None,
+    conf: arguments.Conf,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
+    sets: arguments.Sets = None,
     steps: Annotated[int, Option(metavar="N", min=1, help="Compare so many steps.")] = 30,
     whole: Annotated[bool, Option("--whole", help="Compare all steps, and what follows the last.")] = False,
     eval_mode: Annotated[
         bool, Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
     ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    forkserver: Forkserver = "",
+    as_json: arguments.AsJson = False,
+    quiet: arguments.Quiet = False,
+    forkserver: arguments.Forkserver = "",
 ) -> None:
     """Compare a job with the plain script, step by step.
 
@@ -144,8 +129,7 @@ def check(
         with progress_line(quiet) as line:
             found = check_run.check(job, 0 if whole else steps, eval_mode, forkserver, line.stage)
     except check_run.RunFailed as failed:
-        complain(str(failed))
-        raise Exit(1) from None
+        raise CommandFailed(str(failed)) from None
     print(json.dumps({"equal": not found.what, **asdict(found)}, indent=2) if as_json else sentence(found))
     raise Exit(1 if found.what else 0)
 

@@ -65,6 +65,10 @@ class BadInput(Exception):
     """Input that cannot be used; the text says what is wrong and why."""
 
 
+class CommandFailed(Exception):
+    """The command has failed on good input; the text says why."""
+
+
 def load_job(
     conf: Path,
     sets: list[str] | None,
@@ -168,22 +172,26 @@ def check_writable(what: str, file: Path, private: bool = False) -> None:
 
 
 @contextmanager
-def writing(what: str, file: Path) -> Iterator[None]:
-    """Raise BadInput with the name of an option if its file cannot be written."""
+def writing(what: str, file: Path | None) -> Iterator[None]:
+    """Raise BadInput if the file of an option cannot be written.
+
+    what: the option; "": it was checked before, so this is no bad input but CommandFailed.
+    """
     try:
         yield
     except OSError as error:
-        raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
+        text = f"{file}: cannot be written ({error.strerror})"
+        raise (BadInput(f"{what} {text}") if what else CommandFailed(text)) from None
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn bad input into one block and code 2, and an early signal into its code."""
+    """Turn an error into one block and its code, and an early signal into its code."""
     try:
         yield
-    except (ConfigError, BadInput, StoreError) as error:
+    except (ConfigError, BadInput, StoreError, CommandFailed) as error:
         complain(str(error))
-        raise Exit(2) from None
+        raise Exit(1 if isinstance(error, CommandFailed) else 2) from None
     except KeyboardInterrupt:
         # Ctrl-C before the launcher has a handler of its own.
         raise Exit(130) from None

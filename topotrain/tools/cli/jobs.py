@@ -14,15 +14,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Exit, Option, Typer
+from typer import Argument, Context, Option, Typer
 
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
 from topotrain.config.plain_text import printable
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.command_line import PanelGroup, add
-from topotrain.tools.cli.job_arguments import AsJson, BadInput
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, CommandFailed
 
 if TYPE_CHECKING:
     from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
@@ -289,8 +288,7 @@ def _store_errors() -> Iterator[None]:
         raise  # a kind of StoreError, and the user's mistake
     # After a request was sent, it is not known whether the job has changed.
     except StoreError as error:
-        complain(str(error))
-        raise Exit(1) from None
+        raise CommandFailed(str(error)) from None
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Option
 
 from topotrain.config.job import ConfigError, Job
-from topotrain.tools.cli.job_arguments import Args, BadInput, Conf, Program, Sets, check_writable, load_job
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import BadInput, CommandFailed, check_writable, load_job, writing
 
 if TYPE_CHECKING:
     from topotrain.tools.monitor.graph_report import CutPlan
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def plan(
-    conf: Conf,
-    program: Program = None,
-    args: Args = None,
-    sets: Sets = None,
+    conf: arguments.Conf,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
+    sets: arguments.Sets = None,
     as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
     inputs: Annotated[
         list[str] | None,
@@ -69,11 +69,8 @@ def plan(
     if cut is not None and plot is not None:
         from topotrain.tools.monitor import graph_plot
 
-        try:
+        with writing("", plot):
             graph_plot.draw(cut.bill, plot, job.name)
-        except OSError as error:
-            complain(f"{plot}: cannot be written ({error.strerror})")
-            raise Exit(1) from None
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
@@ -87,8 +84,7 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
         raise
     # The script's own error, with its traceback: this is no bad input, so the code is 1.
     except Exception:
-        complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
-        raise Exit(1) from None
+        raise CommandFailed(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}") from None
     momentum, names = seen.momentum(job.updater), seen.optimizer_names(job.updater)
     if job.cluster.nworkers_per_group > 1:
         from topotrain.tools.plan.model_cut import cut_of

@@ -9,23 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, Job
+from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    AsJson,
-    BadInput,
-    Emulate,
-    Forkserver,
-    Program,
-    Quiet,
-    Sets,
-    check_program,
-    check_writable,
-    job_file,
-    load_job,
-    snapshot_job,
-    with_link,
-)
+from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.monitored_run import complain, say, show, show_trace, train
@@ -42,16 +28,16 @@ WARM_STEP = 10
 
 
 def run(
-    conf: Annotated[Path | None, job_file("Protobuf text format, or .yaml; with --resume optional.")] = None,
-    program: Program = None,
-    args: Args = None,
-    sets: Sets = None,
+    conf: Annotated[Path | None, arguments.job_file("Protobuf text format, or .yaml; with --resume optional.")] = None,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
+    sets: arguments.Sets = None,
     resume: Annotated[
         Path | None, Option(metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one.")
     ] = None,
     report: Annotated[Path | None, Option(metavar="FILE", help="Write the result as JSON to this file.")] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: arguments.AsJson = False,
+    quiet: arguments.Quiet = False,
     watch_port: WatchPort = None,
     watch_host: WatchHost = HOST,
     logs: Logs = None,
@@ -65,9 +51,9 @@ def run(
     record: Annotated[
         Path | None, Option(metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`.")
     ] = None,
-    emulate: Emulate = "",
+    emulate: arguments.Emulate = "",
     rendezvous: Annotated[str, Option(metavar="URL", help="A store where the job is listed, not its workspace.")] = "",
-    forkserver: Forkserver = "",
+    forkserver: arguments.Forkserver = "",
     lecture: Annotated[str | None, Option(hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Train a job on this machine.
@@ -85,7 +71,7 @@ def run(
         if lecture is not None:  # for the users of an earlier version
             raise BadInput(LECTURE)
         job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
-        job = with_link(job, emulate)
+        job = arguments.with_link(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         if report is not None:
             check_writable("--report", report)
@@ -158,7 +144,7 @@ def _job_and_snapshot(
         job = load_job(conf, sets, program, args)
         return job, asked_for(job, Path(job.workspace))
     # With a job file the overrides are of that file.
-    job, snapshot = snapshot_job(resume, sets or () if conf is None else ())
+    job, snapshot = arguments.snapshot_job(resume, sets or () if conf is None else ())
     if conf is not None:
         return load_job(conf, sets, program, args), snapshot
     check_program(job.program)

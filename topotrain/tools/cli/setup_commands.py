@@ -9,8 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Exit, Option
 
-from topotrain.tools.cli.job_arguments import AsJson, BadInput, Sets, job_file, load_job
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.cli.job_arguments import AsJson, BadInput, CommandFailed, Sets, job_file, load_job
 from topotrain.tools.starter_job import CLUSTERS, DEFAULT, write_starter
 
 
@@ -137,9 +136,8 @@ def pserver(
     try:
         run_pserver(flags)
     except (TransportError, JobError) as error:
-        complain(str(error))
         refused = isinstance(error, Refused) or getattr(error, "config", False)
-        raise Exit(2 if refused else 1) from None
+        raise (BadInput if refused else CommandFailed)(str(error)) from None
 
 
 def _terminated(number: int, frame: object) -> None:

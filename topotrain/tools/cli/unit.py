@@ -15,17 +15,9 @@ from typer import Exit, Option
 
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
+from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    Forkserver,
-    Program,
-    Quiet,
-    Sets,
-    check_writable,
-    job_file,
-    load_job,
-)
+from topotrain.tools.cli.job_arguments import CommandFailed, check_writable, job_file, load_job
 from topotrain.tools.monitor.monitored_run import complain, display, say, show
 
 if TYPE_CHECKING:
@@ -39,9 +31,9 @@ if TYPE_CHECKING:
 
 def unit(
     conf: Annotated[Path | None, job_file("For unit 0 at least, unless the job was submitted.")] = None,
-    program: Program = None,
-    args: Args = None,
-    sets: Sets = None,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
+    sets: arguments.Sets = None,
     rendezvous: Annotated[str, Option(metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")] = "",
     rank: Annotated[
         int | None, Option(metavar="R", help="Which unit this is, from 0, or a launcher's variable.")
@@ -52,10 +44,10 @@ def unit(
         Path | None, Option(metavar="FILE", help="The leader writes the result as JSON to this file.")
     ] = None,
     as_json: Annotated[bool, Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
-    quiet: Quiet = False,
+    quiet: arguments.Quiet = False,
     logs: Logs = None,
     metrics: Metrics = "",
-    forkserver: Forkserver = "",
+    forkserver: arguments.Forkserver = "",
 ) -> None:
     """Run one unit of a job on this machine.
 
@@ -101,8 +93,7 @@ def unit(
         try:
             ended = node.run()
         except StoreError as error:
-            complain(str(error))
-            raise Exit(1) from None
+            raise CommandFailed(str(error)) from None
         if window.monitor is not None:
             window.monitor.end(ended.outcome.code)
         _print_end(ended, window.monitor, report, as_json, quiet)

@@ -17,18 +17,8 @@ from typer import Argument, Exit, Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.plain_text import printable
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    AsJson,
-    BadInput,
-    Forkserver,
-    Program,
-    Quiet,
-    check_program,
-    check_writable,
-    completion,
-    writing,
-)
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, completion, writing
 from topotrain.tools.monitor.monitored_run import complain, say, train
 
 if TYPE_CHECKING:
@@ -50,8 +40,8 @@ def replay(
         Path,
         Argument(metavar="FILE", help="Of `run --record`.", show_default=False, autocompletion=completion(is_archive)),
     ],
-    program: Program = None,
-    args: Args = None,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
     until: Annotated[str, Option(metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")] = "",
     dump: Annotated[
         list[str] | None, Option(metavar="PARAM", help="Print this parameter; may be given several times.")
@@ -62,9 +52,9 @@ def replay(
     recorded: Annotated[
         bool, Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
     ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    forkserver: Forkserver = "",
+    as_json: arguments.AsJson = False,
+    quiet: arguments.Quiet = False,
+    forkserver: arguments.Forkserver = "",
 ) -> None:
     """Run a recorded job again, to the same bits.
 

@@ -3,22 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Exit, Option
+from typer import Option
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.cli.job_arguments import (
-    Args,
-    AsJson,
-    Conf,
-    Emulate,
-    Forkserver,
-    Program,
-    Sets,
-    check_writable,
-    load_job,
-    with_link,
-)
-from topotrain.tools.monitor.monitored_run import complain
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import check_writable, load_job, with_link, writing
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 _MOST_SEED = 2**32 - 1
@@ -34,9 +23,9 @@ Cores = Annotated[str, Option("--cores", metavar="N", help="Of each host; else t
 
 
 def predict(
-    conf: Conf,
-    program: Program = None,
-    args: Args = None,
+    conf: arguments.Conf,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
     probe: Annotated[
         Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; without PROGRAM probe.json.")
     ] = None,
@@ -46,14 +35,14 @@ def predict(
     straggler: Annotated[str, Option(metavar="NxF", help="Worker N computes F times as long, such as 1x4.")] = "",
     memory: Memory = "",
     mtbf: Mtbf = "",
-    emulate: Emulate = "",
-    sets: Sets = None,
+    emulate: arguments.Emulate = "",
+    sets: arguments.Sets = None,
     seed: Annotated[int, Option(metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
     ] = None,
-    as_json: AsJson = False,
-    forkserver: Forkserver = "",
+    as_json: arguments.AsJson = False,
+    forkserver: arguments.Forkserver = "",
 ) -> None:
     """Predict how fast a job would be on some hosts, and why.
 
@@ -82,14 +71,10 @@ def predict(
         file = probe or Path("probe.json")
         found = load_probe(file)
         note_other_program(found, file, job.program)
-    try:
-        with progress_line(late_s=_LATE_S) as line:
+    with writing("", trace), progress_line(late_s=_LATE_S) as line:
 
-            def stepped(made: int, most: int) -> None:
-                line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
+        def stepped(made: int, most: int) -> None:
+            line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
 
-            predicted = predictions.predict(job, found, machines, seed, trace, stepped)
-    except OSError as error:
-        complain(f"{trace}: cannot be written ({error.strerror})")
-        raise Exit(1) from None
+        predicted = predictions.predict(job, found, machines, seed, trace, stepped)
     print(predicted.to_json() if as_json else prediction_text(predicted))

@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Option
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.amounts import seconds
-from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, Program, Quiet, check_program, check_writable
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, writing
 from topotrain.tools.cli.performance.measured_probe import probe_of
-from topotrain.tools.monitor.monitored_run import complain
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
@@ -21,15 +21,15 @@ LEAST_S = 10.0
 
 
 def probe(
-    program: Program = None,
-    args: Args = None,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
     duration: Annotated[
         str, Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
     ] = "30",
     out: Annotated[Path, Option(metavar="FILE", help="Where the probe is written.")] = Path("probe.json"),
     as_json: Annotated[bool, Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
-    quiet: Quiet = False,
-    forkserver: Forkserver = "",
+    quiet: arguments.Quiet = False,
+    forkserver: arguments.Forkserver = "",
 ) -> None:
     """Measure a program on this machine, for `predict` and `advise`.
 
@@ -49,11 +49,8 @@ def probe(
     began = time.monotonic()
     found = probe_of(program, args or (), wanted_s, quiet, forkserver)
     text = found.to_json()
-    try:
+    with writing("", out):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        complain(f"{out}: cannot be written ({error.strerror})")
-        raise Exit(1) from None
     if as_json:
         print(text, end="")
     elif not quiet:
