@@ -19,6 +19,7 @@ def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> t
 
 def test_a_line_through_two_batches() -> None:
     assert computing_line(0.010, 40, 0.004, 10) == pytest.approx((0.002, 0.0002))
+    assert computing_line(0.010, 40, 0.004, 0) == (0.0, 0.0)  # steps without a batch are none of a smaller one
 
 
 @given(seconds, seconds, st.integers(2, 4096), st.data())

@@ -122,7 +122,8 @@ def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes], samples_p
     kept from falling with more samples, and from falling below zero without any.
     """
     step, fixed, per_sample = medians(full), 0.0, 0.0
-    if small and small[0].samples < step.samples:
+    # Steps without any batch say nothing.
+    if small and 0 < small[0].samples < step.samples:
         part = medians(small)
         slope = (step.computing - part.computing) / (step.samples - part.samples)
         per_sample = min(max(0.0, slope), step.computing / step.samples)
