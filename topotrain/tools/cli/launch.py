@@ -8,9 +8,8 @@ from typer import Context, Exit, Option, Typer
 
 from topotrain.launch.launchers import KUBERNETES, LAUNCHERS, LOCAL, OPTIONS, check_name, check_options, flag_of
 from topotrain.launch.launchers import launch as start
+from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.command_line import PanelGroup, ProgramCommand, add
-from topotrain.tools.cli.export_arguments import Logs, Metrics, words_for_unit
-from topotrain.tools.cli.job_arguments import Args, AsJson, Conf, Emulate, Program, Sets, load_job, with_link
 from topotrain.tools.cli.run import run
 
 HELP = "Train a job under another tool that starts processes."
@@ -55,11 +54,11 @@ launch = Typer(cls=LauncherGroup, help=HELP, no_args_is_help=True, rich_markup_m
 
 def _launch(
     context: Context,
-    conf: Conf,
-    program: Program = None,
-    args: Args = None,
-    sets: Sets = None,
-    emulate: Emulate = "",
+    conf: arguments.Conf,
+    program: arguments.Program = None,
+    args: arguments.Args = None,
+    sets: arguments.Sets = None,
+    emulate: arguments.Emulate = "",
     rendezvous: Annotated[str, Option(metavar="URL", help="Where the units meet, instead of the workspace.")] = "",
     nodes: Annotated[int, Option(min=0, help="On how many machines; 0: the launcher decides.")] = 0,
     hosts: Annotated[str, Option(metavar="A,B", help="Names of the machines.")] = "",
@@ -79,9 +78,9 @@ def _launch(
         bool, Option("--requeue", help="Before the time limit save, queue the job again, and go on.")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
-    logs: Logs = None,
-    metrics: Metrics = "",
-    as_json: AsJson = False,
+    logs: arguments.Logs = None,
+    metrics: arguments.Metrics = "",
+    as_json: arguments.AsJson = False,
 ) -> None:
     name = context.info_name or ""
     from topotrain.config.topology import layout
@@ -102,13 +101,13 @@ def _launch(
         output=output,
         with_secret=with_secret,
         requeue=requeue,
-        unit_words=words_for_unit(logs, metrics),
+        unit_words=arguments.words_for_unit(logs, metrics),
     )
     if name == LOCAL and not dry_run:
         # Options of other launchers must not be ignored in silence.
         check_options(name, options)
         run(conf, program, args, sets, emulate=emulate, logs=logs, metrics=metrics, as_json=as_json)
-    job = with_link(load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
+    job = arguments.with_link(arguments.load_job(conf, sets, program, args, elsewhere=name == KUBERNETES), emulate)
     started = start(name, job, layout(job.cluster), options, os.environ, dry_run)
     print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
     raise Exit(started.code)

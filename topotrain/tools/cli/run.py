@@ -10,7 +10,6 @@ from typer import Exit, Option
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli import job_arguments as arguments
-from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job
 from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
@@ -40,8 +39,8 @@ def run(
     quiet: arguments.Quiet = False,
     watch_port: WatchPort = None,
     watch_host: WatchHost = HOST,
-    logs: Logs = None,
-    metrics: Metrics = "",
+    logs: arguments.Logs = None,
+    metrics: arguments.Metrics = "",
     profile: Annotated[
         bool, Option("--profile", help="Write a trace of one step over all processes: trace.json.")
     ] = False,
@@ -79,7 +78,7 @@ def run(
         topology = layout(job.cluster)
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         job = job if recording is None else recording.job
-        exports = stack.enter_context(exports_of(job, logs, metrics))
+        exports = stack.enter_context(arguments.exports_of(job, logs, metrics))
         recorder = JobRecorder(detailed=exports is not None)
         stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
         step = profile_step or (WARM_STEP if profile else 0)

@@ -16,7 +16,6 @@ from typer import Exit, Option
 from topotrain.config.job import Job
 from topotrain.config.topology import validate
 from topotrain.tools.cli import job_arguments as arguments
-from topotrain.tools.cli.export_arguments import Logs, Metrics, exports_of
 from topotrain.tools.cli.job_arguments import CommandFailed, check_writable, job_file, load_job
 from topotrain.tools.monitor.monitored_run import complain, display, say, show
 
@@ -45,8 +44,8 @@ def unit(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
     quiet: arguments.Quiet = False,
-    logs: Logs = None,
-    metrics: Metrics = "",
+    logs: arguments.Logs = None,
+    metrics: arguments.Metrics = "",
     forkserver: arguments.Forkserver = "",
 ) -> None:
     """Run one unit of a job on this machine.
@@ -77,7 +76,7 @@ def unit(
         if report is not None and start.rank == 0:
             # The others write it only if unit 0 is lost. Their machines may not have its folder.
             check_writable("--report", report)
-        exports = stack.enter_context(exports_of(job, logs, metrics, start.rank))
+        exports = stack.enter_context(arguments.exports_of(job, logs, metrics, start.rank))
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
         from topotrain.launch.multinode.node import Node
@@ -85,10 +84,8 @@ def unit(
         from topotrain.tools.recording.job_recorder import JobRecorder
 
         recorder = stack.enter_context(JobRecorder(detailed=exports is not None))
-        window, notice = (
-            _Window(start.rank, quiet, as_json, recorder, exports),
-            rendezvous_line(start.rank, start.nprocs),
-        )
+        window = _Window(start.rank, quiet, as_json, recorder, exports)
+        notice = rendezvous_line(start.rank, start.nprocs)
         node = Node(start, job, window.watching, forkserver=forkserver, notice=notice, shared=shared, watch=recorder)
         try:
             ended = node.run()
