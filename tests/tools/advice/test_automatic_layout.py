@@ -13,7 +13,7 @@ from topotrain.config.topology import layout
 from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS, without_layout
 from topotrain.tools.advice.automatic_layout import choose
 from topotrain.tools.cli import app
-from topotrain.tools.cli.performance.automatic_job import chosen
+from topotrain.tools.cli.run import chosen
 
 AUTO = Job(name="a", program="train.py", cluster=Cluster(auto=True, workspace="w"))
 OTHERS = {

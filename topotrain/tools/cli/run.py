@@ -11,9 +11,9 @@ from typer import Exit, Option
 from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job
-from topotrain.tools.cli.performance.automatic_job import chosen
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
 from topotrain.tools.monitor.monitored_run import complain, say, show, show_trace, train
+from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 LECTURE = (
     "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
 )
+_PROBE_S = 10.0
+"""Seconds of the probe for `auto: true`."""
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -104,6 +106,38 @@ def run(
         raise Exit(code)
 
 
+def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -> Job:
+    """Return the job with a layout; for `auto: true` the fastest one on this machine.
+
+    A job that resumes keeps the layout of its snapshot. snapshot: its folder, or "". quiet: nothing is shown.
+    forkserver: one that runs, or "".
+
+    Raises ConfigError: the program cannot be measured, or no layout fits.
+    """
+    if not job.cluster.auto:
+        return job
+    if snapshot:
+        return _as_before(job, snapshot)
+    from topotrain.tools.advice.automatic_layout import choose
+    from topotrain.tools.cli.performance.measured_probe import probe_of
+
+    probe = probe_of(job.program, job.args, _PROBE_S, quiet, forkserver)
+    with progress_line(quiet) as line:
+        found = choose(job, probe, show=line.show)
+    for text in () if quiet else found.explain().splitlines():
+        say(text)
+    return found.job
+
+
+def _as_before(job: Job, snapshot: str) -> Job:
+    """Return the job with the layout of a snapshot."""
+    from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS
+
+    former = arguments.snapshot_job(Path(snapshot))[0].cluster
+    kept = {name: getattr(former, name) for name in LAYOUT_FIELDS}
+    return replace(job, cluster=replace(job.cluster, auto=False, **kept))
+
+
 def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
     """Return the recording of a job. Raises ConfigError, BadInput."""
     from topotrain.tools.replay.job_record import JobRecord, check_recordable
@@ -120,11 +154,8 @@ def _save_recording(recording: "JobRecord", whole: bool, file: Path, quiet: bool
     """Write a recording; whether that was possible."""
     try:
         recording.collect(whole).save(file)
-    except ConfigError as error:
-        complain(str(error))
-        return False
-    except OSError as error:
-        complain(f"{file}: cannot be written ({error.strerror})")
+    except (ConfigError, OSError) as error:
+        complain(f"{file}: cannot be written ({error.strerror})" if isinstance(error, OSError) else str(error))
         return False
     if not quiet:
         print(f"recording: {file} ({file.stat().st_size} bytes)", file=sys.stderr)

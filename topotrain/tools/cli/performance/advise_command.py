@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from topotrain.config.job import Job
-from topotrain.tools.cli.job_arguments import Args, BadInput, Forkserver, check_program, check_writable, load_job
+from topotrain.tools.cli import job_arguments as arguments
+from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job, writing
 from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
@@ -30,34 +31,30 @@ RUNNING = (
 
 def advise(
     program: Annotated[
-        str | None, typer.Argument(metavar="PROGRAM", help="The training script, which is measured first.")
+        str | None, Argument(metavar="PROGRAM", help="The training script, which is measured first.")
     ] = None,
-    args: Args = None,
+    args: arguments.Args = None,
     probe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `topotrain probe` has written; nothing is measured.")
+        Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; nothing is measured.")
     ] = None,
-    hosts: Annotated[str, typer.Option(metavar="N", help="How many hosts; 1 without it.")] = "",
+    hosts: Annotated[str, Option(metavar="N", help="How many hosts; 1 without it.")] = "",
     link: LinkOption = "",
     cores: Cores = "",
     memory: Memory = "",
     mtbf: Mtbf = "",
-    straggler: Annotated[
-        str, typer.Option(metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4.")
-    ] = "",
+    straggler: Annotated[str, Option(metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4.")] = "",
     job: Annotated[
-        Path | None, typer.Option(metavar="JOB.conf", help="Its other fields are kept, and its layout is compared.")
+        Path | None, Option(metavar="JOB.conf", help="Its other fields are kept, and its layout is compared.")
     ] = None,
-    sync: Annotated[bool, typer.Option("--sync", help="Only layouts that compute the same as one process.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the advised job here, such as best.conf.")
-    ] = None,
+    sync: Annotated[bool, Option("--sync", help="Only layouts that compute the same as one process.")] = False,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the advised job here, such as best.conf.")] = None,
     tried: Annotated[
-        int, typer.Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
+        int, Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
     ] = 0,
-    within: Annotated[str, typer.Option(metavar="TIME", help="After it no further block is rehearsed.")] = "60s",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON on stdout.")] = False,
-    forkserver: Forkserver = "",
-    running: Annotated[str | None, typer.Option(hidden=True, help="It was removed.")] = None,
+    within: Annotated[str, Option(metavar="TIME", help="After it no further block is rehearsed.")] = "60s",
+    as_json: Annotated[bool, Option("--json", help="Print the advice as JSON on stdout.")] = False,
+    forkserver: arguments.Forkserver = "",
+    running: Annotated[str | None, Option(hidden=True, help="It was removed.")] = None,
 ) -> None:
     """Say which layout trains a program fastest on some hosts, and why.
 
@@ -143,7 +140,8 @@ def _advise(
     if not as_json:
         print(explain(advice))
     if out is not None:
-        _write(out, job_text(advice))
+        with writing("--out", out):
+            out.write_text(job_text(advice), encoding="utf-8")
         if not as_json:
             print(f"written: {out}")
     trials = list(trials_of(advice, probe, tried, as_json, forkserver))
@@ -164,10 +162,3 @@ def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool, forks
         if not as_json:
             print(f"  {trial.explain()}", flush=True)
         yield trial
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--out {out}: cannot be written ({error.strerror})") from None
