@@ -87,7 +87,7 @@ def train(
 
 
 def with_loopback(topology: "Topology") -> "Topology":
-    """Return the topology of a job on one host, with slices for the speed of its sockets."""
+    """Return the topology of a job on one host, sliced for the speed of its sockets."""
     from topotrain.comm.link_speed import loopback_mbit
     from topotrain.config.job import TransportChoice
 
