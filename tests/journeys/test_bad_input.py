@@ -33,16 +33,7 @@ def left_behind(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("conf", "words"),
     [
-        ("cluster { nworker_group: 2 }", ["1:", "nworker_group", "nworker_groups"]),
-        ("cluster { nworker_groups: 0 }", ["nworker_groups", "0", ">= 1"]),
-        ("cluster { nworkers_per_group: 3 nworkers_per_procs: 2 }", ["nworkers_per_procs", "2", "3"]),
-        ("cluster { nworker_groups: 2 nserver_groups: 3 }", ["nserver_groups", "3", "2"]),
-        ("cluster { nworker_groups: 2", ["1:"]),
-        ("cluster { nworker_groups: two }", ["nworker_groups", "two"]),
-        ("cluster { max_staleness: -1 }", ["max_staleness", "-1"]),
-        ("cluster { n_push: 2 nworkers_per_group: 2 }", ["n_push", "nworkers_per_group = 1"]),
-        ("apply: kOnArrival cluster { }", ["apply", "kOnArrival", "kHidden"]),
-        ("clutser { }", ["clutser", "cluster"]),
+        ("cluster { nworker_group: 2 }", ["job.conf:1:11", "nworker_group", "nworker_groups"]),
         ('cluster { workspace: "taken/below" }', ["taken"]),
     ],
 )
@@ -55,31 +46,6 @@ def test_a_wrong_conf(tmp_path: Path, conf: str, words: list[str]) -> None:
     assert "Traceback" not in said
     assert "started" not in said
     for word in words:
-        assert word in said
-    assert left_behind(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["run", "missing.conf", "train.py"], ["missing.conf"]),
-        (["run", "job.conf", "missing.py"], ["missing.py"]),
-        (["run", "job.conf"], ["program"]),
-        (["run", "--set", "cluster.nworker_groups=x", "job.conf", "train.py"], ["nworker_groups", "x"]),
-        (["run", "--set", "cluster.nworkers=3", "job.conf", "train.py"], ["nworkers"]),
-        (["run", ".", "train.py"], [".conf"]),
-        (["plan", "missing.conf"], ["missing.conf"]),
-        (["plam", "job.conf"], ["plan"]),
-        (["compare", "job.conf"], [".py"]),
-    ],
-)
-def test_a_wrong_command(tmp_path: Path, words: list[str], told: list[str]) -> None:
-    (tmp_path / "job.conf").write_text("cluster { }\n")
-    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
-    code, said = ask(tmp_path, *words)
-    assert code == 2, said
-    assert "Traceback" not in said
-    for word in told:
         assert word in said
     assert left_behind(tmp_path) == []
 
@@ -101,31 +67,3 @@ def test_a_plan_refuses_more_fragments_than_the_script_has_parameters(tmp_path: 
     words = "cluster.fragments = 4: must be at most 3, the number of parameters that the optimizer has\n"
     assert (code, said.partition("error: ")[2]) == (2, words), said
     assert ask(tmp_path, "plan", "--set", "cluster.fragments=2", "job.conf", "train.py")[0] == 0
-
-
-@pytest.mark.parametrize("command", [["plan"], ["run", "--quiet"]])
-@pytest.mark.parametrize(
-    ("more", "needed"),
-    [
-        ("nservers_per_procs: 2", "needs nservers_per_procs: 1"),
-        ("link { bandwidth: 10 }", "needs a cluster without link"),
-    ],
-)
-def test_copies_that_cannot_be_kept_are_refused_by_every_command(
-    tmp_path: Path, command: list[str], more: str, needed: str
-) -> None:
-    pair = f"nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp {OUTER}"
-    (tmp_path / "job.conf").write_text(f"cluster {{ {pair} replicas: 2 {more} }}\n")
-    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
-    code, said = ask(tmp_path, *command, "job.conf", "train.py")
-    assert code == 2, said
-    assert f"cluster.replicas = 2: {needed}" in said
-
-
-def test_plan_answers_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "job.conf").write_text("cluster { nworker_groups: 2 }\n")
-    code = "import sys; from topotrain.tools.cli.app import main\ntry: main(['plan', 'job.conf', '--json'])\nfinally: "
-    code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "AssertionError" not in done.stderr
-    assert '"nprocs": 2' in done.stdout
