@@ -159,8 +159,7 @@ def trip() -> Trip:
         assert t.worker.map.buckets[tracer.bucket].shard == HOME.index
         assert tracer.other_pushed.wait(PATIENCE_S)  # so that the sum follows at once
         with tracer.watch():
-            step(t, batch)
-        gradients.append(float(t.model.layer.weight.grad.view(-1)[ELEMENT]))
+            gradients.append(step(t, batch))
 
     with tracer.everywhere():
         job = job_of(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
@@ -168,10 +167,12 @@ def trip() -> Trip:
     return Trip(tracer.seen, gradients[0], float(ended.values["layer.weight"].view(-1)[ELEMENT]))
 
 
-def step(t: Trainer, batch: torch.Tensor) -> None:
+def step(t: Trainer, batch: torch.Tensor) -> float:
     t.optimizer.zero_grad()
     t.backward(t.losses(lambda model, x: model(x), batch))
+    gradient = float(t.model.layer.weight.grad.view(-1)[ELEMENT])
     t.optimizer.step()
+    return gradient
 
 
 def holds(slice_map: Any, bucket: Bucket) -> bool:

@@ -11,7 +11,7 @@ import topotrain as tt
 from topotrain.core.events import Final
 from topotrain.training import finish_job
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
-from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.parameters.prepared_objects import RowModule
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 

@@ -40,8 +40,7 @@ from topotrain.training.misuse_checks import MisuseChecks, refuse_nested, refuse
 from topotrain.training.parameters.divided_model import STATE_IN_PARTS, DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
-from topotrain.training.parameters.prepared_objects import PreparedObjects, Stateful, joined, sort_objects
-from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.parameters.prepared_objects import PreparedObjects, RowModule, Stateful, joined, sort_objects
 from topotrain.training.reporting.logged_values import Loggable, numbers
 from topotrain.training.step_progress import NormLog, ProgressReporter
 from topotrain.training.worker import Worker, WorkerMemory

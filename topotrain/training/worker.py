@@ -503,6 +503,7 @@ class Worker(BatchAccounting):
             # Without values: worker (0,0) fetches the result after all groups have ended.
             self._push_sum(fetch=False)
         self.client.buffers.put(self.parts.buffer_tensors)
+        self.path.finish()
         self.client.finish(self.tally.steps)
 
     def end_job(self) -> None:

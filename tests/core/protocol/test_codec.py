@@ -95,7 +95,7 @@ def test_the_body_is_no_part_of_the_fields():
 
 
 NUMBERS = {
-    1: "SchemaPart Init Fetch Values Fail SharedBuffer StepRates",
+    1: "SchemaPart Init Fetch Values Fail SharedBuffer StepRates MeanRequest",
     10: "Push BackwardEnd ReducedGradient GradientOverride Commit Applied Finish BackwardReduced GroupIdle LoopExited",
     20: "StepVote StepDecision StepDecisionRequest WorkerRejoined RestartRequest AppliedBatchesOfStreams",
     26: "AppliedBatchesRequest AppliedBatchesReply GroupLeaveRequest GroupLeft Delta MasterValue PairOffer PairReply",

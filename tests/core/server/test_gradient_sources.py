@@ -14,7 +14,7 @@ from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import NO_REVISION, BackwardEnd, Commit, GradientOverride, Push, bits_to_int, int_to_bits
 from topotrain.core.server.gradients.backward_means import ReturnedMeans
 from topotrain.core.server.gradients.committed_pushes import CommittedPushes
-from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
+from topotrain.core.server.gradients.gradient_source import GroupBuffers, ReducedBackward, SourceSettings, StepError
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 
 SIZE = 100
@@ -201,7 +201,7 @@ def test_what_a_worker_did_not_push_by_the_end_it_does_not_have():
     (ready,) = group.end(1, 0)
     assert (ready.bucket, ready.present) == (1, 0b11)
     assert torch.equal(ready.mean, torch.full((128,), 3.0))
-    assert group.staging.closed(0) == (0b10, 0)
+    assert group.staging.closed(0) == ReducedBackward(0b10, 0)
     assert group.staging.closed(0) is None
     group.commit_all()
     assert group.present() == [0, 0b11]
@@ -213,7 +213,7 @@ def test_a_backward_is_over_when_all_workers_are_in_it():
     empty.end(0, BackwardEnd(0, 0, 1.0, b""))
     assert empty.closed(0) is None
     empty.end(1, BackwardEnd(0, 0, 1.0, b""))
-    assert empty.closed(0) == (0, 0)
+    assert empty.closed(0) == ReducedBackward(0, 0)
 
 
 def test_several_backwards_are_summed_mean_by_mean():

@@ -57,6 +57,21 @@ class GradientExchange:
         """
         raise NotImplementedError
 
+    @property
+    def keeps(self) -> bool:
+        """Whether means may stay where they are added up, until `ask_means`."""
+        return False
+
+    def begin_backward(self, lazy: bool) -> None:
+        """A backward begins. lazy: its means are not sent (needs `keeps`)."""
+
+    def ask_means(self) -> Means:
+        """Wait for the means of the last backward, which was lazy.
+
+        Empty: they are lost, as the group has gone on without this worker. Raises JobError, PeerLost.
+        """
+        return {}
+
     absent: tuple[int, ...] = ()
     """The workers that the last means have named as absent (`BackwardReduced`)."""
 
@@ -70,7 +85,8 @@ class GradientExchange:
     def wait_means(self) -> tuple[Means, int]:
         """Wait for the group's means of this backward.
 
-        The number is a bitmap of the pieces with a mean that is in "grad" already. Raises JobError, PeerLost.
+        The number is a bitmap of the pieces with a mean that is in "grad" already, or in a lazy backward those with a
+        mean. Raises JobError, PeerLost.
         """
         raise NotImplementedError
 
@@ -107,6 +123,8 @@ class ServerReduction(GradientExchange):
 
     def __init__(self) -> None:
         self._backward: tuple[int, int] | None = None  # (step, ordinal) of the awaited means
+        self._lazy = False  # the present backward is
+        self._kept: tuple[int, int, int] = (-1, -1, 0)  # of the last lazy one: step, ordinal, bits of pieces
         self._means: Means = {}
         self._reduced: dict[Address, m.BackwardReduced] = {}
 
@@ -128,7 +146,7 @@ class ServerReduction(GradientExchange):
         bits = int_to_bits(present, len(bucket.pieces))
         with self.channel.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
             body = self.model.codec.push(bucket, weight, present, body)
-            message = m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body)
+            message = m.Push(step, ordinal, bucket.id, weight, bits, fresh, self._lazy, body=body)
             self.channel.send(self.model.reducer_of(bucket), message)
 
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int, absent: bool = False) -> None:
@@ -138,7 +156,32 @@ class ServerReduction(GradientExchange):
             lo, count = self.model.reduced_by(server)
             # Each server gets only the part of the bitmap with the buckets that it adds up.
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
-            self.channel.send(server, m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits, absent))
+            end = m.BackwardEnd(step, ordinal, weight, bits, self.channel.exits, absent, self._lazy)
+            self.channel.send(server, end)
+
+    @property
+    def keeps(self) -> bool:
+        # In shared memory a mean costs nothing, and in a collective it is here before the server has it.
+        return not self.model.windowed and not self.model.sends_own_shard
+
+    def begin_backward(self, lazy: bool) -> None:
+        self._lazy = lazy
+
+    def ask_means(self) -> Means:
+        step, ordinal, bits = self._kept
+        first = self.model.first_piece
+        wanted = [each for each in self.model.held if bits >> first[each.id] & (1 << len(each.pieces)) - 1]
+        self._backward = step, ordinal
+        for shard in sorted({bucket.shard for bucket in wanted}):
+            self.channel.send(self.channel.servers[shard], m.MeanRequest(step, ordinal))
+        with self.channel.spans.span("wait for means"):
+            self.channel.wait_until(lambda: len(self._means) == len(wanted) or self.hooks.overtaken(step) is not None)
+        with self.channel.waiter.update():
+            self._backward = None
+            # The end of the backward may have come once more.
+            self._reduced.clear()
+            means, self._means = self._means, {}
+        return means if len(means) == len(wanted) else {}
 
     def wait_means(self) -> tuple[Means, int]:
         step = -1 if self._backward is None else self._backward[0]
@@ -151,8 +194,10 @@ class ServerReduction(GradientExchange):
                 self._means.clear()
                 self._reduced.clear()
             # From here on a mean that is delivered twice is dropped.
-            self._backward = None
+            backward, self._backward = self._backward, None
             written = self._written()
+            if self._lazy and backward is not None:
+                self._kept = (*backward, written)
             self.absent = next((done.absent for done in self._reduced.values()), ())
             self._reduced.clear()
             means, self._means = self._means, {}
@@ -181,7 +226,8 @@ class ServerReduction(GradientExchange):
         bucket = self.model.bucket(sender, message.bucket)
         if self.model.codec.is_coded(message, bucket):
             return self.model.codec.landing(message, bucket)
-        return self.model.flats.view("mean", bucket)
+        # A mean that is delivered once more must not overwrite a later one.
+        return self.model.flats.view("mean" if self._is_awaited(message) else "unwanted", bucket)
 
     def on_mean(self, sender: Address, message: m.ReducedGradient) -> None:
         """The mean of a bucket is here."""

@@ -87,6 +87,7 @@ class Push(Message):
             the revision (pushes that replace earlier ones).
         present: one bit per piece of the bucket. The body of an absent piece is zero.
         fresh: the worker's window "grad" has no gradient in this bucket that counts, so the mean may be written there.
+        lazy: the worker asks for the mean if its script reads it (`MeanRequest`). All messages of a backward say so.
     """
 
     step: int
@@ -95,6 +96,7 @@ class Push(Message):
     weight: float
     present: bytes
     fresh: bool = False
+    lazy: bool = False
 
     def is_valid(self) -> bool:
         return 0 <= self.weight <= MOST_SAMPLES and self.ordinal >= 0
@@ -120,6 +122,7 @@ class BackwardEnd(Message):
         pushed: a bit for each of the server's buckets that was pushed.
         exits: the number of loops over the loader that this worker's script has left early so far.
         absent: the worker has called `step()` before this backward of others (`JoinBackward`). It has no gradient.
+        lazy: as in Push.
     """
 
     step: int
@@ -128,6 +131,7 @@ class BackwardEnd(Message):
     pushed: bytes
     exits: int = 0
     absent: bool = False
+    lazy: bool = False
 
     def is_valid(self) -> bool:
         return 0 <= self.weight <= MOST_SAMPLES and self.ordinal >= 0 and 0 <= self.exits < MOST
@@ -140,7 +144,8 @@ class BackwardReduced(Message):
 
     Attributes:
         contributed: a bit for each bucket with a ReducedGradient.
-        written: a bit for each of the server's pieces with a mean in the worker's window "grad". Empty: no piece.
+        written: a bit for each of the server's pieces with a mean that is in the worker's window "grad", or, for a lazy
+            worker, that it may ask for. Empty: no piece.
         absent: workers with no script to change the step's gradients: absent ones, and those without a process.
     """
 
@@ -176,6 +181,15 @@ class ReducedGradient(Message):
     ordinal: int
     bucket: int
     present: bytes
+
+
+@message(8, TO_SERVER)
+@dataclass(frozen=True, slots=True)
+class MeanRequest(Message):
+    """Lazy worker -> server: send the means of this backward, which is the last one of its group."""
+
+    step: int
+    ordinal: int
 
 
 @message(13, TO_SERVER, handled="reduce")

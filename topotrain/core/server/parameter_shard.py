@@ -412,7 +412,7 @@ class ParameterShard:
         """Yield the buffers that count even without a message, as (name, space, buffer)."""
         names = {VALUES}
         for group, staging in self.staging.items():
-            if staging.begun:
+            if staging.begun or staging.keeps_means:
                 names |= {f"mean {group}", f"total {group}"}
             if staging.workers > 1:  # other workers are sent the same values later
                 names.add(f"out {group}")

@@ -182,6 +182,7 @@ class Server:
             m.Fetch: self.replies.fetch,
             m.Push: given.push,
             m.BackwardEnd: given.backward_end,
+            m.MeanRequest: given.mean_request,
             m.GradientOverride: given.override,
             m.Commit: given.commit,
             m.StepRates: given.rates,

@@ -4,7 +4,7 @@ A step is staged once all its contributions are here. The server then votes for 
 out when the coordinator has decided it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -143,23 +143,34 @@ class StepContributions:
             if model.on_arrival:
                 self.update_on_arrival(group, reduced)
                 continue
-            # The mean is in the workers' memory already, and BackwardReduced announces it.
-            if reduced.mean is None:
-                continue
-            bucket = model.bucket(reduced.bucket)
-            present = int_to_bits(reduced.present, len(bucket.pieces))
-            body = model.codec.mean_body(group, bucket, reduced.mean)
-            mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
-            self._queue.send_each(workers, mean)
+            self._send_mean([it for it in workers if it.index not in reduced.lazy], staging.step, ordinal, reduced)
         closed = staging.closed(ordinal)
         # With updates on arrival the workers wait for values, and for no means.
         if closed is not None and not model.on_arrival:
-            bits = int_to_bits(closed[0], len(model.buckets))
-            written = int_to_bits(closed[1], model.pieces) if closed[1] else b""
             there = {*staging.participants} - staging.absent
             absent = () if len(there) == self._workers else tuple(sorted({*range(self._workers)} - there))
-            self._queue.send_each(workers, m.BackwardReduced(staging.step, ordinal, bits, written, absent))
+            # A lazy worker is told which means it may ask for.
+            for worker in workers:
+                lazy = worker.index in closed.lazy
+                sent, written = (0, closed.kept) if lazy else (closed.contributed, closed.written)
+                bits = int_to_bits(sent, len(model.buckets)), int_to_bits(written, model.pieces) if written else b""
+                self._queue.send(worker, m.BackwardReduced(staging.step, ordinal, *bits, absent))
         self.try_stage(group)
+
+    def _send_mean(self, workers: Sequence[Address], step: int, ordinal: int, reduced: ReducedBucket) -> None:
+        # A mean that is in the workers' memory already is announced by BackwardReduced.
+        if not workers or reduced.mean is None:
+            return
+        model = self._state.known
+        bucket = model.bucket(reduced.bucket)
+        present = int_to_bits(reduced.present, len(bucket.pieces))
+        body = model.codec.mean_body(workers[0].group, bucket, reduced.mean)
+        self._queue.send_each(workers, m.ReducedGradient(step, ordinal, reduced.bucket, present, body=body))
+
+    def mean_request(self, sender: Address, message: m.MeanRequest) -> None:
+        """A lazy worker asks for the means of its group's last backward."""
+        for reduced in self._state.known.staging[sender.group].kept(message.step, message.ordinal):
+            self._send_mean([sender], message.step, message.ordinal, reduced)
 
     def rates(self, sender: Address, message: m.StepRates) -> None:
         """A worker's hyper-parameters, which updates on arrival need before the commit."""

@@ -141,6 +141,11 @@ class HostReduction(ServerReduction):
                 self._post(self.channel.servers[shard], HostReady())
 
     @property
+    def keeps(self) -> bool:
+        # A mean is sent to one worker of the unit, which shows it to the others.
+        return False
+
+    @property
     def is_connected(self) -> bool:
         """Whether there are connections to all other workers of the unit."""
         return len(self._met) == len(self._others)

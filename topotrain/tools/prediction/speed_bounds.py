@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from topotrain.config.job import Compression, Grads, Job, Pull
+from topotrain.config.job import Compression, Job, Pull
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.host_resources import least_slowdown, sharing_on
 from topotrain.tools.prediction.machines import Machines
@@ -83,7 +83,7 @@ class BoundEstimate:
         rate = self.link_bytes_per_s
         if rate is None or topology.synced:
             return SpeedBound(samples / compute_s, "computing")
-        link_s = max(self._away(group).values()) * self._received / self.steps_per_exchange / rate
+        link_s = max(self._away(group).values()) * self.bytes_per_exchange / self.steps_per_exchange / rate
         if self._waits:
             # The replies of a step come after its forward, and before the next one.
             link_s += (
@@ -92,17 +92,6 @@ class BoundEstimate:
         if link_s > compute_s:
             return SpeedBound(samples / link_s, "the links of its workers")
         return SpeedBound(samples / compute_s, "computing")
-
-    @property
-    def _received(self) -> float:
-        """The fewest bytes that come back to the workers of a host in an exchange.
-
-        Each exchange is one of all parameters.
-        """
-        job, members = self.job, self.topology.workers_per_group
-        # The script sees the mean of its group before the values.
-        means = job.grads is Grads.kVisible and members > 1 and job.cluster.outer is None
-        return self.bytes_per_exchange * (2 if means else 1)
 
     @property
     def _waits(self) -> bool:
@@ -172,7 +161,7 @@ class BoundEstimate:
                 sent = count * (pulls[serving] - own[serving][place]) / topology.shards
                 loads[place] = loads.get(place, 0.0) + sent
         busiest = max(loads, key=lambda host: loads[host])
-        seconds = loads[busiest] * self._received / self.steps_per_exchange / rate
+        seconds = loads[busiest] * self.bytes_per_exchange / self.steps_per_exchange / rate
         if seconds:
             samples = self._samples() * topology.worker_groups
             yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")

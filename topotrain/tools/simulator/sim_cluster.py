@@ -218,8 +218,13 @@ class SimWorker:
 
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
         """Run one backward of a group: push, and return its mean or sum, by parameter."""
-        self.client.gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
-        for number, (_, body) in self.client.gradients.wait_means()[0].items():
+        gradients = self.client.gradients
+        # Some scripts read the first means of a step only later, and some of the workers do.
+        lazy = gradients.keeps and not ordinal and (self.steps + self.me.index) % 2 == 0
+        gradients.begin_backward(lazy)
+        gradients.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
+        means, _ = gradients.wait_means()
+        for number, (_, body) in (gradients.ask_means() if lazy else means).items():
             self.flats.view("seen", self.cluster.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 

@@ -4,7 +4,8 @@ There are several paths. The job chooses one (see `core.server.gradients`).
 
 - *MeanPath* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
   group's mean when `backward()` returns. Full buckets are sent during the backward. A callback at its end waits for the
-  means and sets `.grad` to the earlier value plus the mean.
+  means and sets `.grad` to the earlier value plus the mean. Where servers add up, the means stay there until the script
+  reads one (`lazy_gradient`).
 - *PushPath* (a group of one, or `grads: kHidden`): autograd accumulates as usual. The accumulated gradient is sent
   during the backward that is expected to be the last of the step, and at `step()` again if it is another one then.
 - *ArrivalPath* (`apply: kOnArrival`): each bucket is applied as soon as all workers have pushed it.
@@ -17,7 +18,7 @@ then leaves at a later hook, or at the end of the backward.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -30,12 +31,14 @@ from topotrain.core.client.step_exchange import GradientExchange
 from topotrain.core.model.tensor_bits import same_bits, sum_of_bits, version_of
 from topotrain.core.optim.adapter import HyperEncoder
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters.device_parameters import QueuedPush
+from topotrain.training.parameters.device_parameters import HostParameters, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers
+from topotrain.training.parameters.lazy_gradient import LazyGradient, MeanReader
 from topotrain.training.parameters.script_hooks import ScriptHooks
 from topotrain.training.worker_stats import StepBatches
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_ALWAYS_READ = 3  # steps in a row with a look at a mean, after which all means are sent at once
 # The number of the backward that runs, for which torch has no public name. A nested backward has a number of its own.
 _backward_number = torch._C._current_graph_task_id
 
@@ -86,7 +89,7 @@ class GradientPath(ABC):
         self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         # With several devices autograd runs hooks on a thread for each.
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._look_what_trains()
         for index, tensor in enumerate(parts.tensors):
             # Another worker holds a meta tensor, and integers have no gradients.
@@ -250,6 +253,10 @@ class GradientPath(ABC):
             index: t.grad for index, (t, of) in enumerate(tensors) if in_steps_of(of, optimizer) and t.grad is not None
         }
 
+    def finish(self) -> None:
+        """The script has ended."""
+        return
+
     def after_step(self) -> None:
         """Prepare for the next step, after this one was applied."""
         self._step += 1
@@ -294,7 +301,7 @@ class _MeanWithoutGraph(torch.autograd.Function):
         )
 
 
-class MeanPath(GradientPath):
+class MeanPath(GradientPath, MeanReader):
     """Reduces every backward, so that `p.grad` is the group's mean."""
 
     def __init__(self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches) -> None:
@@ -306,6 +313,11 @@ class MeanPath(GradientPath):
         self._by_hooks: dict[int, _SentGradient] = {}  # what the script's hooks have made of the last mean
         self._touched: set[int] = set()  # parameters with a mean that the script changed before a later backward
         self._graphs: set[int] = set()  # parameters with a gradient of this backward that has a graph
+        self._lazy = False  # the means of this backward stay at the servers
+        self._unread: dict[int, ref[LazyGradient]] = {}  # by parameter: means that are at the servers
+        self._unread_step = 0  # the step of their backward
+        self._reads = 0  # steps in a row in which they were read
+        self._was_read = False
         super().__init__(buffers, gradients, batches)
         self.look()
 
@@ -327,6 +339,8 @@ class MeanPath(GradientPath):
             self._set_aside(index, tensor)
 
     def _set_aside(self, index: int, tensor: nn.Parameter) -> None:
+        if isinstance(tensor.grad, LazyGradient):
+            self._mirror.set_gradient(index, tensor.grad.read())
         if self.private:
             return
         if self._arm():
@@ -345,11 +359,29 @@ class MeanPath(GradientPath):
 
     def _begin(self) -> None:
         self._give_up()
+        # The servers are about to overwrite the means. Another backward of the step needs the sums of all.
+        if self.backwards or any(known() is not None for known in self._unread.values()):
+            self.read_means()
+        self._unread.clear()
+        self._lazy = self._may_be_lazy()
+        self._gradients.begin_backward(self._lazy)
         self.resets += self._is_reset()
         self._open = True
         # After one backward the sums are the means themselves, in memory that the next means overwrite.
         if self.backwards == 1:
             self._keep_sums()
+
+    def _may_be_lazy(self) -> bool:
+        # A script that looks at each step's means gets them earlier if nobody has to ask. Of parameters on a device a
+        # script could take other kernels for a gradient of another class, with other last bits.
+        return (
+            self._gradients.keeps
+            and self._reads < _ALWAYS_READ
+            and not self.backwards
+            and not self._hooks.of
+            and isinstance(self._mirror, HostParameters)
+            and all(tensor.grad is None for tensor in self._tensors)
+        )
 
     def _is_reset(self) -> bool:
         """Whether the script dropped the step's gradient so far, judged by one parameter."""
@@ -366,6 +398,8 @@ class MeanPath(GradientPath):
         self._mirror.drain()
         self._gradients.end_backward(self._step, self.backwards, self._batches.weight(), self._pushed)
         means, written = self._gradients.wait_means()
+        if self._lazy:
+            means, written = self._gradients.ask_means(), 0
         # Not added to `.grad`: it then differs from the sums of the servers, and counts as the script's edit.
         for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
@@ -461,6 +495,13 @@ class MeanPath(GradientPath):
     def _take_means(self, hooks: bool) -> dict[int, torch.Tensor | None]:
         """Show the means; return the parameters with hooks to call, and `.grad` to add."""
         means, written = self._gradients.wait_means()
+        if self._lazy:
+            kept = self._note_written(written)
+            self._show_lazily(kept)
+            if self._graphs:
+                self.read_means()
+                self._cut_graphs(kept)
+            return {}
         shown = self._add(means)
         shown.update(dict.fromkeys(self._note_written(written)))
         hooked = {index: shown[index] for index in sorted(self._hooks.of.keys() & shown) if hooks}
@@ -468,12 +509,71 @@ class MeanPath(GradientPath):
         for index in shown:
             gradient = self._tensors[index].grad
             assert gradient is not None
-            if index in self._graphs:
-                with torch.enable_grad():
-                    gradient = _MeanWithoutGraph.apply(torch.empty(0, requires_grad=True), gradient)  # type: ignore[no-untyped-call]
-                self._mirror.set_gradient(index, gradient)
             self._left[index] = _SentGradient(gradient)
+        self._cut_graphs(shown)
         return hooked
+
+    def _cut_graphs(self, shown: Collection[int]) -> None:
+        """Make a derivative of a mean in place of a gradient with a graph an error."""
+        for index in self._graphs.intersection(shown):
+            gradient = self._tensors[index].grad
+            with torch.enable_grad():
+                gradient = _MeanWithoutGraph.apply(torch.empty(0, requires_grad=True), gradient)  # type: ignore[no-untyped-call]
+            self._mirror.set_gradient(index, gradient)
+            self._left[index] = _SentGradient(gradient)
+
+    # --- means that stay at the servers ----------------------------------------------------------------------------
+
+    def _show_lazily(self, indices: set[int]) -> None:
+        self._unread_step = self._step
+        for index in indices:
+            gradient = LazyGradient(self._tensors[index], self, self._parameters[index].name)
+            self._mirror.set_gradient(index, gradient)
+            self._unread[index], self._left[index] = ref(gradient), _SentGradient(gradient)
+
+    @torch.no_grad()
+    def read_means(self) -> None:
+        with self._turn:
+            unread, self._unread = self._unread, {}
+            if not unread:
+                return
+            self._was_read = True
+            means = self._gradients.ask_means()
+            for number, (present, mean) in means.items():
+                bucket = self._map.buckets[number]
+                # After its step the servers need no sum of it any more.
+                if self._unread_step == self._step:
+                    self._sum(bucket, present, mean)
+                grad = self._flats.view("grad", bucket)
+                for i, piece in enumerate(bucket.pieces):
+                    if present >> i & 1:
+                        part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                        grad[part] = mean[part]
+            for index, known in unread.items():
+                gradient = known()
+                if gradient is not None:
+                    # As without lazy means: a worker that its group has left behind goes on with its own gradient.
+                    gradient.plain = plain = self._buffers.view("grad" if means else "local", index).detach()
+                    # A script that has converted the parameter is about to convert the gradient.
+                    if self._tensors[index].grad is gradient and self._tensors[index].dtype == plain.dtype:
+                        self._mirror.set_gradient(index, plain)
+                        self._left[index] = _SentGradient(plain)
+
+    def finish(self) -> None:
+        self._unread.clear()
+
+    def _gradients_of(self, optimizer: int) -> dict[int, torch.Tensor]:
+        found = super()._gradients_of(optimizer)
+        # A mean of an earlier step, or in another place, is the script's gradient as any other.
+        for index, gradient in found.items():
+            if isinstance(gradient, LazyGradient) and not self._is_unread(index, gradient):
+                found[index] = gradient.read()
+        return found
+
+    def _is_unread(self, index: int, gradient: LazyGradient) -> bool:
+        """Whether this is the mean of the present step in its place, as the servers have it."""
+        known = self._unread.get(index)
+        return known is not None and known() is gradient and self._unread_step == self._step
 
     def _call_hooks(self, hooked: Mapping[int, torch.Tensor | None]) -> None:
         """Call the script's hooks, as autograd does. They may make a step."""
@@ -528,7 +628,7 @@ class MeanPath(GradientPath):
         if self._gradients.model.windowed or self._gradients.model.sends_own_shard:
             self._union[bucket.id] |= present
             return
-        if not self._union[bucket.id]:
+        if bucket.id not in self._sums:
             self._sums[bucket.id] = mean
             if self._own_sums:
                 self._sums[bucket.id] = self._flats.view("expected", bucket)
@@ -578,6 +678,8 @@ class MeanPath(GradientPath):
             gradient = left.get(index)
             if gradient is None:
                 dropped |= 0 if missing else self._bits(index)
+                continue
+            if isinstance(gradient, LazyGradient):
                 continue
             kept = self._buffers.view("grad", index)
             if gradient is not kept and gradient.data_ptr() != kept.data_ptr():
@@ -639,7 +741,8 @@ class MeanPath(GradientPath):
     def reduce_own(self) -> None:
         self._gradients.values.settle()
         self._give_up()
-        self._reduce_own({i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None and not self.private})
+        gradients = {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None and not self.private}
+        self._reduce_own({i: g for i, g in gradients.items() if not isinstance(g, LazyGradient)})
 
     def _reduce_own(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Reduce gradients that no backward has made, as those of a backward are."""
@@ -700,6 +803,9 @@ class MeanPath(GradientPath):
     def after_step(self) -> None:
         super().after_step()
         self._gradients.absent = ()
+        if self._reads < _ALWAYS_READ:
+            self._reads = self._reads + 1 if self._was_read else 0
+        self._was_read = False
         self._union = [0] * len(self._union)
         self._sums.clear()
         self._touched.clear()

@@ -1,5 +1,6 @@
 """The objects that a script gives to `tt.prepare`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,7 +13,14 @@ from torch.utils.data import DataLoader
 from topotrain.config.job import ConfigError
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.sampling import is_as_is
-from topotrain.training.parameters.row_module import RowModule
+
+
+class RowModule(nn.Module, ABC):
+    """A module with rows outside the model's parameters, such as `tt.Embedding`."""
+
+    @abstractmethod
+    def follow(self, optimizer: Optimizer) -> None:
+        """In an ordinary process: let `step()` update rows, `zero_grad()` clear them."""
 
 
 class Stateful(Protocol):

@@ -22,7 +22,7 @@ from topotrain.training.context import Context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.divided_model import DividedModel
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.parameters.prepared_objects import RowModule
 from topotrain.training.trainer.evaluation import (
     BackgroundEvaluator,
     EvaluationLoader,

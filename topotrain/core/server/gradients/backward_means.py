@@ -9,7 +9,7 @@ gives each mean to the update as soon as it is there (`apply: kOnArrival`).
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from topotrain.core.server.component_state import State, field_values
 from topotrain.core.server.gradients.gradient_source import (
     CHANGED_ALIKE,
     GradientSource,
+    ReducedBackward,
     ReducedBucket,
     SourceSettings,
     StepError,
@@ -52,9 +53,9 @@ class Backward:
     pushes: dict[int, HeldPushes] = field(default_factory=dict)  # by bucket
     ends: dict[int, BackwardEnd] = field(default_factory=dict)
     done: int = 0  # bit per bucket of the shard
-    contributed: int = 0  # bit per bucket of the shard
     written: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces in the workers' memory
     closed: bool = False
+    means: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces with a mean that is sent
 
     def take(self, bucket: int, bit: int) -> HeldPushes:
         """Mark a bucket as reduced. Returns its pushes, by worker."""
@@ -62,9 +63,15 @@ class Backward:
         self.done |= bit
         return self.pushes.pop(bucket, {})
 
-    def contribute(self, bit: int) -> None:
-        """A bucket has a mean that is sent, or applied."""
-        self.contributed |= bit
+    def note(self, at: int, present: int, sent: bool) -> None:
+        """These pieces of the bucket at this place have a mean."""
+        (self.means if sent else self.written)[at] = present
+
+    def lazy(self, pushes: HeldPushes) -> tuple[int, ...]:
+        """The workers of which the messages about a bucket are lazy. `pushes` are those of the bucket."""
+        said = {worker: end.lazy for worker, end in self.ends.items()}
+        said |= {worker: push.lazy for worker, (push, _) in pushes.items()}
+        return tuple(worker for worker, lazy in said.items() if lazy)
 
     def close(self) -> bool:
         """Mark the backward as over. Returns whether it was open."""
@@ -244,12 +251,10 @@ class BackwardMeans(GradientSource):
             if not present:
                 continue  # no worker has a gradient here: the optimizer skips the bucket, and none is sent
             reduced = self._sum(bucket, present, parts, [push for push, _ in pushes.values()])
-            if reduced.mean is not None:
-                backward.contribute(bit)
-            else:
-                # The mean is in the workers' memory already, and is not sent.
-                backward.written[bucket - self._first] = present
-            yield reduced
+            # A mean that is in the workers' memory already is not sent.
+            backward.note(bucket - self._first, present, sent=reduced.mean is not None)
+            lazy = backward.lazy(pushes)
+            yield replace(reduced, lazy=lazy) if lazy else reduced
 
     def _parts(self, backward: Backward, bucket: int, bit: int) -> dict[int, Part] | None:
         """The parts of a bucket in worker order, or None while a worker's is missing."""
@@ -275,7 +280,7 @@ class BackwardMeans(GradientSource):
         self._nonfinite |= found
         return bool(found)
 
-    def closed(self, ordinal: int) -> tuple[int, int] | None:
+    def closed(self, ordinal: int) -> ReducedBackward | None:
         backward = self._backwards.get(ordinal)
         # A shard without buckets waits for all workers, too: a worker that still computes expects no answer.
         if backward is None or backward.closed or len(backward.ends) < len(self.participants):
@@ -283,7 +288,10 @@ class BackwardMeans(GradientSource):
         if backward.done != (1 << len(self._buckets)) - 1:
             return None
         self._backwards.close(backward)
-        return backward.contributed, per_piece(self._buckets, backward.written)
+        contributed = sum(1 << at for at in backward.means)
+        lazy = backward.lazy({})
+        kept = per_piece(self._buckets, backward.means) if lazy else 0
+        return ReducedBackward(contributed, per_piece(self._buckets, backward.written), lazy, kept)
 
     # --- the staged step -----------------------------------------------------------------------------------------
 
@@ -345,7 +353,10 @@ class BackwardMeans(GradientSource):
 
 
 class ReturnedMeans(BackwardMeans):
-    """Sends every mean to the workers, and receives changed gradients."""
+    """Sends every mean to the workers, at once or when they ask, and receives changed gradients."""
+
+    _last: tuple[int, int, Mapping[int, int]] = (-1, -1, {})
+    """Step, ordinal, and pieces by place of the bucket, of the last backward, until its means are overwritten."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -361,6 +372,7 @@ class ReturnedMeans(BackwardMeans):
         at = bucket - self._first
         described = self._buckets[at]
         mean = self._buffers.view("mean", described)
+        self._last = ReturnedMeans._last
         earlier = self._present[at] != 0
         if earlier and at not in self._in_total:
             # A second mean is about to overwrite the first: the running sum moves to a buffer of its own.
@@ -376,6 +388,21 @@ class ReturnedMeans(BackwardMeans):
             self._buffers.view("total", described).add_(mean)
         self._present[at] |= present
         return ReducedBucket(bucket, present, mean)
+
+    def closed(self, ordinal: int) -> ReducedBackward | None:
+        found, backward = super().closed(ordinal), self._backwards.get(ordinal)
+        if found is not None and found.lazy and backward is not None:
+            self._last = self.step, ordinal, backward.means
+        return found
+
+    @property
+    def keeps_means(self) -> bool:
+        return bool(self._last[2])
+
+    def kept(self, step: int, ordinal: int) -> Iterator[ReducedBucket]:
+        *last, means = self._last
+        for at, present in means.items() if last == [step, ordinal] else ():
+            yield ReducedBucket(self._first + at, present, self._buffers.view("mean", self._buckets[at]))
 
     def _take_edits(self, edited: int) -> bool:
         changed = per_bucket(self._buckets, edited)
@@ -397,7 +424,7 @@ class ReturnedMeans(BackwardMeans):
         return self._find_nonfinite({at: {} for at in sorted(self._doubtful)})
 
     def state_dict(self) -> State:
-        own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful}
+        own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful, "last": self._last}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: State) -> None:
@@ -405,6 +432,8 @@ class ReturnedMeans(BackwardMeans):
         super().load_state_dict(state)
         self._edits, self._in_total = dict(state["edits"]), set(state["in_total"])
         self._doubtful = set(state["doubtful"])
+        step, ordinal, means = state["last"]
+        self._last = step, ordinal, dict(means)
 
 
 class SharedMemoryMeans(BackwardMeans):

@@ -190,12 +190,30 @@ class ReducedBucket:
     """A bucket of a backward, with its mean.
 
     `mean` is a view that stays until the group pushes the bucket again. None: the mean is in the memory of all workers
-    already.
+    already. `lazy` are the workers that ask for it when they need it.
     """
 
     bucket: int
     present: int
     mean: torch.Tensor | None
+    lazy: Collection[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedBackward:
+    """A backward of a group that is over on this shard.
+
+    Attributes:
+        contributed: a bit per bucket with a mean that was sent, or applied.
+        written: a bit per piece with a mean in the memory of the workers.
+        lazy: the workers that were sent no mean.
+        kept: for these, a bit per piece with a mean.
+    """
+
+    contributed: int
+    written: int
+    lazy: Collection[int] = ()
+    kept: int = 0
 
 
 class StagedGradient(ABC):
@@ -355,12 +373,18 @@ class GradientSource(StagedGradient):
         if (one.ages or other.ages or one.backwards != other.backwards) and ages_of(one) != ages_of(other):
             raise StepError(other_batches(first, one, worker, other))
 
-    def closed(self, ordinal: int) -> tuple[int, int] | None:
-        """The end of a backward: bitmaps of buckets with a mean, and of pieces in "grad".
-
-        They are returned once per backward that all workers are in, when each bucket is reduced.
-        """
+    def closed(self, ordinal: int) -> ReducedBackward | None:
+        """The end of a backward, once per backward that all workers are in, when each bucket is reduced."""
         return None
+
+    @property
+    def keeps_means(self) -> bool:
+        """Whether `kept` has means."""
+        return False
+
+    def kept(self, step: int, ordinal: int) -> Iterable[ReducedBucket]:
+        """The means of the group's last backward, if it is this one, also after the step was applied."""
+        return ()
 
     def awaited_by(self, worker: int) -> set[int]:
         """The workers without which a worker cannot go on in the step."""

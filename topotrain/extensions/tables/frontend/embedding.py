@@ -20,7 +20,7 @@ from topotrain.extensions.tables.frontend.table_registry import TableBackend, Ta
 from topotrain.extensions.tables.row_optimizers import check_optimizer, optimizer_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training import context as process
-from topotrain.training.parameters.row_module import RowModule
+from topotrain.training.parameters.prepared_objects import RowModule
 
 
 class Embedding(RowModule):
