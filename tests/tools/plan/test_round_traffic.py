@@ -117,5 +117,30 @@ def test_beside_workers_no_number_of_hosts_is_promised() -> None:
     assert "The link is full with steps shorter than 0.131 s" in text and "k-th" not in text and "half" not in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "nbytes", "means"),
+    [
+        ({"nworkers_per_group": 2, "nservers_per_group": 2}, 1.0, 0.5),  # AllReduce on two hosts
+        ({"nworkers_per_group": 4, "server_worker_separate": True}, 4.0, 4.0),
+        ({"nworker_groups": 4, "server_worker_separate": True}, 4.0, 0.0),  # Downpour: groups of one see no mean
+        ({"nworkers_per_group": 4, "nworkers_per_procs": 2, "server_worker_separate": True}, 4.0, 0.0),  # summed
+        ({"nworkers_per_group": 2, "nservers_per_group": 2, "compression": "kFp16"}, 0.5, 0.25),
+    ],
+)
+def test_a_step_moves_gradients_up_and_values_down(settings: dict[str, Any], nbytes: float, means: float) -> None:
+    found = plan(Job(cluster=Cluster(**settings)), MODEL)
+    assert found.step is not None
+    sizes = pytest.approx((nbytes * 4 * ELEMENTS, means * 4 * ELEMENTS), rel=1e-3)
+    assert (found.step.nbytes, found.step.means) == sizes
+    saves = "compression" not in settings
+    assert (found.step.by, "With compression: kFp16" in words(found)) == ("kFp16" if saves else "", saves)
+    assert found.as_data()["step"]["nbytes"] == found.step.nbytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_push": 2, "n_fetch": 2}, {"transport": "kShm", "nworkers_per_group": 2}])
+def test_without_a_link_in_each_step_there_is_no_traffic_of_one(settings: dict[str, Any]) -> None:
+    assert plan(Job(cluster=Cluster(**settings)), MODEL).step is None
+
+
 def test_other_layouts_have_no_rounds() -> None:
     assert plan(Job(cluster=Cluster(nworkers_per_group=2)), MODEL).traffic is None

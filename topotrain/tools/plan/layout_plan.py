@@ -18,7 +18,7 @@ from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.tools.plan.group_agreement import agreement_in_words
-from topotrain.tools.plan.round_traffic import RoundTraffic, mb, round_traffic
+from topotrain.tools.plan.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
 from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
@@ -82,7 +82,7 @@ class LayoutPlan:
     """A planned job; build it with `plan`.
 
     Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
-    link: how the workers of a host use its link. traffic: of a round of an outer optimizer.
+    link: how the workers of a host use its link. traffic: of a round of an outer optimizer. step: of a step without.
     agreement: how server groups average.
     """
 
@@ -94,6 +94,7 @@ class LayoutPlan:
     note: str = ""
     link: str = ""
     traffic: RoundTraffic | None = None
+    step: StepTraffic | None = None
     agreement: str = ""
 
     def as_data(self) -> dict[str, Any]:
@@ -110,6 +111,7 @@ class LayoutPlan:
             "slices": [_share_data(share) for share in self.shares],
             "memory": [_memory_data(memory) for memory in self.memory],
             **({} if self.traffic is None else {"round": asdict(self.traffic)}),
+            **({} if self.step is None else {"step": asdict(self.step)}),
         }
 
     def explain(self) -> str:
@@ -123,9 +125,9 @@ class LayoutPlan:
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
-        if self.traffic is not None:
-            texts = (self.traffic.explain(), self.traffic.explain_link())
-            memory += [line for text in texts for line in ("", textwrap.fill(text, _WIDTH))]
+        texts = [] if self.step is None else [self.step.explain()]
+        texts += [] if self.traffic is None else [self.traffic.explain(), self.traffic.explain_link()]
+        memory += [line for each in texts for line in ("", textwrap.fill(each, _WIDTH))]
         return "\n".join([text, "", *self._slices(self.slices), *memory])
 
     def _slices(self, slices: SliceMap) -> list[str]:
@@ -176,6 +178,7 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
         note=note,
         link=link,
         traffic=traffic,
+        step=step_traffic(job, topology, slices),
         agreement=agreement,
     )
 

@@ -1,16 +1,17 @@
-"""Bytes of an outer optimizer's rounds, and the time that a link needs for them.
+"""Bytes of a step, or of an outer optimizer's round, and the time that a link needs for them.
 
 All is arithmetic, and needs no torch. Headers of messages, and the first and the last values, are not counted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from topotrain.config.job import Cluster, Compression
+from topotrain.config.job import Cluster, Compression, Grads, Job, TransportChoice
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Topology
 from topotrain.extensions.compression.encoded_sizes import encoded_bytes, has_codec, of_replies
+from topotrain.extensions.host_sums.host_units import refusal
 
 
 def link_seconds(nbytes: float, mbit: float) -> float:
@@ -111,6 +112,60 @@ class RoundTraffic:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Bytes on the link of the busiest host in a step, with a host for each unit.
+
+    Attributes:
+        nbytes: in its fuller direction.
+        means: more, where the script reads gradients.
+        saving: the least with another compression.
+        by: that compression. Empty: there is none, or it is this one.
+    """
+
+    nbytes: int
+    means: int
+    saving: int = 0
+    by: str = ""
+
+    def explain(self) -> str:
+        """Return the bytes in words."""
+        text = f"a step moves {mb(self.nbytes)} MB over the link of the busiest unit in each direction"
+        text += f", and {mb(self.means)} MB more where the script reads gradients" if self.means else ""
+        return text + (f". With compression: {self.by} it would be {mb(self.saving)} MB" if self.by else "")
+
+
+def step_traffic(job: Job, topology: Topology, slices: SliceMap) -> StepTraffic | None:
+    """Return the traffic of a step. None: no link is used, or not in this way in each step."""
+    cluster = job.cluster
+    local = cluster.outer is not None or cluster.n_push > 1 or cluster.n_fetch > 1 or topology.server_groups > 1
+    if local or len(topology.units) < 2 or topology.collective or cluster.transport is TransportChoice.kShm:
+        return None
+    units = [topology.unit_of(server) for server in topology.servers(0)]
+    # The workers of a host are summed before the link where they can be.
+    summed = not refusal(job, topology)
+    workers, together = Counter[int](), False
+    for group in range(topology.worker_groups):
+        found = [topology.unit_of(worker) for worker in topology.workers(group)]
+        workers.update(set(found) if summed else found)
+        together |= summed and len(set(found)) < len(found)
+    visible = job.grads is Grads.kVisible and topology.workers_per_group > 1
+
+    def busiest(compression: Compression, means: bool) -> int:
+        kinds = compression, of_replies(replace(cluster, compression=compression))
+        pushes, pulls = (_by_shard(slices, _sizes(cluster, kind, slices)) for kind in kinds)
+        came, went = _over_links(units, workers, pushes, [pull * (1 + means) for pull in pulls])
+        return max(*came.values(), *went.values())
+
+    # Workers that are summed get the means also where no script reads them.
+    nbytes = busiest(cluster.compression, visible and together)
+    means = busiest(cluster.compression, visible) - nbytes
+    if cluster.compression is not Compression.kNone:
+        return StepTraffic(nbytes, means)
+    saving = busiest(Compression.kFp16, False)
+    return StepTraffic(nbytes, means, saving, Compression.kFp16.value if saving < nbytes else "")
+
+
 def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> RoundTraffic | None:
     """Return the traffic of a round. None: there is no outer optimizer."""
     if cluster.outer is None:
@@ -126,11 +181,14 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
         received[unit] += push * groups
         sent[unit] += pull * groups * workers
     # Of each bucket a worker sends its gradient to the one that adds it up, or the mean to all others.
-    inside = 2 * (workers - 1) * plain // workers
+    in_group = 2 * (workers - 1) * plain // workers
     busiest = max(received, key=lambda unit: max(received[unit], sent[unit]))
-    link_in, link_out = _over_links(topology, units, pushes, pulls)
-    hardest = max(link_in, key=lambda unit: max(link_in[unit], link_out[unit]))
-    link = HostLink(len(link_in), link_in[hardest], link_out[hardest], cluster.server_worker_separate)
+    inside = Counter(
+        topology.unit_of(worker) for group in range(topology.worker_groups) for worker in topology.workers(group)
+    )
+    link_in, link_out = _over_links(units, inside, pushes, pulls, workers)
+    hardest = max(units, key=lambda unit: max(link_in[unit], link_out[unit]))
+    link = HostLink(len({*units}), link_in[hardest], link_out[hardest], cluster.server_worker_separate)
     if cluster.link is not None and cluster.link.bandwidth is not None:
         link = link.at(cluster.link.bandwidth, cluster.sync_freq)
     return RoundTraffic(
@@ -139,30 +197,28 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
         worker_received=sum(pulls),
         server_bytes=received[busiest],
         server_sent=sent[busiest],
-        group_bytes=inside,
+        group_bytes=in_group,
         encoding=_encoding(cluster),
         link=link,
     )
 
 
 def _over_links(
-    topology: Topology, units: Sequence[int], pushes: Sequence[int], pulls: Sequence[int]
+    units: Sequence[int], workers: Mapping[int, int], pushes: Sequence[int], pulls: Sequence[int], parts: int = 1
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the bytes that come into each unit with servers, and that go out of it.
+    """Return the bytes that come into each unit, and that go out of it.
 
-    units: of the servers. A worker and a server of the same unit need no link.
+    units: of the servers. workers: of each unit. parts: a worker pushes one of so many parts of all. A worker and a
+    server of the same unit need no link.
     """
-    inside, workers = Counter[int](), topology.workers_per_group
-    for group in range(topology.worker_groups):
-        inside.update(topology.unit_of(worker) for worker in topology.workers(group))
-    every = topology.worker_groups * workers
-    came, went = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
-    for unit in came:
-        others = every - inside[unit]
+    every = sum(workers.values())
+    came, went = {}, {}
+    for unit in {*units, *workers}:
+        inside = workers.get(unit, 0)
         here = [shard for shard, its in enumerate(units) if its == unit]
         away = [shard for shard, its in enumerate(units) if its != unit]
-        came[unit] = sum(pushes[s] for s in here) * others // workers + sum(pulls[s] for s in away) * inside[unit]
-        went[unit] = sum(pulls[s] for s in here) * others + sum(pushes[s] for s in away) * inside[unit] // workers
+        came[unit] = sum(pushes[s] for s in here) * (every - inside) // parts + sum(pulls[s] for s in away) * inside
+        went[unit] = sum(pulls[s] for s in here) * (every - inside) + sum(pushes[s] for s in away) * inside // parts
     return came, went
 
 
