@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,22 +12,14 @@ from typing import Any
 
 import pytest
 
-from topotrain.config.combinations import Combination, contributed, contributed_to
+from topotrain.config.combinations import contributed, contributed_to
 from topotrain.config.job import (
     COMBINATIONS,
-    AdaDelta,
-    Adam,
-    AdamMax,
     Agreement,
     Cluster,
-    Compression,
     ConfigError,
-    Exponential,
     FixedStep,
-    Inverse,
-    InverseT,
     Job,
-    Linear,
     Link,
     LRGen,
     OnFailure,
@@ -37,9 +30,9 @@ from topotrain.config.job import (
     RMSProp,
     Shard,
     Slicing,
-    Step,
     Updater,
 )
+from topotrain.config.job_file import loads
 from topotrain.config.topology import layout
 
 
@@ -86,7 +79,7 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Partition(match="*"), "partition.match = '\\*': must be a regular expression"),
         (lambda: Job(microbatches=0), "microbatches = 0: must be a whole number >= 1"),
         (
-            lambda: Job(**SPLIT, cluster=RING),  # type: ignore[arg-type]
+            lambda: Job(partition=(Partition(),), cluster=Cluster(algorithm="kRing")),  # type: ignore[arg-type]
             "cluster.algorithm = kRing: must be kAuto, straight to each server, where one model is split",
         ),
     ],
@@ -97,354 +90,182 @@ def test_a_value_that_cannot_be(make: Any, message: str) -> None:
 
 
 ROWS = (*COMBINATIONS, *contributed())
-IN_MEMORY = Cluster(nworker_groups=2, nworkers_per_procs=2)
-UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
-PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
-TWO_COPIES = {"nworker_groups": 2, "nserver_groups": 2}
-RING = Cluster(algorithm="kRing", **PAIR)  # type: ignore[arg-type]
-ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
-SPLIT = {"partition": (Partition(match="fc", partition_dim=1),)}
-SPARE = {"nworkers_per_group": 3, "backup": 1}
-BACKUP = {"grads": "kHidden", "per_worker_batch": True, "cluster": Cluster(**SPARE)}  # type: ignore[arg-type]
-AT_1 = {"partition": (Partition(partition_dim=-1, location=1),)}
-
-
-def outer(**changes: Any) -> dict[str, Any]:
-    """The fields of a cluster with an outer optimizer."""
-    fields = {"type": "kSGD", "learning_rate": LRGen(type="kFixed", base_lr=0.7)} | changes  # type: ignore[arg-type]
-    return {"outer": Updater(**fields)}
-
-
-def with_rates(*rates: float) -> LRGen:
-    """A schedule with these rates, each for ten rounds."""
-    conf = FixedStep(step=tuple(range(0, 10 * len(rates), 10)), step_lr=rates)
-    return LRGen(type="kFixedStep", fixedstep_conf=conf)  # type: ignore[arg-type]
-
-
-OUTER = {"cluster": Cluster(**outer())}
-RADIAL = {"cluster": Cluster(merge="kRadial", **outer())}  # type: ignore[arg-type]
-DELAYED = outer(type="kDelayedNesterov", momentum=0.9)["outer"]
-PAIR_OF_OUTER = {"cluster": Cluster(nworker_groups=2, **outer())}
-
-AUTO = {"cluster": Cluster(auto=True)}
-COPIES = {"replicas": 2, "nservers_per_group": 2, "transport": "kTcp"}
-CHOSEN: list[dict[str, Any]] = [
-    *({name: 2} for name in ("nworker_groups", "nserver_groups", "nworkers_per_group", "nservers_per_group")),
-    *({"nworkers_per_procs": 2}, {"nservers_per_procs": 2}, {"server_worker_separate": True}, {"sync_freq": 2}),
-    *({"shares": (1.0,)}, {"max_staleness": 0}, {"n_push": 2}, {"n_fetch": 2}, {"agreement": "kRingAverage"}),
-    *({"engine": "kGloo"}, {"algorithm": "kRing"}, {"compression": "kInt8"}, {"compression_ratio": 0.5}),
-    *(COPIES, outer()),
-]
-"""Fields that `auto` decides, each alone."""
-AUTOMATIC = [
-    (Cluster, {**given, "auto": True} if given is not COPIES else {"replicas": 2, "auto": True}, given)
-    for given in CHOSEN
-]
-
-# Of each row of ROWS, in order: the class, a refused combination, and a neighbor of it that is allowed.
-SCHEDULES = [
-    (
-        Cluster,
-        outer(learning_rate=LRGen(type=kind)),  # type: ignore[arg-type]
-        outer(learning_rate=LRGen(type=kind, **{f"{kind[1:].lower()}_conf": conf})),  # type: ignore[arg-type]
-    )
-    for kind, conf in (
-        ("kLinear", Linear(change_freq=5, final_lr=0.1)),
-        ("kExponential", Exponential(change_freq=5)),
-        ("kInverseT", InverseT(final_lr=0.1)),
-        ("kInverse", Inverse(gamma=0.1, pow=0.5)),
-        ("kStep", Step(change_freq=5)),
-        ("kFixedStep", FixedStep(step=(0,), step_lr=(0.1,))),
-    )
-]
-"""An outer schedule without the block of its type, and with it."""
-OTHER_SCHEDULES = [
-    (
-        Cluster,
-        outer(learning_rate=dataclasses.replace(allowed["outer"].learning_rate, type="kFixed")),  # type: ignore[arg-type]
-        allowed,
-    )
-    for _, _, allowed in SCHEDULES
-]
-"""An outer schedule with the block of another type, and with that of its own."""
-OTHER_TYPES = [
-    (Cluster, outer(**{name: conf}), outer(type=kind, **{name: conf}))
-    for kind, name, conf in (
-        ("kRMSProp", "rmsprop_conf", RMSProp(rho=0.9)),
-        ("kAdaDelta", "adadelta_conf", AdaDelta(rho=0.8)),
-        ("kAdam", "adam_conf", Adam(beta1=0.8)),
-        ("kAdamMax", "adammax_conf", AdamMax(beta1=0.8)),
-    )
-]
-"""An outer optimizer with the block of another type, and with that of its own."""
-
-EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
-    (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
-    (Job, ON_ARRIVAL | {"updater": Updater(clip_norm=1)}, ON_ARRIVAL | {"updater": Updater()}),
-    (Job, ON_ARRIVAL | {"cluster": IN_MEMORY}, ON_ARRIVAL | {"cluster": UNSHARED}),
-    (Job, ON_ARRIVAL | {"cluster": Cluster(slicing="kTensor")}, ON_ARRIVAL),  # type: ignore[arg-type]
-    (Job, ON_ARRIVAL | {"cluster": Cluster(n_push=2)}, ON_ARRIVAL),
-    (Job, {"pull": "kLazy", "cluster": IN_MEMORY}, {"pull": "kLazy", "cluster": UNSHARED}),
-    (Job, {"pull": "kLazy", "cluster": Cluster(n_fetch=2)}, {"pull": "kLazy"}),
-    (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}),
-    (Cluster, {"n_fetch": 2, "nworkers_per_group": 2}, {"n_fetch": 2}),
-    (Cluster, {"shares": (1, 1)}, {"shares": (1, 1), "nworkers_per_group": 2}),
-    (
-        Cluster,
-        {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
-        {"max_staleness": 0, "nworker_groups": 2},
-    ),
-    (Cluster, {"transport": "kShm", "link": Link(), "nworkers_per_group": 2}, {"transport": "kShm", "link": Link()}),
-    (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
-    (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
-    (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
-    (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
-    (Job, {"correction": "kRate"}, {"correction": "kRate", "cluster": Cluster(nworker_groups=2)}),
-    (
-        Job,
-        {"correction": "kRate", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
-        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
-    ),
-    (
-        Job,
-        {"correction": "kRate", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
-        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
-    ),
-    (Cluster, outer(type="kUserUpdater"), outer()),
-    (Cluster, outer(user_type="mine"), outer()),
-    (Cluster, outer(learning_rate=None), outer()),
-    (Cluster, outer(learning_rate=LRGen(type="kUserChange")), outer()),  # type: ignore[arg-type]
-    *SCHEDULES,
-    *OTHER_SCHEDULES,
-    (
-        Cluster,
-        outer(learning_rate=LRGen(type="kFixed", base_lr=0.7, user_type="mine")),  # type: ignore[arg-type]
-        outer(),
-    ),
-    (Cluster, outer(learning_rate=LRGen(type="kFixed", base_lr=0.0)), outer()),  # type: ignore[arg-type]
-    (Cluster, outer(learning_rate=with_rates(0.7, 0.0)), outer(learning_rate=with_rates(0.7, 0.3))),
-    (Cluster, outer(momentum=1.0), outer(momentum=0.99)),
-    (Cluster, outer(type="kNesterov"), outer(type="kNesterov", momentum=0.9)),
-    (Cluster, outer(type="kAdam", momentum=0.9), outer(type="kAdam")),
-    (Cluster, outer(type="kNesterov", momentum=0.9, delay=2), outer(type="kDelayedNesterov", momentum=0.9, delay=2)),
-    (Job, {"updater": DELAYED}, {"cluster": Cluster(outer=DELAYED)}),
-    (Job, {"updater": Updater(delay=2)}, {"updater": Updater(delay=1)}),
-    (Cluster, outer(type="kRMSProp"), outer(type="kRMSProp", rmsprop_conf=RMSProp(rho=0.9))),
-    *OTHER_TYPES,
-    (Cluster, outer(type="kNesterov", momentum=0.9, delta=1e-6), outer(type="kAdam", delta=1e-6)),
-    (Cluster, outer(clip_norm=1.0), outer()),
-    (Cluster, outer(clip_low=-1.0, clip_high=1.0), outer()),
-    (Cluster, {"weigh": "kEqual"}, outer() | {"weigh": "kEqual"}),
-    (
-        Job,
-        {"reduce": "kSum", "cluster": Cluster(weigh="kEqual", **outer())},  # type: ignore[arg-type]
-        {"reduce": "kMean", "cluster": Cluster(weigh="kEqual", **outer())},  # type: ignore[arg-type]
-    ),
-    (Cluster, {"merge": "kRadial"}, outer() | {"merge": "kRadial"}),
-    (Job, RADIAL | {"reduce": "kSum"}, OUTER | {"reduce": "kSum"}),
-    (Cluster, {"fragments": 2, "sync_freq": 2}, outer() | {"fragments": 2, "sync_freq": 2}),
-    (Cluster, outer() | {"fragments": 2, "sync_freq": 3}, outer() | {"fragments": 2, "sync_freq": 4}),
-    (Cluster, {"overlap": 1}, outer() | {"overlap": 1, "sync_freq": 2}),
-    (
-        Cluster,
-        outer() | {"overlap": 2, "sync_freq": 4, "fragments": 2},
-        outer() | {"overlap": 1, "sync_freq": 4, "fragments": 2},
-    ),
-    (Cluster, outer() | {"keep": "kDrop", "sync_freq": 9}, outer() | {"keep": "kDrop", "overlap": 1, "sync_freq": 9}),
-    (Cluster, {"quorum": 1}, outer() | {"quorum": 1}),
-    (Cluster, outer() | {"quorum": 2}, outer() | {"quorum": 2, "nworker_groups": 2}),
-    (Cluster, outer() | {"slack": 0.5}, outer() | {"slack": 0.5, "quorum": 1}),
-    (Cluster, outer() | {"overlap": 1, "sync_freq": 2, "quorum": 1}, outer() | {"sync_freq": 2, "quorum": 1}),
-    (
-        Cluster,
-        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2},
-        outer() | {"blend": 0.1, "overlap": 1, "sync_freq": 2, "keep": "kBlend"},
-    ),
-    (Cluster, {"pace": "kSteps"}, outer() | {"pace": "kSteps"}),
-    (Cluster, outer() | {"pace": "kTime"}, outer() | {"pace": "kTime", "quorum": 1}),
-    (Cluster, outer() | {"nserver_groups": 2, "nworker_groups": 2}, outer() | {"nworker_groups": 2}),
-    (Cluster, outer() | {"share_memory": False}, outer()),
-    (Cluster, outer() | {"backup": 1}, outer()),
-    (Cluster, outer() | {"n_push": 2}, outer() | {"sync_freq": 2}),
-    (Cluster, outer() | {"n_fetch": 2}, outer() | {"sync_freq": 2}),
-    (Cluster, outer() | {"max_staleness": 0}, outer()),
-    (Cluster, outer() | {"agreement": "kRingAverage"}, outer() | {"agreement": "kMaster"}),
-    (Cluster, outer() | {"engine": "kGloo"}, outer() | {"engine": "kOwn"}),
-    (Cluster, outer() | {"algorithm": "kRing"}, outer() | {"algorithm": "kAuto"}),
-    (Job, OUTER | {"apply": "kOnArrival"}, OUTER),
-    (Job, OUTER | {"grads": "kHidden"}, OUTER),
-    (Job, OUTER | {"pull": "kLazy"}, OUTER),
-    (Job, PAIR_OF_OUTER | {"correction": "kRate"}, PAIR_OF_OUTER),
-    (Job, OUTER | {"microbatches": 4}, OUTER),
-    (Job, OUTER | {"schedule": "k1F1B"}, OUTER),
-    (Job, OUTER | {"warmup_steps": 1}, OUTER),
-    (Job, OUTER | SPLIT, OUTER),
-    (Job, OUTER | {"placement": "kAuto"}, OUTER),
-    (Job, OUTER | {"updater": Updater(clip_norm=1)}, OUTER | {"updater": Updater()}),
-    (Job, OUTER | {"updater": Updater(clip_low=-1, clip_high=1)}, OUTER | {"updater": Updater()}),
-    (Job, ON_ARRIVAL | {"cluster": Cluster(engine="kGloo", **PAIR)}, ON_ARRIVAL | {"cluster": RING}),  # type: ignore[arg-type]
-    (Cluster, {"engine": "kGloo", "nworkers_per_group": 2}, {"engine": "kGloo", **PAIR}),
-    (Cluster, {"engine": "kGloo", "link": Link(), **PAIR}, {"algorithm": "kRing", "link": Link(), **PAIR}),
-    (Cluster, {"algorithm": "kRing", "nworkers_per_group": 2}, {"algorithm": "kRing", **PAIR}),
-    (Cluster, {"engine": "kNccl", "algorithm": "kTree", **PAIR}, {"engine": "kOwn", "algorithm": "kTree", **PAIR}),
-    (Cluster, {"compression": "kFp16", "algorithm": "kRing", **PAIR}, {"compression": "kFp16", **PAIR}),
-    (
-        Cluster,
-        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
-        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
-    ),
-    (Cluster, {"backup": 1}, {"backup": 1, "nworkers_per_group": 2}),
-    (Cluster, SPARE | {"nworker_groups": 2}, SPARE),
-    (Cluster, SPARE | {"engine": "kGloo", "nservers_per_group": 3}, SPARE | {"nservers_per_group": 3}),
-    (Cluster, SPARE | {"algorithm": "kRing", "nservers_per_group": 3}, SPARE | {"engine": "kOwn"}),
-    (Cluster, SPARE | {"compression": "kFp16"}, SPARE),
-    (Job, BACKUP | {"grads": "kVisible"}, BACKUP),
-    (Job, BACKUP | {"apply": "kOnArrival"}, BACKUP),
-    (Job, BACKUP | {"pull": "kLazy"}, BACKUP),
-    (Job, BACKUP | {"per_worker_batch": False}, BACKUP),
-    (Job, BACKUP | {"shard": "kLease"}, BACKUP | {"shard": "kStatic"}),
-    (Job, BACKUP | SPLIT, BACKUP),
-    (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
-    (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
-    (Cluster, {"agreement": "kGossip"}, TWO_COPIES | {"agreement": "kGossip"}),
-    (
-        Cluster,
-        TWO_COPIES | {"agreement": "kGossip", "moving_rate": 0.5},
-        TWO_COPIES | {"agreement": "kElastic", "moving_rate": 0.5},
-    ),
-    (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
-    (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
-    (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
-    (Job, SPLIT | {"pull": "kLazy"}, {"pull": "kLazy"}),
-    (Job, SPLIT | {"cluster": Cluster(n_push=2)}, SPLIT),
-    (Job, {"placement": "kAuto", "cluster": Cluster(n_fetch=2)}, {"placement": "kAuto"}),
-    (Job, SPLIT | {"cluster": Cluster(engine="kGloo", **PAIR)}, SPLIT | {"cluster": Cluster(engine="kOwn", **PAIR)}),  # type: ignore[arg-type]
-    (Job, SPLIT | {"cluster": RING}, SPLIT | {"cluster": Cluster(**PAIR)}),
-    *AUTOMATIC,
-    (Job, SPLIT | AUTO, SPLIT),
-    (Job, {"placement": "kAuto"} | AUTO, {"placement": "kAuto"}),
-    (Job, {"start_groups": 1} | AUTO, {"start_groups": 1}),
-    (Job, {"cluster": Cluster(**COPIES), "on_failure": "kStop"}, {"cluster": Cluster(**COPIES)}),  # type: ignore[arg-type]
-    (Cluster, COPIES | {"transport": "kAuto"}, COPIES),
-    (Cluster, COPIES | {"nworker_groups": 2, "nserver_groups": 2}, COPIES | {"nworker_groups": 2}),
-    (Cluster, COPIES | {"nservers_per_group": 1}, COPIES),
-    (Cluster, COPIES | {"nservers_per_procs": 2}, COPIES),
-    (Cluster, COPIES | PAIR | {"algorithm": "kRing"}, COPIES | PAIR),
-    (Cluster, COPIES | {"link": Link(bandwidth=10.0)}, COPIES),
-    (Cluster, COPIES | SPARE, COPIES | {"nworkers_per_group": 3}),
-]
-
-
-@pytest.fixture
-def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of values that are not available yet count already."""
-    monkeypatch.setattr(Cluster.__dataclass_fields__["compression"], "type", Compression)
-
-
-@pytest.mark.usefixtures("everything_available")
-@pytest.mark.parametrize(
-    ("row", "example"), list(zip(ROWS, EXAMPLES, strict=True)), ids=lambda x: getattr(x, "field", "")
+FEATURES = {
+    "OUTER": "outer.type=kSGD outer.learning_rate={type:kFixed,base_lr:0.7}",
+    "NESTEROV": "OUTER outer.type=kNesterov outer.momentum=0.9",
+    "DELAYED": "OUTER outer.type=kDelayedNesterov outer.momentum=0.9",
+    "ARRIVAL": "grads=kHidden apply=kOnArrival",
+    "MEMORY": "nworker_groups=2 nworkers_per_procs=2",
+    "PAIR": "nworkers_per_group=2 nservers_per_group=2",
+    "GROUPS": "nworker_groups=2 nserver_groups=2",
+    "SPLIT": 'partition={match:"fc",partition_dim:1}',
+    "SPARE": "grads=kHidden per_worker_batch=true nworkers_per_group=3",
+    "BACKUP": "SPARE backup=1",
+    "COPIES": "nservers_per_group=2 transport=kTcp replicas=2",
+    "RATE": "outer.learning_rate",
+    "RATES": "outer.learning_rate.fixedstep_conf.step_lr",
+    "STEPS": "updater.learning_rate.fixedstep_conf",
+}
+"""Words of the examples, for fields that belong together or have a long path."""
+SCHEDULES = {
+    "linear": ("kLinear", "{change_freq:5,final_lr:0.1}"),
+    "exponential": ("kExponential", "{change_freq:5}"),
+    "inverset": ("kInverseT", "{final_lr:0.1}"),
+    "inverse": ("kInverse", "{gamma:0.1,pow:0.5}"),
+    "step": ("kStep", "{change_freq:5}"),
+    "fixedstep": ("kFixedStep", "{step:0,step_lr:0.1}"),
+}
+AUTOMATIC = (
+    "nworker_groups=2 nserver_groups=2 nworkers_per_group=2 nservers_per_group=2 nworkers_per_procs=2 "
+    "nservers_per_procs=2 server_worker_separate=true sync_freq=2 shares=[1] max_staleness=0 n_push=2 n_fetch=2 "
+    "agreement=kRingAverage engine=kGloo algorithm=kRing compression=kInt8 compression_ratio=0.5 replicas=2 "
+    "placement=kAuto start_groups=1 SPLIT"
 )
-def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, dict[str, Any], dict[str, Any]]) -> None:
-    cls, refused, allowed = example
-    cls(**allowed)
-    with pytest.raises(ConfigError) as caught:
-        cls(**refused)
-    assert (caught.value.field, caught.value.accepted) == (row.field, row.accepted)
+# [the named field:] what is refused [| what makes it allowed]. The named field is otherwise that of the last value,
+# and without this value the rest is allowed.
+EXAMPLES = [
+    *"""
+apply=kOnArrival | grads=kHidden
+updater.clip_norm=1 ARRIVAL ; updater.clip_high=1 ARRIVAL ; MEMORY ARRIVAL | share_memory=false
+slicing=kTensor ARRIVAL ; n_push=2 ARRIVAL ; n_fetch=2 ARRIVAL
+MEMORY pull=kLazy | share_memory=false
+n_push=2 pull=kLazy ; n_fetch=2 pull=kLazy ; nworkers_per_group=2 n_push=2 ; nworkers_per_group=2 n_fetch=2
+shares=[1,1] | nworkers_per_group=2 ; shares=[0]
+nserver_groups=0&nworker_groups=2 max_staleness=0 | nserver_groups=1
+nworkers_per_group=2 link={} transport=kShm | nworkers_per_group=1
+updater.clip_low: updater.clip_high=-1 | updater.clip_low=-1
+STEPS.step: updater.learning_rate={fixedstep_conf:{}} | STEPS={step:0,step_lr:1}
+STEPS.step=[5,5] | STEPS.step=[5,6] STEPS.step_lr=[1,1]
+STEPS.step_lr: STEPS.step=[5] | STEPS.step_lr=[1]
+correction=kRate | nworker_groups=2
+GROUPS correction=kRate | correction=kMomentum
+nworker_groups=2 ARRIVAL correction=kRate | correction=kMomentum
+RATE: outer.type=kSGD | OUTER ; outer.type: RATE={type:kFixed,base_lr:0.7} | OUTER
+OUTER outer.user_type=mine ; OUTER RATE.type=kUserChange ; OUTER RATE.user_type=mine ; OUTER RATE.base_lr=0
+OUTER RATE.type=kFixedStep&RATE.fixedstep_conf.step=[0,1]&RATES=[1,0] | RATES=[1,2]
+OUTER outer.momentum=1 | outer.momentum=0.99
+outer.momentum: OUTER outer.type=kNesterov | NESTEROV
+outer.momentum: OUTER outer.type=kDelayedNesterov | DELAYED
+OUTER outer.type=kAdam outer.momentum=0.9 ; OUTER outer.delay=2 | DELAYED
+updater.type=kDelayedNesterov ; updater.delay=2
+OUTER outer.delta=0.1 | outer.type=kAdam ; NESTEROV outer.delta=1e-6 ; DELAYED outer.delta=0.1
+OUTER outer.clip_norm=1 ; outer.clip_low: OUTER outer.clip_high=1
+outer.rmsprop_conf: OUTER outer.type=kRMSProp | outer.rmsprop_conf={rho:0.9}
+OUTER outer.rmsprop_conf={rho:0.9} | outer.type=kRMSProp ; OUTER outer.adadelta_conf={rho:0.8} | outer.type=kAdaDelta
+OUTER outer.adam_conf={beta1:0.8} | outer.type=kAdam ; OUTER outer.adammax_conf={beta1:0.8} | outer.type=kAdamMax
+weigh=kEqual | OUTER ; reduce=kSum OUTER weigh=kEqual ; merge=kRadial | OUTER ; OUTER merge=kRadial reduce=kSum
+fragments=2 | OUTER sync_freq=2
+OUTER fragments=2&sync_freq=3 | sync_freq=4 ; OUTER fragments=4&sync_freq=2 | sync_freq=4
+overlap=1 | OUTER sync_freq=2 ; OUTER sync_freq=4&fragments=2&overlap=2 | overlap=1
+keep=kDrop | OUTER overlap=1 sync_freq=9 ; keep=kBlend | OUTER quorum=1
+quorum=1 | OUTER ; OUTER quorum=2 | nworker_groups=2 ; slack=0.5 | OUTER quorum=1
+OUTER sync_freq=2&quorum=1 overlap=1 ; blend=0.1 | OUTER overlap=1 sync_freq=2 keep=kBlend
+pace=kSteps | OUTER ; OUTER pace=kTime | quorum=1 ; OUTER pace=kTime | pace=kSteps
+OUTER nworker_groups=2&nserver_groups=2 | nserver_groups=1 ; OUTER nserver_groups=0
+OUTER share_memory=false ; OUTER backup=1 ; OUTER nworkers_per_group=2&n_push=2 | n_push=1 ; OUTER n_fetch=2
+OUTER max_staleness=0 ; OUTER agreement=kGossip
+OUTER engine=kGloo | engine=kOwn ; OUTER engine=kNccl ; OUTER algorithm=kRing
+OUTER apply=kOnArrival ; OUTER grads=kHidden ; OUTER pull=kLazy ; OUTER correction=kRate ; OUTER microbatches=4
+OUTER schedule=k1F1B ; OUTER warmup_steps=1 ; OUTER SPLIT ; OUTER partition={partition_dim:-1,location:1}
+OUTER placement=kAuto ; OUTER updater.clip_norm=1 ; updater.clip_low: OUTER updater.clip_high=1
+engine=kGloo ARRIVAL | engine=kOwn
+nworkers_per_group=2 engine=kGloo | nservers_per_group=2 ; link={} engine=kGloo | engine=kOwn
+nworkers_per_group=2 algorithm=kRing | nservers_per_group=2 ; engine=kNccl algorithm=kTree | engine=kOwn
+algorithm=kRing compression=kFp16 ; MEMORY compression=kInt8 | share_memory=false
+backup=1 | SPARE ; SPARE nworker_groups=2 backup=1
+BACKUP nservers_per_group=3&engine=kGloo | engine=kOwn ; BACKUP nservers_per_group=3&algorithm=kRing | algorithm=kAuto
+BACKUP compression=kFp16 ; BACKUP grads=kVisible ; BACKUP apply=kOnArrival ; BACKUP pull=kLazy
+BACKUP per_worker_batch=false ; BACKUP shard=kLease | shard=kStatic ; BACKUP SPLIT ; BACKUP placement=kAuto
+BACKUP&updater.clip_high=1 updater.clip_norm=1
+agreement=kGossip | GROUPS ; GROUPS&agreement=kGossip&moving_rate=0.5 | agreement=kElastic
+partition.location: partition={location:0} | partition={location:0,partition_dim:-1}
+partition={partition_dim:-1,location:1} | nworkers_per_group=2
+SPLIT ARRIVAL ; SPLIT pull=kLazy ; SPLIT n_push=2 ; placement=kAuto n_fetch=2
+SPLIT engine=kGloo | engine=kOwn ; SPLIT algorithm=kRing
+cluster.outer: auto=true OUTER
+replicas: COPIES on_failure=kStop ; replicas: COPIES transport=kAuto ; replicas: COPIES GROUPS | nserver_groups=1
+replicas: COPIES nservers_per_group=1 ; replicas: COPIES nservers_per_procs=2 ; replicas: COPIES PAIR&algorithm=kRing
+replicas: COPIES link={bandwidth:10} ; replicas: COPIES BACKUP
+""".strip()
+    .replace("\n", " ; ")
+    .split(" ; "),
+    *(
+        f"RATE.{name}_conf: OUTER RATE.type={kind} | RATE.{name}_conf={conf}"
+        for name, (kind, conf) in SCHEDULES.items()
+    ),
+    *(f"OUTER RATE.{name}_conf={conf} | RATE.type={kind}" for name, (kind, conf) in SCHEDULES.items()),
+    *(f"auto=true {value}" for value in AUTOMATIC.split()),
+]
+
+
+def written_out(word: str) -> list[str]:
+    """The assignments that a word of an example stands for, with whole paths."""
+    if word in FEATURES or "&" in word:
+        return [each for part in FEATURES.get(word, word.replace("&", " ")).split() for each in written_out(part)]
+    first = re.match(r"\w+", word)[0]  # type: ignore[index]
+    path = FEATURES.get(first, first)
+    inside = path.partition(".")[0] not in {*Job.__dataclass_fields__, "cluster"}
+    return ["cluster." * inside + path + word[len(first) :]]
+
+
+def error_of(words: list[str]) -> ConfigError | None:
+    try:
+        loads("", overrides=[each for word in words for each in written_out(word)])
+    except ConfigError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_fields_that_exclude_each_other(example: str) -> None:
+    """The error names a field, and none of the values could be left out and still be refused for the same reason."""
+    *named, rest = example.split(": ")
+    refused, *instead = (part.split() for part in rest.split(" | "))
+    error = error_of(refused)
+    assert error is not None
+    assert error.field == written_out(named[0] if named else refused[-1])[-1].partition("=")[0]
+    assert error_of(refused + instead[0] if instead else refused[:-1]) is None
+    for at in range(len(refused)):
+        fewer = error_of(refused[:at] + refused[at + 1 :])
+        assert fewer is None or (fewer.field, fewer.accepted) != (error.field, error.accepted), refused[at]
+
+
+def test_every_row_has_an_example_and_belongs_to_a_block() -> None:
+    found = [error_of(example.split(": ")[-1].split(" | ")[0].split()) for example in EXAMPLES]
+    assert {(error.field, error.accepted) for error in found if error} == {(row.field, row.accepted) for row in ROWS}
+    tables = [[*cls.TABLE, *contributed_to(cls.PATH)] for cls in (Job, Cluster, Updater, FixedStep, Partition)]
+    assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"),
+    ("example", "line"),
     [
         (
-            outer(adam_conf=Adam(beta1=0.8)),
+            "OUTER outer.adam_conf={beta1:0.8}",
             "cluster.outer.adam_conf = { beta1: 0.8 }: must not be given without type: ",
         ),
         (
-            outer(learning_rate=LRGen(type="kFixed", base_lr=1.0, step_conf=Step(change_freq=5))),  # type: ignore[arg-type]
-            "cluster.outer.learning_rate.step_conf = { change_freq: 5 }: must not be given without learning_rate.type:",
+            "OUTER RATE.step_conf={change_freq:5}",
+            "learning_rate.step_conf = { change_freq: 5 }: must not be given without",
         ),
-        (outer(delta=0.5), "cluster.outer.delta = 0.5: must be 1e-08 for kSGD"),
-        (outer() | {"fragments": 4, "sync_freq": 2}, "cluster.sync_freq = 2: must be a multiple of fragments"),
+        ("OUTER outer.delta=0.5", "cluster.outer.delta = 0.5: must be 1e-08 for kSGD"),
+        ("OUTER outer.momentum=1.5", "cluster.outer.momentum = 1.5: must be a number >= 0 and < 1: with 1 or more"),
+        ("OUTER engine=kGloo", "cluster.engine = kGloo: must be kAuto or kOwn with cluster.outer"),
     ],
 )
-def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(
-    refused: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Cluster(**refused)
-    assert str(caught.value).startswith(words), caught.value
-
-
-@pytest.mark.parametrize(
-    ("cls", "refused", "line"),
-    [
-        (Cluster, outer() | {"algorithm": "kRing"}, "cluster.algorithm = kRing: must be kAuto with cluster.outer"),
-        (Cluster, outer() | {"engine": "kGloo"}, "cluster.engine = kGloo: must be kAuto or kOwn with cluster.outer"),
-        (Cluster, outer() | {"backup": 1}, "cluster.backup = 1: must be 0 with cluster.outer"),
-        (Cluster, outer() | {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2}, "with cluster.outer"),
-        (Cluster, outer() | {"n_push": 2, "nworkers_per_group": 2}, "local steps, with cluster.outer"),
-        (
-            Cluster,
-            outer() | {"agreement": "kGossip"},
-            "cluster.agreement = kGossip: must not be given with cluster.outer",
-        ),
-        (Job, OUTER | {"apply": "kOnArrival"}, "apply = kOnArrival: must be kAtStep with cluster.outer"),
-        (Job, OUTER | {"correction": "kRate"}, "correction = kRate: must be kAuto or kNone with cluster.outer"),
-        (Job, OUTER | {"microbatches": 4}, "microbatches = 4: must be 1, since no model is split, with cluster.outer"),
-        (Job, OUTER | AT_1, "must not be given with cluster.outer"),
-        (Cluster, outer(momentum=1.5), "cluster.outer.momentum = 1.5: must be a number >= 0 and < 1: with 1 or more"),
-        (
-            Cluster,
-            outer(learning_rate=LRGen(type="kFixed", base_lr=0)),  # type: ignore[arg-type]
-            "cluster.outer.learning_rate.base_lr = 0.0: must be a number > 0: with 0 no round changes the values",
-        ),
-    ],
-)
-def test_where_an_outer_optimizer_is_the_reason_the_line_says_so(cls: type, refused: dict[str, Any], line: str) -> None:
-    """Each of these fields has needs of its own, too, which would not help here."""
-    with pytest.raises(ConfigError) as caught:
-        cls(**refused)
-    assert line in str(caught.value)
+def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(example: str, line: str) -> None:
+    assert line in str(error_of(example.split()))
 
 
 @pytest.mark.parametrize("keep", ["kBlend", "kDrop"])
 def test_steps_of_an_exchange_may_be_lost_on_request(keep: str) -> None:
     """With one fragment, too: the documentation promises that batches count once for `keep: kAdd` alone."""
-    for exchange in ({"overlap": 1, "sync_freq": 2}, {"quorum": 1}):
-        assert Cluster(**outer(), **exchange, keep=keep).fragments == 1  # type: ignore[arg-type]
+    for exchange in ("overlap=1 sync_freq=2", "quorum=1"):
+        assert error_of(f"OUTER {exchange} keep={keep}".split()) is None
     promise = "With `keep: kAdd` and `fragments: 1` each batch counts exactly once"
     assert promise in (Path(__file__).parents[2] / "docs" / "islands.md").read_text()
 
 
-@pytest.mark.usefixtures("everything_available")
-@pytest.mark.parametrize(
-    ("cls", "refused", "field"),
-    [
-        (Cluster, {"shares": (0.0,)}, "cluster.shares"),
-        (Job, ON_ARRIVAL | {"updater": Updater(clip_low=-1, clip_high=1)}, "apply"),
-        (Cluster, outer(type="kDelayedNesterov"), "cluster.outer.momentum"),
-        (Cluster, outer() | {"nserver_groups": 0}, "cluster.nserver_groups"),
-        (Cluster, outer() | {"sync_freq": 2, "fragments": 4}, "cluster.sync_freq"),
-        (Cluster, outer() | {"engine": "kNccl", **PAIR}, "cluster.engine"),
-        (Cluster, {"keep": "kDrop"}, "cluster.keep"),
-        (Cluster, {"slack": 0.5}, "cluster.slack"),
-        (Cluster, {"blend": 0.1}, "cluster.blend"),
-        (Cluster, outer(type="kDelayedNesterov", momentum=0.9, delta=0.1), "cluster.outer.delta"),
-    ],
-)
-def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        cls(**refused)
-    assert caught.value.field == field
-
-
-def test_every_row_belongs_to_a_block() -> None:
-    tables = [[*cls.TABLE, *contributed_to(cls.PATH)] for cls in (Job, Cluster, Updater, FixedStep, Partition)]
-    assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
-
-
-@pytest.mark.usefixtures("everything_available")
 def test_values_count_as_shared_where_the_layout_shares_them() -> None:
     seen = set()
     for groups, servers, team, per_unit in itertools.product((1, 2, 4), (0, 1, 2, 4), (1, 2), (1, 2, 4, 8)):
