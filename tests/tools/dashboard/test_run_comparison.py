@@ -7,11 +7,13 @@ import pytest
 from growing_recording import GrowingRecording, step
 from prepared_view import PreparedJob
 
+from topotrain.config.job import ConfigError
 from topotrain.core.events import Started
 from topotrain.tools.dashboard.mailed_page import view_of
 from topotrain.tools.dashboard.run_comparison import compared
-from topotrain.tools.dashboard.run_folders import named_runs, runs_of
+from topotrain.tools.dashboard.run_folders import named_runs, read_runs, runs_of
 from topotrain.tools.recording.recorded_lines import RecordingEnd
+from topotrain.tools.recording.recording_file import FILE
 
 
 def test_rates_are_sums_other_figures_means_and_only_settings_that_differ_are_columns() -> None:
@@ -49,3 +51,14 @@ def test_a_folder_of_runs_is_found_with_short_names(tmp_path: Path) -> None:
     assert list(named_runs(runs_of([tmp_path / "sweep", tmp_path / "sweep" / "b"]))) == ["a", "a/deep", "b"]
     assert list(named_runs(runs_of([tmp_path / "other", tmp_path / "sweep" / "b"]))) == ["other", "sweep/b"]
     assert runs_of([tmp_path / "none"]) == [tmp_path / "none"], "which is refused where it is read"
+
+
+def test_one_recording_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("good", "spoilt"):
+        GrowingRecording(tmp_path / name, name).close()
+    (tmp_path / "spoilt" / FILE).write_bytes(b"no recording\n")
+    good, spoilt = runs_of([tmp_path])
+    assert list(read_runs([spoilt, good], view_of)) == [good]
+    assert f"left out: WORKSPACE = '{spoilt}'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="spoilt"):
+        read_runs([spoilt], view_of)

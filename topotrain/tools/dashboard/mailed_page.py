@@ -21,7 +21,7 @@ from topotrain.tools.dashboard.page_files import INDEX, LIBRARY, PageFile, page_
 from topotrain.tools.dashboard.page_json import embedded_json
 from topotrain.tools.dashboard.process_logs import tails_of
 from topotrain.tools.dashboard.run_comparison import compared
-from topotrain.tools.dashboard.run_folders import named_runs
+from topotrain.tools.dashboard.run_folders import named_runs, read_runs
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.-]+)";[ \t]*\n?', re.M)
@@ -50,10 +50,10 @@ def page_of(workspaces: Sequence[Path]) -> str:
 
     The map, the processes, the events and the logs are those of the first job. Raises ConfigError.
     """
-    named = named_runs(workspaces)
-    views = {name: view_of(workspace) for name, workspace in named.items()}
-    view = next(iter(views.values()))
-    return mailed_page(view, compared(views), tails_of(workspaces[0], view))
+    found = read_runs(workspaces, view_of)
+    views = {name: found[workspace] for name, workspace in named_runs(list(found)).items()}
+    workspace, view = next(iter(found.items()))
+    return mailed_page(view, compared(views), tails_of(workspace, view))
 
 
 def mailed_page(

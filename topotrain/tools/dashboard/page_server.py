@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from errno import EADDRINUSE
+from itertools import starmap
 from pathlib import Path
 
 from topotrain.comm.security.tls import Certificate
@@ -21,7 +22,7 @@ from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import LOGIN, PageAccess
 from topotrain.tools.dashboard.page_turns import TURN_S, PageTurns
-from topotrain.tools.dashboard.run_folders import named_runs
+from topotrain.tools.dashboard.run_folders import named_runs, read_runs
 from topotrain.tools.dashboard.web_routes import PageRoutes, WatchedRun
 from topotrain.tools.http_server import HttpServer
 from topotrain.tools.monitor.monitored_run import say
@@ -115,7 +116,8 @@ def serve_until_stopped(workspaces: Sequence[Path], options: PageOptions) -> int
     """
     with ExitStack() as stack:
         # All of a long recording is read here, and not while a browser waits for its first answer.
-        runs = [WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each)))) for each in workspaces]
+        found = read_runs(workspaces, lambda each: stack.enter_context(closing(RecordedWorkspace(each))))
+        runs = list(starmap(WatchedRun, found.items()))
         # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         bound = bind_page(options)

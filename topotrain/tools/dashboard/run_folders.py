@@ -1,10 +1,15 @@
 """The workspaces that the page shows: those named, and those in a folder of runs."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from topotrain.config.job import ConfigError
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.recording.recording_file import FILE
+
+T = TypeVar("T")
 
 _DEPTHS = ("*", "*/*")
 """Where below a folder of runs their workspaces are looked for."""
@@ -25,3 +30,21 @@ def named_runs(runs: Sequence[Path]) -> dict[str, Path]:
     """Return runs by the ends of their paths, the shortest that tell them apart."""
     shared = os.path.commonpath(os.path.abspath(run.parent) for run in runs)
     return {os.path.relpath(run, shared): run for run in runs}
+
+
+def read_runs(runs: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]:
+    """Read runs; those that cannot be read are named on stderr and left out.
+
+    Raises ConfigError if that is all of them.
+    """
+    found, refused = {}, []
+    for run in runs:
+        try:
+            found[run] = read(run)
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for why in refused:
+        say(f"left out: {why}")
+    return found
