@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site")]
+
+from reference_tables import with_tables  # noqa: E402
 
 import topotrain  # noqa: E402  - the checkout that this file is in, and no other
 from topotrain.core.events import EVENTS  # noqa: E402
@@ -120,6 +122,8 @@ def complete(app: "Sphinx", page: str, source: list[str]) -> None:
     """Complete the pages that are made of others."""
     if page == root_doc:
         source[0] += contents(app.env.found_docs)
+    elif page in {"docs/configuration", "docs/reference"}:
+        source[0] = with_tables(source[0])
     elif page.endswith("/api"):
         source[0] += other_names(source[0]) + event_entries()
 

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_tables import with_tables
 
 from topotrain.config import job as words
 from topotrain.config.field_checks import rule_of
@@ -461,11 +462,11 @@ def test_singas_numbers_stay() -> None:
 
 
 def test_the_reference_lists_every_field_as_job_proto_has_it() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = with_tables((ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
     rows: dict[str, dict[str, tuple[str, str]]] = {}
     message = ""
     for line in text.splitlines():
-        if heading := re.match(r"^## .*`(\w+)`", line):
+        if heading := re.match(r"^##+ .*`(\w+)`", line):
             message = heading[1]
         elif row := re.match(r"^\| (\d+) \| `(\w+)` \| ([^|]+?) \| (.+?) \|$", line):
             assert row[2] not in rows.setdefault(message, {}), f"{message}.{row[2]} twice"
@@ -483,7 +484,7 @@ def test_the_reference_lists_every_field_as_job_proto_has_it() -> None:
 
 
 def test_the_reference_lists_every_enum_value() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = with_tables((ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
     nested = [enum for message in PROTO.message_type for enum in message.enum_type]
     for enum in [*PROTO.enum_type, *nested]:
         for value in enum.value:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from process_pool import shell_environ
+from reference_tables import with_tables
 from test_imports import ORDER
 
 import topotrain
@@ -57,8 +58,9 @@ def fences(*languages: str) -> list[Fence]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks and its inline code."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    """A page with the tables of the site, without its fenced blocks and its inline code."""
+    text = with_tables(page.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`(?!\])", "", text)
 
 

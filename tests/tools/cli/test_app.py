@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from reference_tables import with_tables
 
 from tests.support.recorded_jobs import job_of
 from topotrain.config.job import ConfigError, Job
@@ -756,11 +757,12 @@ def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) ->
 
 
 def test_the_reference_names_every_option_and_no_other() -> None:
-    text = DOCS.read_text()
+    text = with_tables(DOCS.read_text())
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
-        table = set(re.findall(r"^\| `(--?[\w-]+)", section, re.M))
-        assert table == {*options(command)} - {"--help"}
+        table = dict(re.findall(r"^\| `(--?[\w-]+).*?` \| (.+) \|$", section, re.M))
+        assert {*table} == {*options(command)} - {"--help"}
+        assert all(len(meaning.split()) > 3 for meaning in table.values()), table
 
 
 def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, launcher: Launcher) -> None:

@@ -25,26 +25,39 @@ def chaos(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
-    kill_every: Annotated[str, Option(metavar="TIME", help="Mean time between two kills, such as 2s.")] = "2s",
+    kill_every: Annotated[str, Option(metavar="TIME", help="Mean time between two faults, such as 500ms.")] = "2s",
     lasting: Annotated[
         str, Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
     ] = "60s",
-    seed: Annotated[int, Option(metavar="N", help="Seed of the faults: times, kinds, targets.")] = 0,
+    seed: Annotated[int, Option(metavar="N", help="The seed of the random choice of time, kind and victim.")] = 0,
     freeze: Annotated[
-        float, Option(metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s.")
+        float,
+        Option(
+            metavar="SHARE",
+            min=0.0,
+            max=1.0,
+            help="This share of the faults stops a process for 0.1 to 3 s instead of killing it. "
+            "After 2 s the job ends it.",
+        ),
     ] = 0.0,
     role: Annotated[str, Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
-    pairs: Annotated[float, Option(metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")] = 0.0,
+    pairs: Annotated[
+        float, Option(metavar="SHARE", min=0.0, max=1.0, help="This share of the kills hits two processes at once.")
+    ] = 0.0,
     moments: Annotated[
         list[str] | None,
         Option(
             "--at",
             metavar="MOMENT",
-            help="Also when processes start, restart, end, or are back: start, again, end, back.",
+            help="Also kill, with a chance of 1 in 4, what has just started (start), started again (again) or finished "
+            "(end). With back, each fault follows the first step of the process that replaces the last victim, and "
+            "not the clock.",
         ),
     ] = None,
-    kills: Annotated[int, Option(metavar="N", min=0, help="End after so many faults; 0: only --for ends them.")] = 0,
-    as_json: Annotated[bool, Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+    kills: Annotated[
+        int, Option(metavar="N", min=0, help="Stop injecting after so many faults; 0: only --for ends them.")
+    ] = 0,
+    as_json: Annotated[bool, Option("--json", help="Print the summary as JSON on stdout.")] = False,
     quiet: Quiet = False,
     forkserver: Forkserver = "",
 ) -> None:

@@ -31,7 +31,9 @@ def compare(
             autocompletion=arguments.completion(lambda path: path.endswith((*JOB_ENDINGS, ".py"))),
         ),
     ],
-    out: Annotated[Path, Option(metavar="DIR", help="Folder of all results.")] = Path("workspace/compare"),
+    out: Annotated[Path, Option(metavar="DIR", help="The folder where everything is written.")] = Path(
+        "workspace/compare"
+    ),
     sets: arguments.Sets = None,
     emulate: arguments.Emulate = "",
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON on stdout, not as a table.")] = False,
@@ -105,9 +107,15 @@ def check(
     args: arguments.Args = None,
     sets: arguments.Sets = None,
     steps: Annotated[int, Option(metavar="N", min=1, help="Compare so many steps.")] = 30,
-    whole: Annotated[bool, Option("--whole", help="Compare all steps, and what follows the last.")] = False,
+    whole: Annotated[
+        bool, Option("--whole", help="Compare all steps, and what the script does after the last one.")
+    ] = False,
     eval_mode: Annotated[
-        bool, Option("--eval-mode", help="Dropout and BatchNorm as in evaluation, to see the rest.")
+        bool,
+        Option(
+            "--eval-mode",
+            help="Run dropout and batch normalization as in evaluation, to see whether the rest is equal.",
+        ),
     ] = False,
     as_json: arguments.AsJson = False,
     quiet: arguments.Quiet = False,

@@ -46,10 +46,14 @@ def job_file(help: str) -> Any:
 
 Sets = Annotated[
     list[str] | None,
-    Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+    Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Override a field of the job, such as cluster.sync_freq=4; may be given several times.",
+    ),
 ]
 Emulate = Annotated[
-    str, Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms.")
+    str, Option("--emulate", metavar="LINK", help="Emulate a slow network between the units, such as 100mbit,20ms.")
 ]
 Conf = Annotated[Path, job_file("Protobuf text format, or .yaml.")]
 Program = Annotated[
@@ -69,7 +73,8 @@ Logs = Annotated[
     Option(
         "--log",
         metavar="KIND",
-        help="Write the curves: tensorboard[:DIR], jsonl[:FILE], or python:MODULE:CLASS for a tracker; repeatable.",
+        help="Write the curves while the job runs: tensorboard[:DIR], jsonl[:FILE], or python:MODULE:CLASS for a "
+        "tracker; may be given several times.",
     ),
 ]
 Metrics = Annotated[

@@ -58,7 +58,10 @@ Where = Annotated[
 ]
 Url = Annotated[str, Argument(metavar="URL", help=f"The store; {RENDEZVOUS_VARIABLE} may name it.", show_default=False)]
 JobName = Annotated[
-    str, Option("--job", metavar="ID", help="With a store: the job, as `topotrain jobs list` shows it.")
+    str,
+    Option(
+        "--job", metavar="ID", help="With the URL of a store: the job's name there. The URL may name it, too (?job=ID)."
+    ),
 ]
 Former = Annotated[str, Option("--rendezvous", hidden=True, callback=_removed_option)]
 
@@ -139,7 +142,13 @@ def stop(where: Where = "", job: JobName = "", as_json: AsJson = False, former: 
 def snapshot(
     where: Where = "",
     job: JobName = "",
-    within: Annotated[str, Option(metavar="TIME", help="How long the snapshot may take.")] = "10s",
+    within: Annotated[
+        str,
+        Option(
+            metavar="TIME",
+            help="How long the snapshot may take, such as 30s; after that nothing changes, and a later one is kept.",
+        ),
+    ] = "10s",
     as_json: AsJson = False,
 ) -> None:
     """Let a running job take a snapshot after its next step, and go on.
@@ -159,13 +168,18 @@ def _change(
     where: Where = "",
     job: JobName = "",
     group: Annotated[
-        int | None, Option(metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
+        int | None, Option(metavar="N", help="Asynchronous jobs: the number of the worker group, from 0.")
     ] = None,
     workers: Annotated[
-        int | None, Option(metavar="N", help="Jobs of one worker group: how many workers; usually 1.")
+        int | None, Option(metavar="N", help="Jobs of one worker group: how many workers. Without this and --group, 1.")
     ] = None,
     within: Annotated[
-        str, Option(metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take.")
+        str,
+        Option(
+            metavar="TIME",
+            help="How long the snapshot of a job of one group may take; after that nothing changes. With "
+            "leave --group: how long the group may take to finish its step; after that it is ended.",
+        ),
     ] = "10s",
     as_json: AsJson = False,
 ) -> None:

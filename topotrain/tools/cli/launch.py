@@ -59,21 +59,27 @@ def _launch(
     args: arguments.Args = None,
     sets: arguments.Sets = None,
     emulate: arguments.Emulate = "",
-    rendezvous: Annotated[str, Option(metavar="URL", help="Where the units meet, instead of the workspace.")] = "",
-    nodes: Annotated[int, Option(min=0, help="On how many machines; 0: the launcher decides.")] = 0,
+    rendezvous: Annotated[
+        str, Option(metavar="URL", help="The store in which the units meet; without it, a folder in the workspace.")
+    ] = "",
+    nodes: Annotated[int, Option(metavar="N", min=0, help="On how many machines; 0: the launcher decides.")] = 0,
     hosts: Annotated[str, Option(metavar="A,B", help="Names of the machines.")] = "",
     passed: Annotated[
         list[str] | None,
-        Option("--pass", metavar="WORD", help="For the launcher's own tool, unchanged; may be given repeatedly."),
+        Option("--pass", metavar="WORD", help="An option for the tool itself, unchanged; may be given several times."),
     ] = None,
-    job_id: Annotated[str, Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
-    wait: Annotated[bool, Option("--wait", help="Follow the queued job to its end, and end with its code.")] = False,
-    max_restarts: Annotated[int, Option(metavar="N", min=0, help="All may restart N times.")] = 0,
-    image: Annotated[str, Option(help="Of the container, with the script in it.")] = "",
-    namespace: Annotated[str, Option(help="Instead of `default`.")] = "",
-    form: Annotated[str, Option("--format", metavar="KIND", help="trainjob or jobset.")] = "",
-    output: Annotated[str, Option(metavar="FILE", help="Instead of stdout.")] = "",
-    with_secret: Annotated[bool, Option("--with-secret", help="Include the job's secret.")] = False,
+    job_id: Annotated[
+        str, Option("--id", metavar="NAME", help="The job's name in the store; without it, a new one.")
+    ] = "",
+    wait: Annotated[bool, Option("--wait", help="Follow the batch job to its end, and end with its code.")] = False,
+    max_restarts: Annotated[
+        int, Option(metavar="N", min=0, help="All units may start again N times after a failure.")
+    ] = 0,
+    image: Annotated[str, Option(metavar="NAME", help="The container's image, with the script in it.")] = "",
+    namespace: Annotated[str, Option(metavar="NAME", help="The namespace of the job; without it, `default`.")] = "",
+    form: Annotated[str, Option("--format", metavar="KIND", help="trainjob (as usual) or jobset.")] = "",
+    output: Annotated[str, Option(metavar="FILE", help="Where the manifests are written; without it, to stdout.")] = "",
+    with_secret: Annotated[bool, Option("--with-secret", help="Write the job's secret, too.")] = False,
     requeue: Annotated[
         bool, Option("--requeue", help="Before the time limit save, queue the job again, and go on.")
     ] = False,

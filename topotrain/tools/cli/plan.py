@@ -23,16 +23,27 @@ def plan(
     program: arguments.Program = None,
     args: arguments.Args = None,
     sets: arguments.Sets = None,
-    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON on stdout.")] = False,
     inputs: Annotated[
         list[str] | None,
-        Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
+        Option(
+            "--input",
+            metavar="SIZES",
+            help="Split models: sizes of one argument of the forward, samples first, such as 32x1x8x8, 32x64:int64 or "
+            "mask=32x64:bool; one option per tensor, instead of what the loader's first batch tells.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, Option(metavar="FILE", help="Draw the cut graph of a split model (.png, .pdf, .svg).")
+        Path | None,
+        Option(metavar="FILE", help="Split models: draw the cut graph (.png, .pdf or .svg; needs topotrain[plot])."),
     ] = None,
     measure: Annotated[
-        bool, Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
+        bool,
+        Option(
+            "--measure",
+            help="With placement: kAuto, time the modules on this machine instead of estimating, and "
+            "print the choice as partition blocks.",
+        ),
     ] = False,
 ) -> None:
     """Show which unit runs which worker and server; nothing is started.

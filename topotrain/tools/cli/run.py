@@ -34,26 +34,43 @@ def run(
     args: arguments.Args = None,
     sets: arguments.Sets = None,
     resume: Annotated[
-        Path | None, Option(metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one.")
+        Path | None,
+        Option(
+            metavar="WORKSPACE",
+            help="Continue from the newest snapshot there, or from the one whose folder is named; JOB.conf "
+            "may be left out.",
+        ),
     ] = None,
-    report: Annotated[Path | None, Option(metavar="FILE", help="Write the result as JSON to this file.")] = None,
-    as_json: arguments.AsJson = False,
+    report: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the report to this file, also when the job fails.")
+    ] = None,
+    as_json: Annotated[
+        bool, Option("--json", help="Print the report on stdout; the program's output then goes to stderr.")
+    ] = False,
     quiet: arguments.Quiet = False,
     watch_port: WatchPort = None,
     watch_host: WatchHost = HOST,
     logs: arguments.Logs = None,
     metrics: arguments.Metrics = "",
     profile: Annotated[
-        bool, Option("--profile", help="Write a trace of one step over all processes: trace.json.")
+        bool,
+        Option(
+            "--profile",
+            help="Write trace.json, a trace of one step over all processes: step 10, or the last one of a shorter job.",
+        ),
     ] = False,
-    profile_step: Annotated[
-        int | None, Option(metavar="N", min=1, help="The step that --profile shows, instead of 10.")
-    ] = None,
+    profile_step: Annotated[int | None, Option(metavar="N", min=1, help="The same for step N, counted from 1.")] = None,
     record: Annotated[
-        Path | None, Option(metavar="FILE", help="Keep the order of decisions there, for `topotrain replay`.")
+        Path | None, Option(metavar="FILE", help="Keep the order of decisions in this file, for `topotrain replay`.")
     ] = None,
     emulate: arguments.Emulate = "",
-    rendezvous: Annotated[str, Option(metavar="URL", help="A store where the job is listed, not its workspace.")] = "",
+    rendezvous: Annotated[
+        str,
+        Option(
+            metavar="URL",
+            help="A store where the processes meet and `topotrain jobs` shows the job, instead of the workspace.",
+        ),
+    ] = "",
     forkserver: arguments.Forkserver = "",
     lecture: Annotated[str | None, Option(hidden=True, help="It was removed.")] = None,
 ) -> None:

@@ -17,7 +17,7 @@ def init(
     folder: Annotated[
         Path, Argument(metavar="FOLDER", help="Where to write; made if it is missing.", show_default=False)
     ] = Path(),
-    framework: Annotated[str, Option(metavar="NAME", help=f"Of the cluster block: {', '.join(CLUSTERS)}.")] = DEFAULT,
+    framework: Annotated[str, Option(metavar="NAME", help=f"The cluster block: {', '.join(CLUSTERS)}.")] = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
     """Write a job file and a small training script to begin with.
@@ -40,8 +40,16 @@ def doctor(
         Path | None, job_file("Check whether this job can run here; without it the machine is described.")
     ] = None,
     sets: Sets = None,
-    rendezvous: Annotated[str, Option(metavar="URL", help="Where the units meet, instead of the file's field.")] = "",
-    hosts: Annotated[str, Option(metavar="A,B", help="Names of the machines of the job.")] = "",
+    rendezvous: Annotated[
+        str, Option(metavar="URL", help="The store in which the units meet, instead of the file's `rendezvous`.")
+    ] = "",
+    hosts: Annotated[
+        str,
+        Option(
+            metavar="A,B",
+            help="Names of the machines of the job; ports and memory are then those of one machine's part.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Describe this machine, or check whether a job can run on it.

@@ -33,16 +33,33 @@ def unit(
     program: arguments.Program = None,
     args: arguments.Args = None,
     sets: arguments.Sets = None,
-    rendezvous: Annotated[str, Option(metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")] = "",
+    rendezvous: Annotated[
+        str,
+        Option(
+            metavar="URL",
+            help="The store in which all units meet; without it, TOPOTRAIN_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT.",
+        ),
+    ] = "",
     rank: Annotated[
-        int | None, Option(metavar="R", help="Which unit this is, from 0, or a launcher's variable.")
+        int | None, Option(metavar="R", help="The number of this unit, from 0; without it, a launcher's variable.")
     ] = None,
-    nprocs: Annotated[int | None, Option(metavar="N", help="How many units, or a launcher's variable.")] = None,
-    host: Annotated[str, Option(metavar="ADDR", help="The address at which other hosts reach this one.")] = "",
+    nprocs: Annotated[
+        int | None, Option(metavar="N", help="The number of units; without it, a launcher's variable.")
+    ] = None,
+    host: Annotated[
+        str,
+        Option(
+            metavar="ADDR",
+            help="The address at which other machines reach this one; without it, the local one of "
+            "the connection to the store.",
+        ),
+    ] = "",
     report: Annotated[
-        Path | None, Option(metavar="FILE", help="The leader writes the result as JSON to this file.")
+        Path | None, Option(metavar="FILE", help="The unit that leads at the end writes the report to this file.")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="The leader prints the result as JSON on stdout.")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="The unit that leads at the end prints the report on stdout.")
+    ] = False,
     quiet: arguments.Quiet = False,
     logs: arguments.Logs = None,
     metrics: arguments.Metrics = "",

@@ -36,7 +36,11 @@ WatchPort = Annotated[
 ]
 WatchHost = Annotated[
     str,
-    Option("--watch-host", metavar="ADDRESS", help=f"With --watch: of this machine, instead of {HOST}; then over TLS."),
+    Option(
+        "--watch-host",
+        metavar="ADDRESS",
+        help=f"With --watch: at this address of this machine, instead of {HOST}; then over TLS.",
+    ),
 ]
 
 
@@ -53,11 +57,20 @@ def watch(
         int | None, Option(metavar="N", parser=_port, help="Of the page; without it, any free one.")
     ] = None,
     host: Annotated[
-        str, Option(metavar="ADDRESS", help=f"Of the page, an address of this machine, not {HOST}; then over TLS.")
+        str,
+        Option(metavar="ADDRESS", help=f"Of the page: an address of this machine, instead of {HOST}; then over TLS."),
     ] = "",
-    once: Annotated[bool, Option("--once", help="Print the state of the job now, and end.")] = False,
-    html: Annotated[Path | None, Option(metavar="FILE", help="Write the page as one file to mail, and end.")] = None,
-    job: Annotated[str, Option(metavar="ID", help="With the URL of a store.")] = "",
+    once: Annotated[bool, Option("--once", help="Print the state of the job, and end.")] = False,
+    html: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Write the page into this file, with all its curves and events, and end."),
+    ] = None,
+    job: Annotated[
+        str,
+        Option(
+            metavar="ID", help="With the URL of a store in the place of WORKSPACE: what the store knows of the job."
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a job on a page in the browser, in a file, or as text.

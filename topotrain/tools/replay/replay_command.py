@@ -42,15 +42,28 @@ def replay(
     ],
     program: arguments.Program = None,
     args: arguments.Args = None,
-    until: Annotated[str, Option(metavar="VERSION", help="Stop there; G:VERSION is one of server group G.")] = "",
+    until: Annotated[
+        str,
+        Option(metavar="VERSION", help="Stop at this version of server group 0; G:VERSION is one of server group G."),
+    ] = "",
     dump: Annotated[
-        list[str] | None, Option(metavar="PARAM", help="Print this parameter; may be given several times.")
+        list[str] | None,
+        Option(
+            metavar="PARAM", help="Print this parameter at that version, or at the end; may be given several times."
+        ),
     ] = None,
     out: Annotated[Path | None, Option(metavar="FILE", help="Write what --dump names, as safetensors.")] = None,
-    compare: Annotated[Path | None, Option(metavar="FILE", help="Show the first decision that differs there.")] = None,
-    workspace: Annotated[str, Option(metavar="DIR", help="Of the replay, instead of FILE.replay.")] = "",
+    compare: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Run nothing: print the first decision in which this recording differs."),
+    ] = None,
+    workspace: Annotated[str, Option(metavar="DIR", help="The workspace of the replay, instead of FILE.replay.")] = "",
     recorded: Annotated[
-        bool, Option("--recorded", help="Run the program and arguments that FILE names, which are code.")
+        bool,
+        Option(
+            "--recorded",
+            help="Run the program and arguments that FILE names, which are code, instead of PROGRAM and ARGS.",
+        ),
     ] = False,
     as_json: arguments.AsJson = False,
     quiet: arguments.Quiet = False,

@@ -35,23 +35,42 @@ def advise(
     ] = None,
     args: arguments.Args = None,
     probe: Annotated[
-        Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; nothing is measured.")
+        Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; then nothing is measured.")
     ] = None,
-    hosts: Annotated[str, Option(metavar="N", help="How many hosts; 1 without it.")] = "",
+    hosts: Annotated[str, Option(metavar="N", help="How many hosts, each of them one unit; 1 without it.")] = "",
     link: LinkOption = "",
     cores: Cores = "",
     memory: Memory = "",
     mtbf: Mtbf = "",
-    straggler: Annotated[str, Option(metavar="NxTIMES", help="Host N (with one host: worker N) is slower: 1x4.")] = "",
+    straggler: Annotated[
+        str,
+        Option(
+            metavar="NxTIMES",
+            help="Host N, from 0, computes so many times as long, such as 1x4; with one host: worker N.",
+        ),
+    ] = "",
     job: Annotated[
-        Path | None, Option(metavar="JOB.conf", help="Its other fields are kept, and its layout is compared.")
+        Path | None,
+        Option(metavar="JOB.conf", help="A job whose other fields are kept, and whose layout is a candidate."),
     ] = None,
     sync: Annotated[bool, Option("--sync", help="Only layouts that compute the same as one process.")] = False,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write the advised job here, such as best.conf.")] = None,
+    out: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Write the advised layout as a job file, with the reason as a comment."),
+    ] = None,
     tried: Annotated[
-        int, Option("--try", metavar="N", min=0, help="Run the best N here for some seconds, and compare.")
+        int,
+        Option(
+            "--try",
+            metavar="N",
+            min=0,
+            help="Run the advised layout and the next N - 1 here for 5 seconds of steps each, and print "
+            "predicted beside measured.",
+        ),
     ] = 0,
-    within: Annotated[str, Option(metavar="TIME", help="After it no further block is rehearsed.")] = "60s",
+    within: Annotated[
+        str, Option(metavar="TIME", help="After this time no further layout is rehearsed; the others have bounds only.")
+    ] = "60s",
     as_json: Annotated[bool, Option("--json", help="Print the advice as JSON on stdout.")] = False,
     forkserver: arguments.Forkserver = "",
     running: Annotated[str | None, Option(hidden=True, help="It was removed.")] = None,

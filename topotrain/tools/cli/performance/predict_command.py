@@ -15,11 +15,13 @@ _LATE_S = 3.0
 """Seconds after which a rehearsal is shown."""
 
 LinkOption = Annotated[
-    str, Option("--link", metavar="LINK", help="Of each host, such as 100mbit,20ms; shared by its processes.")
+    str, Option("--link", metavar="LINK", help="The link of each host, such as 100mbit,20ms; its processes share it.")
 ]
-Memory = Annotated[str, Option("--memory", metavar="SIZE", help="Of each host, such as 16GB.")]
-Mtbf = Annotated[str, Option("--mtbf", metavar="TIME", help="Mean time between failures of a host, such as 30d.")]
-Cores = Annotated[str, Option("--cores", metavar="N", help="Of each host; else those of the probed machine.")]
+Memory = Annotated[
+    str, Option("--memory", metavar="SIZE", help="Memory of each host, such as 16GB; what needs more is refused.")
+]
+Mtbf = Annotated[str, Option("--mtbf", metavar="TIME", help="Mean time between two failures of a host, such as 30d.")]
+Cores = Annotated[str, Option("--cores", metavar="N", help="Cores of each host; else those of the probed machine.")]
 
 
 def predict(
@@ -27,9 +29,12 @@ def predict(
     program: arguments.Program = None,
     args: arguments.Args = None,
     probe: Annotated[
-        Path | None, Option(metavar="FILE", help="What `topotrain probe` has written; without PROGRAM probe.json.")
+        Path | None,
+        Option(metavar="FILE", help="What `topotrain probe` has written; without it and without PROGRAM, probe.json."),
     ] = None,
-    hosts: Annotated[str, Option(metavar="N", help="Of the job; else one, or with --link one for each unit.")] = "",
+    hosts: Annotated[
+        str, Option(metavar="N", help="Hosts of the job; else one, or with --link one for each unit.")
+    ] = "",
     link: LinkOption = "",
     cores: Cores = "",
     straggler: Annotated[str, Option(metavar="NxF", help="Worker N computes F times as long, such as 1x4.")] = "",
@@ -37,7 +42,7 @@ def predict(
     mtbf: Mtbf = "",
     emulate: arguments.Emulate = "",
     sets: arguments.Sets = None,
-    seed: Annotated[int, Option(metavar="N", min=0, max=_MOST_SEED, help="Of the random draws.")] = 0,
+    seed: Annotated[int, Option(metavar="N", min=0, max=_MOST_SEED, help="The seed of the random draws.")] = 0,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Write a step for Perfetto, as `run --profile` does.")
     ] = None,

@@ -24,7 +24,7 @@ def probe(
     program: arguments.Program = None,
     args: arguments.Args = None,
     duration: Annotated[
-        str, Option("--seconds", metavar="TIME", help="That the measurement may take, about; at least 10.")
+        str, Option("--seconds", metavar="TIME", help="What the measurement may take, about; at least 10.")
     ] = "30",
     out: Annotated[Path, Option(metavar="FILE", help="Where the probe is written.")] = Path("probe.json"),
     as_json: Annotated[bool, Option("--json", help="Print the probe as JSON on stdout, too.")] = False,
