@@ -1,4 +1,4 @@
-"""Each setting of the conf once, through real processes: it trains, and does what it says."""
+"""Settings of the conf together, through real processes. What each does is asserted in process."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
+from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors import safe_open
 
@@ -18,31 +18,43 @@ ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.02 step_con
 
 
 @pytest.mark.parametrize(
-    ("cluster", "extra", "args"),
+    ("cluster", "extra", "optimizer", "samples"),
     [
-        (DOWNPOUR, "warmup_steps: 4", []),
-        (HOGWILD, "warmup_steps: 4", []),
-        (HOGWILD + " n_push: 3 n_fetch: 2", "", []),
-        (HOGWILD + " agreement: kRingAverage sync_freq: 2 transport: kTcp", "", []),
-        (HOGWILD.replace("nserver_groups: 3", "nserver_groups: 0"), "", []),
-        (DOWNPOUR + " max_staleness: 0", "", []),
-        (DOWNPOUR + " max_staleness: 1", "shard: kStatic", []),
-        (SANDBLASTER + " slicing: kTensor", "", ["--optimizer", "Muon"]),
-        (SANDBLASTER + " shares: [2, 1, 1]", "grads: kHidden", ["--optimizer", "AdamW"]),
-        (ALLREDUCE, ADAM, ["--optimizer", "conf"]),
-        (ALLREDUCE + " engine: kGloo", "", []),
-        (ALLREDUCE + " algorithm: kRing", "grads: kHidden", []),
-        ("nworkers_per_group: 2", "per_worker_batch: true reduce: kMean", []),
-        ("nworker_groups: 4 nserver_groups: 2 nservers_per_group: 2 nservers_per_procs: 2", "", []),
+        (
+            "nworker_groups: 4 nserver_groups: 2 nservers_per_group: 2 nservers_per_procs: 2 n_push: 3 n_fetch: 2 "
+            "agreement: kRingAverage sync_freq: 2 transport: kTcp max_staleness: 1",
+            "warmup_steps: 4 shard: kStatic",
+            "SGD",
+            {(group, 0): 24 for group in range(4)},
+        ),
+        (
+            f"{DOWNPOUR} max_staleness: 0 slicing: kTensor shares: [2, 1]",
+            "grads: kHidden shard: kStatic",
+            "Muon",
+            {(group, index): (32, 16)[index] for group in range(2) for index in range(2)},
+        ),
+        (
+            f"{ALLREDUCE} algorithm: kRing",
+            f"per_worker_batch: true reduce: kMean {ADAM}",
+            "conf",
+            {(0, 0): 36, (0, 1): 36, (0, 2): 24},
+        ),
+        ("nworker_groups: 3 nserver_groups: 0", "", "SGD", None),
     ],
+    ids=["groups of servers", "one group of servers", "ring", "no servers"],
 )
-def test_it_trains(runner: JobRunner, cluster: str, extra: str, args: list[str]) -> None:
-    ended = runner.run(cluster, "small.py", *args, extra=extra)
+def test_it_trains(
+    runner: JobRunner, cluster: str, extra: str, optimizer: str, samples: dict[tuple[int, int], int] | None
+) -> None:
+    """`samples`: those of each worker in an epoch, where they are not leased."""
+    ended = runner.run(cluster, "small.py", "--optimizer", optimizer, extra=extra)
     metrics = ended.report["metrics"]
     assert metrics["loss"] < START
     assert metrics["epochs"] == 6
-    samples = sum(process["samples"] for process in ended.report["processes"])
-    assert samples == 96 * 6
+    processes = ended.report["processes"]
+    assert sum(process["samples"] for process in processes) == 96 * 6
+    found = {tuple(process["workers"][0]): process["samples"] // 6 for process in processes if process["workers"]}
+    assert samples is None or found == samples
     assert all(torch.isfinite(value).all() for value in ended.final.values() if value.is_floating_point())
 
 
