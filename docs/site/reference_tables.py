@@ -1,4 +1,8 @@
-"""Tables of the reference pages: fields from the comments of job.proto, options from the help of the commands."""
+"""Tables of the reference pages, each from the place that the program reads.
+
+Fields and their meanings are from job.proto, refused combinations from the rules that check them, and options from the
+help of the commands.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -7,6 +11,8 @@ from typing import Any
 from typer import Context
 from typer.main import get_command
 
+from topotrain.config import job
+from topotrain.config.combinations import contributed
 from topotrain.config.proto_schema import FILE, schema
 from topotrain.tools.cli.app import app
 
@@ -14,17 +20,19 @@ SECTIONS = re.compile(r"^(?=## )", re.MULTILINE)
 """Where a page is cut: before each heading of the second level."""
 HELP = re.compile(r"^`topotrain (\w+)[ A-Z]* --help` lists the options\.", re.MULTILINE)
 """The sentence of a page that the options of a command follow."""
+EXCLUDED = "## Values that exclude each other\n"
+"""The section with the refused combinations."""
 
 
 def with_tables(page: str) -> str:
-    """Return a page with the fields of the messages in its headings, and the options of its commands."""
-    sections = SECTIONS.split(page)
-    return "".join(
-        _with_fields(HELP.sub(lambda found: f"{found[0]}\n\n{options(found[1])}\n\n", each)) for each in sections
-    )
+    """Return a page with the tables of its commands, of the messages in its headings, and of refused combinations."""
+    page = HELP.sub(lambda found: f"{found[0]}\n\n{options(found[1])}\n\n", page)
+    return "".join(map(_with_fields, SECTIONS.split(page)))
 
 
 def _with_fields(section: str) -> str:
+    if section.startswith(EXCLUDED):
+        return f"{section}\n{refusals()}\n"
     names = re.findall(r"`(\w+Proto)`", section.partition("\n")[0]) if section.startswith("## ") else []
     parts = ((f"### `{name}`\n\n" if len(names) > 1 else "") + fields(name) for name in names)
     return section + "".join(f"{part}\n\n" for part in parts)
@@ -38,6 +46,12 @@ def fields(message: str) -> str:
         (str(field.number), f"`{field.name}`", _default(field), rows.get(field.name, "")) for field in described.field
     )
     return "\n".join((*([text, ""] if text else ()), *_table(("#", "field", "default", "meaning"), table)))
+
+
+def refusals() -> str:
+    """Return the table of the combinations of fields that a job refuses."""
+    rows = ((f"`{row.field}`", row.accepted) for row in (*job.COMBINATIONS, *contributed()))
+    return "\n".join(_table(("field", "accepted"), rows))
 
 
 def _comments(message: str) -> tuple[str, dict[str, str]]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reference_tables import with_tables
 
 from topotrain.config import job as words
+from topotrain.config.combinations import contributed
 from topotrain.config.field_checks import rule_of
 from topotrain.config.job import (
     Cluster,
@@ -481,6 +482,14 @@ def test_the_reference_lists_every_field_as_job_proto_has_it() -> None:
             expected[field.name] = (str(field.number), default)
         assert rows.pop(proto.name, {}) == expected, proto.name
     assert not rows
+
+
+def test_the_reference_lists_every_refused_combination() -> None:
+    page = with_tables((ROOT / "docs" / "configuration.md").read_text(encoding="utf-8"))
+    section = page.split("## Values that exclude each other\n")[1]
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+) \|$", section, re.MULTILINE)
+    assert rows == [(row.field, row.accepted) for row in (*words.COMBINATIONS, *contributed())]
+    assert len(rows) > 100 and all(accepted for _, accepted in rows)
 
 
 def test_the_reference_lists_every_enum_value() -> None:
