@@ -1,16 +1,15 @@
 """Jobs with delayed Nesterov momentum outside, and what a snapshot's outer optimizer may be followed by."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from in_process_job import mlp, run_hosted, run_local, vectors
+from in_process_job import mlp, run_local, vectors
 from test_same_bits import OUTER, adamw, assert_same_bits, building, expected, job, script
 
-from topotrain.config.job import ConfigError, Merge, TransportChoice, UpdaterType
+from topotrain.config.job import ConfigError, Merge, UpdaterType
 from topotrain.core.optim.adapter import describe_all
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.extensions.checkpointing.shard_snapshot import check_same
@@ -43,16 +42,6 @@ def test_without_a_delay_it_is_the_job_of_nesterov() -> None:
     batches = vectors(3 * 13)
     found, plain = (run_local(each, building(mlp, adamw), script(batches, 3)).values for each in (delayed(1), job()))
     assert_same_bits(found, plain)
-
-
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
-def test_the_transport_changes_no_bit(
-    transport: TransportChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = vectors(3 * 21)
-    made = delayed(3, transport=transport, nservers_per_group=2)
-    found = run_hosted(made, building(mlp, adamw), script(batches, 3), tmp_path)
-    assert_same_bits(found.values, wanted(batches, 3, monkeypatch))
 
 
 def test_fragments_count_for_themselves() -> None:

@@ -105,8 +105,9 @@ def test_the_layout_changes_no_bit(cluster: dict[str, Any], groups: int, make: t
     assert_same_bits(found.values, by_hand((4, 2, 1, Keep.kAdd), batches, groups, make))
 
 
-@pytest.mark.parametrize("case", [IN_STEP, CASES[1]], ids=str)
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+@pytest.mark.parametrize(
+    ("transport", "case"), [(TransportChoice.kShm, IN_STEP), (TransportChoice.kTcp, CASES[1])], ids=str
+)
 def test_the_transport_changes_no_bit(transport: TransportChoice, case: Case, tmp_path: Path) -> None:
     batches = vectors(2 * 9)
     wanted = pairs(case, transport=transport, nservers_per_group=2)

@@ -254,8 +254,9 @@ def test_values_are_not_overwritten_while_the_device_reads_them(made):
 
 
 @late_copiers
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp], ids=lambda r: r.name)
-@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
+@pytest.mark.parametrize(
+    ("layout", "transport"), [("sandblaster", TransportChoice.kShm), ("allreduce", TransportChoice.kTcp)]
+)
 def test_over_real_transports(layout, transport, made, tmp_path):
     job, script = job_of(layout, transport=transport), usual_loop(vectors(5))
     assert run_hosted(job, building(), script, tmp_path).same_bits(reference(job, building(), script))

@@ -36,8 +36,9 @@ def test_the_values_are_those_of_the_step(model, layout, more, shared):
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
 
 
-@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
+@pytest.mark.parametrize(
+    ("transport", "layout"), [(TransportChoice.kShm, "sandblaster"), (TransportChoice.kTcp, "allreduce")]
+)
 def test_over_real_transports(transport, layout, tmp_path):
     job, build, script = job_of(layout, transport=transport, **LAZY), building(Cnn, adam), usual_loop(images(5))
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
