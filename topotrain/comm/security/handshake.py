@@ -190,7 +190,8 @@ def _answer(turns: "_Turns", identity: Identity, attached: Container[Address]) -
     low, high, job = fields[:3]
     version = min(high, VERSIONS[1])
     if version < max(low, VERSIONS[0]):
-        raise Refused("VERSION", f"you speak protocol {_versions(low, high)}, we speak {_versions(*VERSIONS)}")
+        known = f"you speak protocol {_versions(low, high)}, we speak {_versions(*VERSIONS)}"
+        raise Refused("VERSION", f"{known}: all machines need the same topotrain")
     # `compare_digest` takes equally long whatever differs, so a stranger learns nothing from the time.
     if not hmac.compare_digest(job, _job_hash(identity)):
         raise Refused("JOB", "this process belongs to another job")
