@@ -315,7 +315,7 @@ def test_the_plan_sees_all_models(monkeypatch):
         iter(batches)
     request = seen.value.request
     arguments = PreparedArguments(request.model, request.optimizers, request.loader)
-    assert [(p.name, p.optimizer) for p in arguments.parameters()] == [
+    assert [(p.name, p.optimizer) for p in arguments.parts().parameters] == [
         ("0.weight", 0),
         ("0.bias", 0),
         ("1.weight", 1),

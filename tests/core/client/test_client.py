@@ -172,9 +172,12 @@ def test_buckets_of_others_are_refused():
 def test_bodies_are_received_where_they_belong():
     harness = ClientHarness()
     bucket = harness.map.buckets_of(0)[0]
-    mean = m.ReducedGradient(0, 0, bucket.id, b"\x01")
+    harness.exchange.gradients.end_backward(0, 0, 1.0, 0)
+    mean, earlier = (m.ReducedGradient(step, 0, bucket.id, b"\x01") for step in (0, -1))
     assert harness.exchange.place(SERVERS[0], mean, True) is None
-    assert harness.exchange.place(SERVERS[0], mean, False).data_ptr() == harness.flats.view("mean", bucket).data_ptr()
+    for message, name in ((mean, "mean"), (earlier, "unwanted")):
+        place = harness.exchange.place(SERVERS[0], message, False)
+        assert place.data_ptr() == harness.flats.view(name, bucket).data_ptr()
     buffer = harness.exchange.place(SERVERS[0], m.ModelBufferValue(0, 2), False)
     assert buffer.nbytes == 8  # num_batches_tracked
     assert harness.exchange.place(SERVERS[0], m.ModelBufferValue(0, 9), False) is None

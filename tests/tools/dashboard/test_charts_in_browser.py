@@ -187,7 +187,7 @@ def test_runs_side_by_side_with_one_hidden(browser: Browser, tmp_path: Path) -> 
     shown(browser, tmp_path, views["a/one"], compared(views))
     row = "return [...document.querySelectorAll('#run-rows tr')[arguments[0]].children].map((one) => one.textContent)"
     cells = browser.script(row, 1)
-    assert cells[1:] == ["b", "ended", "Hogwild", "2", "2", "2", "240", "0.1004", "240", "0:04:00"]
+    assert cells[1:] == ["b", "ended", "Hogwild", "2", "2", "2", "240", "0.1004", "240", "4:00"]
     found = traces(browser, "Loss")
     assert len(found) == 3 and len({one["line"]["color"] for one in found}) == 3
     assert [one["meta"] for one in found] == list(views)

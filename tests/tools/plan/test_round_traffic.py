@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from topotrain.config.job import Cluster, Job, Link, LRGen, Updater
+from topotrain.config.job import Cluster, Grads, Job, Link, LRGen, Updater
 from topotrain.config.sharding import Parameter
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 from topotrain.tools.plan.round_traffic import RoundTraffic, link_mbit, link_seconds
@@ -135,6 +135,13 @@ def test_a_step_moves_gradients_up_and_values_down(settings: dict[str, Any], nby
     saves = "compression" not in settings
     assert (found.step.by, "With compression: kFp16" in words(found)) == ("kFp16" if saves else "", saves)
     assert found.as_data()["step"]["nbytes"] == found.step.nbytes
+
+
+def test_a_compression_that_the_layout_refuses_is_not_offered() -> None:
+    cluster = Cluster(nworkers_per_group=4, server_worker_separate=True, backup=1)
+    step = plan(Job(cluster=cluster, grads=Grads.kHidden, per_worker_batch=True), MODEL).step
+    assert step is not None
+    assert (step.nbytes, step.by) == (4 * 4 * ELEMENTS, "")
 
 
 @pytest.mark.parametrize("settings", [{}, {"n_push": 2, "n_fetch": 2}, {"transport": "kShm", "nworkers_per_group": 2}])

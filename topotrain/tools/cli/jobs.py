@@ -270,11 +270,12 @@ def _request(where: str, job: str, wish: "JobRequest", as_json: bool) -> None:
     """Send a request to a job, and print its answer. Raises ConfigError or BadInput."""
     from topotrain.launch.store_requests import ask_anywhere, ask_over_store
 
+    place = None if is_folder(where, job) else _job_of_store(where, job)
     with _notice(), _store_errors():
-        if is_folder(where, job):
+        if place is None:
             answer = ask_anywhere(Path(where), wish, os.environ)
         else:
-            answer = ask_over_store(*_job_of_store(where, job), wish, os.environ)
+            answer = ask_over_store(*place, wish, os.environ)
     _print(answer, as_json)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from topotrain.config.job import Cluster, Compression, Grads, Job, TransportChoice
+from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, TransportChoice
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Topology
 from topotrain.extensions.compression.encoded_sizes import encoded_bytes, has_codec, of_replies
@@ -151,18 +151,21 @@ def step_traffic(job: Job, topology: Topology, slices: SliceMap) -> StepTraffic 
         together |= summed and len(set(found)) < len(found)
     visible = job.grads is Grads.kVisible and topology.workers_per_group > 1
 
-    def busiest(compression: Compression, means: bool) -> int:
-        kinds = compression, of_replies(replace(cluster, compression=compression))
+    def busiest(cluster: Cluster, means: bool) -> int:
+        kinds = cluster.compression, of_replies(cluster)
         pushes, pulls = (_by_shard(slices, _sizes(cluster, kind, slices)) for kind in kinds)
         came, went = _over_links(units, workers, pushes, [pull * (1 + means) for pull in pulls])
         return max(*came.values(), *went.values())
 
     # Workers that are summed get the means also where no script reads them.
-    nbytes = busiest(cluster.compression, visible and together)
-    means = busiest(cluster.compression, visible) - nbytes
+    nbytes = busiest(cluster, visible and together)
+    means = busiest(cluster, visible) - nbytes
     if cluster.compression is not Compression.kNone:
         return StepTraffic(nbytes, means)
-    saving = busiest(Compression.kFp16, False)
+    try:
+        saving = busiest(replace(cluster, compression=Compression.kFp16), False)
+    except ConfigError:  # not in this layout
+        saving = nbytes
     return StepTraffic(nbytes, means, saving, Compression.kFp16.value if saving < nbytes else "")
 
 
