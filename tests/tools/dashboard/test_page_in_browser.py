@@ -11,7 +11,7 @@ from growing_recording import STARTED, GrowingRecording, step
 from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
-from topotrain.core.events import Logged
+from topotrain.core.events import Logged, Slices, Started
 from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
 from topotrain.tools.dashboard.web_routes import WatchedRun
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
@@ -277,6 +277,20 @@ def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_p
     print(f"200 processes, the slider moves in each frame: {frames}")
     # The rate itself depends on what else the machine does; the processor time of a frame hardly does.
     assert frames.busy_ms <= 1000 / 20
+
+
+def test_slices_that_come_after_a_server_was_chosen_are_shown(browser: Browser, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = stack.enter_context(closing(GrowingRecording(tmp_path, "job", server_worker_separate=True)))
+        job.add(1.0, Started("server 0/0", 7))
+        run = WatchedRun(tmp_path, stack.enter_context(closing(RecordedWorkspace(tmp_path))))
+        browser.driver.get(stack.enter_context(served_page(bind_page(PageOptions()), [run], turn_s=0.05)))
+        browser.wait("return document.querySelector(\"[data-name='server 0/0']\") !== null")
+        browser.click("[data-name='server 0/0']")
+        assert browser.script("return document.getElementById('details-slices').hidden")
+        job.add(2.0, Slices("server 0/0", ("layers.0.weight",), (0,), (12,)))
+        browser.wait("return document.getElementById('details-slice-rows').textContent.includes('layers.0.weight')")
+        browser.driver.get("about:blank")
 
 
 def test_a_second_run_comes_after_a_refused_connection_and_charts_go_with_their_job(

@@ -22,14 +22,23 @@ export class ProcessDetails {
     byId("details-log").hidden = true;
     setText(byId("details-log-text"), "");
     if (name === null) return;
-    const process = view.processes.find((one) => one.name === name);
-    const { pid, slices = [] } = process;
     setText(byId("details-title"), name);
+    this._slices = null;
+    this.update(view);
+    this._showLog();
+  }
+
+  /** Show what is new of the process: its number after another start, and a server's slices, which come after its start. */
+  update(view) {
+    const process = view.processes.find((one) => one.name === this._name);
+    if (process === undefined) return;
+    const { pid, slices = [] } = process;
     setText(byId("details-place"), [placeOf(process), pid ? `process ${pid}` : ""].filter(Boolean).join(" · "));
+    if (this._slices?.length === slices.length) return;
+    this._slices = slices;
     byId("details-slices").hidden = slices.length === 0;
     byId("details-slice-rows").replaceChildren(...slices.map((slice) => make("tr", {}, [make("td", { text: slice.name }),
       make("td", { text: numberText(slice.first) }), make("td", { text: numberText(slice.count) })])));
-    this._showLog();
   }
 
   /** Read the log again. Called when the server has just sent something of a running job: so it is still there. */

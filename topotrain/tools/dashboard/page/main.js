@@ -40,6 +40,7 @@ class Page {
     this._header(this._view);
     this.onConnection(this._connection);
     this._events.update(this._view);
+    this._details.update(this._view);
     this._charts.show(this._view);
     this._bar.setEnd(this._view.end, this._view.running && this._source.live);
     if (this._view.running && this._source.live) this._details.refresh();
