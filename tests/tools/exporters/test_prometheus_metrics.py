@@ -240,6 +240,10 @@ def test_silent_and_slow_clients_take_a_bounded_number_of_threads(monkeypatch: p
             with suppress(OSError):  # pushed out
                 sock.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
         assert fetch(export.url)[0] == 200, "a newcomer pushes one of them out"
+        until = time.monotonic() + 20.0
+        while threading.active_count() - before > MAX_UNPROVEN + 2:  # threads of those pushed out are ending
+            assert time.monotonic() < until
+            time.sleep(0.02)
         # A byte now and then is no reason to wait longer.
         while any(_takes(sock) for sock in slow):
             assert threading.active_count() - before <= MAX_UNPROVEN + 2
