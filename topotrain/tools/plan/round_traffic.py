@@ -143,12 +143,8 @@ def step_traffic(job: Job, topology: Topology, slices: SliceMap) -> StepTraffic 
         return None
     units = [topology.unit_of(server) for server in topology.servers(0)]
     # The workers of a host are summed before the link where they can be.
-    summed = not refusal(job, topology)
-    workers, together = Counter[int](), False
-    for group in range(topology.worker_groups):
-        found = [topology.unit_of(worker) for worker in topology.workers(group)]
-        workers.update(set(found) if summed else found)
-        together |= summed and len(set(found)) < len(found)
+    workers = _workers_by_unit(topology, summed=not refusal(job, topology))
+    together = workers.total() < topology.worker_groups * topology.workers_per_group
     visible = job.grads is Grads.kVisible and topology.workers_per_group > 1
 
     def busiest(cluster: Cluster, means: bool) -> int:
@@ -186,10 +182,7 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
     # Of each bucket a worker sends its gradient to the one that adds it up, or the mean to all others.
     in_group = 2 * (workers - 1) * plain // workers
     busiest = max(received, key=lambda unit: max(received[unit], sent[unit]))
-    inside = Counter(
-        topology.unit_of(worker) for group in range(topology.worker_groups) for worker in topology.workers(group)
-    )
-    link_in, link_out = _over_links(units, inside, pushes, pulls, workers)
+    link_in, link_out = _over_links(units, _workers_by_unit(topology), pushes, pulls, workers)
     hardest = max(units, key=lambda unit: max(link_in[unit], link_out[unit]))
     link = HostLink(len({*units}), link_in[hardest], link_out[hardest], cluster.server_worker_separate)
     if cluster.link is not None and cluster.link.bandwidth is not None:
@@ -204,6 +197,15 @@ def round_traffic(cluster: Cluster, topology: Topology, slices: SliceMap) -> Rou
         encoding=_encoding(cluster),
         link=link,
     )
+
+
+def _workers_by_unit(topology: Topology, summed: bool = False) -> Counter[int]:
+    """Count the workers of each unit; summed: those of a group in a unit are one."""
+    found = Counter[int]()
+    for group in range(topology.worker_groups):
+        units = [topology.unit_of(worker) for worker in topology.workers(group)]
+        found.update(set(units) if summed else units)
+    return found
 
 
 def _over_links(

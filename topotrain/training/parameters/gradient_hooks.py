@@ -372,8 +372,8 @@ class MeanPath(GradientPath, MeanReader):
             self._keep_sums()
 
     def _may_be_lazy(self) -> bool:
-        # A script that looks at each step's means gets them earlier if nobody has to ask. Of parameters on a device a
-        # script could take other kernels for a gradient of another class, with other last bits.
+        # The means that a script reads at each step are there earlier without a request. For a gradient of another
+        # class on a device, torch could take other kernels, with other last bits.
         return (
             self._gradients.keeps
             and self._reads < _ALWAYS_READ

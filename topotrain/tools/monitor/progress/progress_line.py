@@ -59,7 +59,7 @@ class ProgressLine:
 
 @contextmanager
 def progress_line(quiet: bool = False, late_s: float = 0.0) -> Iterator[ProgressLine]:
-    """Return the line of a block, at whose end it is cleared."""
+    """Yield a line, and clear it at the end of the block."""
     line = ProgressLine(quiet, late_s)
     try:
         yield line
