@@ -47,7 +47,6 @@ class PreparedJob:
             "cursor": 1000,
             "job": self._job(),
             "processes": [self._process(number, name) for number, name in enumerate(workers + servers)],
-            "connections": [{"from": worker, "to": server} for worker in workers for server in servers],
             "series": self._series(workers, servers),
             "states": {name: self._states(number, name) for number, name in enumerate(workers + servers)},
             "story": [
@@ -99,27 +98,26 @@ class PreparedJob:
     def _series(self, workers: list[str], servers: list[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
 
-        def add(metric: str, of: str, unit: str, value: Any) -> None:
+        def add(metric: str, of: str, value: Any) -> None:
             times = [self.seconds * (n + 1) / self.points for n in range(self.points)]
             points = [[at, 2 * (n + 1), value(n)] for n, at in enumerate(times)]
-            found.append({"id": f"{of}:{metric}", "metric": metric, "of": of, "unit": unit, "points": points})
+            found.append({"id": f"{of}:{metric}", "metric": metric, "of": of, "points": points})
 
         for group in range(self.groups):
-            add("loss", f"group {group}", "", lambda n, g=group: 2.3 * math.exp(-n / 35) + 0.1 + 0.03 * math.sin(n + g))
+            add("loss", f"group {group}", lambda n, g=group: 2.3 * math.exp(-n / 35) + 0.1 + 0.03 * math.sin(n + g))
         for number, worker in enumerate(workers):
             speed = 40.0 if int(worker.split()[1].split("/")[0]) == self.slow else 100.0
-            add("loss", worker, "", lambda n, k=number: 2.3 * math.exp(-n / 35) + 0.1 + 0.05 * math.sin(n + k))
-            add("samples_per_s", worker, "1/s", lambda n, k=number, s=speed: s + 4 * math.sin(n / 3 + k))
-            add("waiting_share", worker, "", lambda n, k=number: 0.3 + 0.1 * math.sin(n / 5 + k))
-            add("staleness_mean", worker, "", lambda n, k=number: 1.5 + 0.3 * math.sin(n / 9 + k))
-            add("staleness_p95", worker, "", lambda n, k=number: 3.0 + 0.3 * math.sin(n / 9 + k))
-            add("staleness_max", worker, "", lambda n, k=number: 4.0 + n // 60)
-            add("log:accuracy", worker, "", lambda n, k=number: 1 - math.exp(-n / 40) + 0.01 * math.sin(n + k))
+            add("loss", worker, lambda n, k=number: 2.3 * math.exp(-n / 35) + 0.1 + 0.05 * math.sin(n + k))
+            add("samples_per_s", worker, lambda n, k=number, s=speed: s + 4 * math.sin(n / 3 + k))
+            add("waiting_share", worker, lambda n, k=number: 0.3 + 0.1 * math.sin(n / 5 + k))
+            add("staleness_mean", worker, lambda n, k=number: 1.5 + 0.3 * math.sin(n / 9 + k))
+            add("staleness_p95", worker, lambda n, k=number: 3.0 + 0.3 * math.sin(n / 9 + k))
+            add("staleness_max", worker, lambda n, k=number: 4.0 + n // 60)
+            add("log:accuracy", worker, lambda n, k=number: 1 - math.exp(-n / 40) + 0.01 * math.sin(n + k))
         for number, name in enumerate(workers + servers):
-            add("memory_bytes", name, "B", lambda n, k=number: 2.4e8 + 1e6 * k + 4e5 * math.sin(n / 10))
+            add("memory_bytes", name, lambda n, k=number: 2.4e8 + 1e6 * k + 4e5 * math.sin(n / 10))
+            add("bytes_per_s", name, lambda n, k=number: 2e6 * (1 + k) + 1e5 * math.sin(n))
         for number, server in enumerate(servers):
-            add("updates_per_s", server, "1/s", lambda n, k=number: 60 + 3 * math.sin(n / 4 + k))
-            for worker in workers:
-                add("bytes_per_s", f"{worker}>{server}", "B/s", lambda n, k=number: 2e6 * (1 + k) + 1e5 * math.sin(n))
-        add("staleness_bound", "job", "", lambda n: 6.0)
+            add("updates_per_s", server, lambda n, k=number: 60 + 3 * math.sin(n / 4 + k))
+        add("staleness_bound", "job", lambda n: 6.0)
         return found

@@ -150,7 +150,13 @@ def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
     found.Reload()
     tags = set(found.Tags()["scalars"])
     assert tags >= {f"{name}/worker 1/0" for name in ("loss", "staleness_mean", "staleness_p95", "staleness_max")}
-    assert tags >= {"loss/group 0", "loss/group 1", 'log/accuracy "of" all/worker 0/0', "memory_bytes/server 0/0"}
+    assert tags >= {
+        "bytes_per_s/worker 0/0",
+        "loss/group 0",
+        "loss/group 1",
+        'log/accuracy "of" all/worker 0/0',
+        "memory_bytes/server 0/0",
+    }
     loss = found.Scalars("loss/worker 1/0")
     assert [(point.step, point.value) for point in loss] == [(number, 0.75) for number in range(1, 13)]
     assert began <= loss[0].wall_time <= loss[-1].wall_time <= time.time()

@@ -94,11 +94,10 @@ def _of_processes(series: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def _values(series: Mapping[str, Any], at: Any, away: Mapping[str, Any]) -> Any:
-    """Return values of a series at these times; NaN: one of its processes has none."""
+    """Return values of a series at these times; NaN: its process has none."""
     values = _at(series["points"], 2, at)
-    for name in series["of"].split(">"):
-        if name in away:
-            values[away[name]] = np.nan
+    if series["of"] in away:
+        values[away[series["of"]]] = np.nan
     return values
 
 

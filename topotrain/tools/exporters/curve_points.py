@@ -7,9 +7,6 @@ from typing import Any
 
 from topotrain.tools.recording.job_history import HistoryStart, JobHistory
 
-_LEFT_OUT = ("bytes_per_s",)
-"""Of these curves there is one for each pair of processes."""
-
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
@@ -51,8 +48,7 @@ class CurveReader:
 
     def _points(self, delta: dict[str, Any], start: HistoryStart) -> Iterator[CurvePoint]:
         for series in delta["series"]:
-            if series["metric"] not in _LEFT_OUT:
-                for at, step, value in series["points"]:
-                    number = math.nan if value is None else float(value)
-                    time = start.time + at - start.at
-                    yield CurvePoint(time, int(step), series["of"], series["metric"], number)
+            for at, step, value in series["points"]:
+                number = math.nan if value is None else float(value)
+                time = start.time + at - start.at
+                yield CurvePoint(time, int(step), series["of"], series["metric"], number)

@@ -17,16 +17,6 @@ GROUP_S = 0.5
 """Seconds between two points of a group's loss, except the last one."""
 MOST_STATES = 1000
 MOST_STORIES = 1000
-UNITS = {
-    "samples_per_s": "samples/s",
-    "staleness_mean": "versions",
-    "staleness_p95": "versions",
-    "staleness_max": "versions",
-    "staleness_bound": "versions",
-    "bytes_per_s": "B/s",
-    "memory_bytes": "B",
-    "updates_per_s": "updates/s",
-}
 _PASSING = frozenset({"computes", "waits", "applies"})
 _MINOR = frozenset({"notice", "skipped", "evaluation", "snapshot"})
 
@@ -51,12 +41,11 @@ class SeriesPoint(NamedTuple):
 class ThinnedSeries:
     """The points of one metric: the newest ones, and of the older ones each n-th.
 
-    metric, of, unit: as in the view.
+    metric, of: as in the view.
     """
 
     metric: str
     of: str
-    unit: str
     _whole: list[SeriesPoint] = field(default_factory=list)
     _recent: deque[SeriesPoint] = field(default_factory=deque)
     _stride: int = 1
@@ -101,7 +90,7 @@ class ThinnedSeries:
     def as_data(self, name: str, number: int) -> dict[str, Any]:
         """Return the series as in the view, with the points behind a number."""
         points = [[round(point.at, 3), point.step, point.value] for point in self.since(number)]
-        return {"id": name, "metric": self.metric, "of": self.of, "unit": self.unit, "points": points}
+        return {"id": name, "metric": self.metric, "of": self.of, "points": points}
 
 
 @dataclass(slots=True)
@@ -141,7 +130,7 @@ class SeriesTable:
         if series is None:
             if len(self._series) >= MOST_SERIES:
                 return
-            series = self._series[name] = ThinnedSeries(metric, of, UNITS.get(metric, ""))
+            series = self._series[name] = ThinnedSeries(metric, of)
         limit = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(self._series)))
         series.add(SeriesPoint(now.number, now.at, step, value if math.isfinite(value) else None), limit)
 

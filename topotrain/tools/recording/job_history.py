@@ -129,7 +129,7 @@ class JobHistory:
     def since(self, cursor: int) -> dict[str, Any]:
         """Return what has come since `cursor`, which an earlier view or delta had.
 
-        Points, states and story have only new entries. Processes and connections are there if they have changed.
+        Points, states and story have only new entries. Processes are there if they have changed.
         "whole": true says that this is another job, and all of it.
         """
         with self._lock:
@@ -152,7 +152,7 @@ class JobHistory:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
         data["job"] = self._job.as_data(self._processes.all())
         if whole or self._processes.changed > cursor:
-            data.update(self._processes.as_data())
+            data["processes"] = self._processes.as_data()
         data["series"] = self._series.as_data(cursor, whole)
         data["states"] = self._processes.states_since(cursor, whole)
         data["story"] = self._story.since(cursor)

@@ -102,7 +102,6 @@ class JobFigures:
     def summary(self, processes: Collection[ProcessTrack]) -> dict[str, Any]:
         """Return the state of the job and its processes as the docs describe it."""
         job = self.as_data(processes)
-        sent = [each.bytes_per_s(to) for each in processes if each.is_present for to in each.sent]
         return {
             "version": SUMMARY_VERSION,
             "state": "lost" if self.lost else "running" if self.ended is None else "ended",
@@ -110,7 +109,7 @@ class JobFigures:
             "framework": job["framework"],
             "elapsed_s": job["elapsed"],
             **{name: job[name] for name in ("progress", "eta_s", "epoch", "code", "step", "loss", "samples_per_s")},
-            "bytes_per_s": _sum(sent),
+            "bytes_per_s": _sum(each.bytes_per_s for each in processes if each.is_present),
             "workers": [_worker(each) for each in processes if each.is_worker],
             "servers": [_server(each) for each in processes if not each.is_worker],
             "incidents": [*self.incidents],

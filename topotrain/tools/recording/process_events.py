@@ -137,15 +137,11 @@ class ProcessEvents:
             process.enter(now, "waits")
 
     def _on_traffic(self, process: ProcessTrack, event: Traffic, now: Moment) -> None:
-        name = str(process.address)
-        for to, count in event.sent.items():
-            if to not in self._processes.by_name:
-                continue
-            process.on_sent(now.at, to, count)
-            rate = process.bytes_per_s(to)
-            if rate is not None:
-                self._series.add(now, f"{name}>{to}", "bytes_per_s", rate, process.step)
-            self._processes.connect(name, to, now.number)
+        known = self._processes.by_name
+        process.sent.add(now.at, sum(count for to, count in event.sent.items() if to in known))
+        rate = process.bytes_per_s
+        if rate is not None:
+            self._series.add(now, str(process.address), "bytes_per_s", rate, process.step)
 
     def _on_load(self, process: ProcessTrack, event: ServerLoad, now: Moment) -> None:
         process.server.on_load(now.at, event)

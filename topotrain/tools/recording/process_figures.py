@@ -140,8 +140,8 @@ class ProcessTrack:
     server: ServerFigures = field(default_factory=ServerFigures)
     stopped_with_job: bool = False
     """Whether the process took part until the job ended."""
-    sent: dict[str, RateWindow] = field(default_factory=dict)
-    """By the process that the bytes were sent to."""
+    sent: RateWindow = field(default_factory=RateWindow)
+    """The bytes to all other processes."""
 
     @property
     def is_worker(self) -> bool:
@@ -180,7 +180,7 @@ class ProcessTrack:
     def start(self, pid: int) -> None:
         """Record that another process is in its place, which has sent nothing yet."""
         self.pid = pid
-        self.sent.clear()
+        self.sent = RateWindow()
 
     def on_slices(self, event: Slices) -> None:
         """Record the slices of the model that a server holds."""
@@ -191,13 +191,10 @@ class ProcessTrack:
         """Record the memory of the process."""
         self.memory_bytes = event.memory_bytes
 
-    def on_sent(self, at: float, to: str, count: int) -> None:
-        """Record the bytes that were sent to a process."""
-        self.sent.setdefault(to, RateWindow()).add(at, count)
-
-    def bytes_per_s(self, to: str) -> float | None:
-        """Return the present rate of bytes to a process."""
-        grown = self.sent[to].grown() if to in self.sent else None
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The present rate of bytes to all other processes."""
+        grown = self.sent.grown()
         return None if grown is None or grown[0] <= 0 else grown[1][0] / grown[0]
 
     def as_data(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The processes of a recorded job, and the connections between them."""
+"""The processes of a recorded job."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,11 +16,10 @@ class ProcessTable:
 
     def __init__(self, number: int) -> None:
         self.changed = number
-        """The number of the event that changed processes or connections last."""
+        """The number of the event that changed a process last."""
         self._processes: dict[str, ProcessTrack] = {}
         self._groups: dict[int, list[ProcessTrack]] = {}
         """The workers of each group."""
-        self._connections: dict[tuple[str, str], None] = {}
         self._servers_in_workers = False
 
     @property
@@ -47,19 +46,12 @@ class ProcessTable:
             self._processes[name] = track
             if track.is_worker:
                 self._groups.setdefault(address.group, []).append(track)
-        self._connections = dict.fromkeys(layout.connections())
         self._servers_in_workers = layout.servers_in_workers
         self.change(number)
 
     def change(self, number: int) -> None:
-        """Note that this event has changed a process or a connection."""
+        """Note that this event has changed a process."""
         self.changed = number
-
-    def connect(self, one: str, other: str, number: int) -> None:
-        """Add a connection, unless it is known."""
-        if (one, other) not in self._connections and (other, one) not in self._connections:
-            self._connections[one, other] = None
-            self.change(number)
 
     def end_all(self, now: Moment, state: str) -> None:
         """Let all processes without a reported end stop with the job."""
@@ -76,12 +68,9 @@ class ProcessTable:
             if not other.is_worker and other.unit == process.unit and same:
                 other.enter(now, process.states.now or "starting")
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the processes and connections as in the view."""
-        return {
-            "processes": [process.as_data() for process in self.all()],
-            "connections": [{"from": one, "to": other} for one, other in self._connections],
-        }
+    def as_data(self) -> list[dict[str, Any]]:
+        """Return the processes as in the view."""
+        return [process.as_data() for process in self.all()]
 
     def states_since(self, cursor: int, whole: bool) -> dict[str, Any]:
         """Return the states of processes behind a cursor, as in the view.

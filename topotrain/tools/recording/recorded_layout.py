@@ -46,19 +46,6 @@ class RecordedLayout:
         """Whether servers have no process of their own."""
         return self._data.get("servers_in_workers") is True
 
-    def connections(self) -> Iterator[tuple[str, str]]:
-        """Yield each worker with each server of its home."""
-        homes = self._data.get("server_group_of_worker_group")
-        everyone = [address for address, _, _ in self.residents()]
-        servers: dict[int, list[str]] = {}
-        for address in everyone:
-            if address.role is Role.SERVER:
-                servers.setdefault(address.group, []).append(str(address))
-        for address in everyone:
-            if address.role is Role.WORKER and isinstance(homes, list) and address.group < len(homes):
-                for server in servers.get(homes[address.group], ()):
-                    yield str(address), server
-
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -25,19 +25,8 @@ function labelOf(of, metric, metrics) {
 
 function seriesOf(view, metric, scope) {
   const all = view.byMetric().get(metric) ?? [];
-  if (metric === "bytes_per_s") return bySender(all);
   const wanted = all.filter((one) => metric !== "loss" || one.of.startsWith(scope));
   return wanted.length ? wanted : all;
-}
-
-function bySender(series) {
-  const senders = Map.groupBy(series, ({ of }) => of.split(">")[0]);
-  return [...senders].map(([of, some]) => {
-    const sums = new Map();
-    // A process reports the bytes to all others at one time.
-    for (const [at, step, value] of some.flatMap((one) => one.points)) sums.set(at, [at, step, (sums.get(at)?.[2] ?? 0) + value]);
-    return { of, points: [...sums.values()].sort((a, b) => a[0] - b[0]) };
-  });
 }
 
 // After a restart steps are counted again, so a line over steps goes on further left, behind a gap.
