@@ -88,6 +88,47 @@ CONTENTS: Mapping[str, Iterable[str]] = {
 }
 """The pages by caption. A page that is not named here comes last."""
 
+SEARCHED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "README": {"Install": ("install",)},
+    "docs/tutorial": {
+        "Watch it": ("dashboard",),
+        "Kill a worker": ("worker killed", "kill"),
+        "Stop, and go on": ("resume", "checkpoint"),
+    },
+    "docs/examples": {
+        "A training in earnest": ("validation", "gradient accumulation", "accumulation"),
+        "A GAN": ("several models",),
+    },
+    "docs/python": {
+        "`tt.save`": ("save",),
+        "Metrics, plateaus and early stopping": ("early stopping", "metrics", "plateau"),
+        "`tt.clip_grad_norm_`": ("clip", "clip gradients"),
+    },
+    "docs/exactness": {"Mixed precision": ("mixed precision", "amp", "autocast"), "Data": ("data loader", "seed")},
+    "docs/configuration": {"The learning rate: `LRGenProto`": ("learning rate", "schedule")},
+    "docs/concepts": {"Staleness": ("staleness",)},
+    "docs/troubleshooting": {
+        "The loss does not fall": ("loss does not fall",),
+        "It is slower than expected": ("slow", "slower than expected"),
+        "It hangs": ("hang", "stuck"),
+    },
+    "docs/fault-tolerance": {"What restarts, and what is kept": ("restart",)},
+    "docs/hosts": {"Two machines": ("two machines", "several machines")},
+    "docs/slow-links": {
+        "A slow network on one machine": ("slow network", "bandwidth"),
+        "Compression": ("compression",),
+    },
+    "docs/splitting": {"Memory": ("out of memory",), "By the script": ("larger than memory",)},
+    "docs/topologies": {"Downpour": ("downpour",)},
+    "docs/watching": {
+        "Curves in files and trackers": ("tensorboard", "wandb", "mlflow", "tracker"),
+        "Logs and levels": ("logs",),
+    },
+    "docs/coming-from": {"DistributedDataParallel": ("ddp",)},
+    "docs/security": {"The secret of a job": ("token", "secret")},
+}
+"""What readers search for, by the page and the heading that answer it. The search puts these entries first."""
+
 
 def contents(pages: Iterable[str]) -> str:
     """Return the tables of contents of the first page: one for each caption, with the pages that exist."""
@@ -99,6 +140,21 @@ def contents(pages: Iterable[str]) -> str:
         if found := [f"/{name}" for name in names if name in there]:
             lines += ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *found, "```"]
     return "\n".join(lines) + "\n"
+
+
+def with_search_entries(page: str, text: str) -> str:
+    """Return the page with the words of `SEARCHED` as entries of the index, each above its heading."""
+    for heading, words in SEARCHED.get(page, {}).items():
+        entries = "".join(f"```{{index}} ! {word}\n```\n" for word in words)
+        text, found = re.subn(
+            rf"^(#+ {re.escape(heading)}\n)",
+            lambda line, entries=entries: f"{entries}\n{line[0]}",
+            text,
+            count=1,
+            flags=re.MULTILINE,
+        )
+        assert found, f"{page} has no heading {heading!r}"
+    return text
 
 
 def other_names(text: str) -> str:
@@ -126,6 +182,7 @@ def complete(app: "Sphinx", page: str, source: list[str]) -> None:
         source[0] = with_tables(source[0])
     elif page.endswith("/api"):
         source[0] += other_names(source[0]) + event_entries()
+    source[0] = with_search_entries(page, source[0])
 
 
 def with_code_blocks(app: "Sphinx", kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:

@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
+from browser import chromium, why_none
 
 import topotrain
 
@@ -111,6 +112,44 @@ def test_search_knows_pages_and_names(site: Path) -> None:
     for term in ("sandblast", "downpour", "The journey of one gradient", "clip_grad_norm_"):
         assert term in index
     assert any("searchtools" in address for address in Page(site / "search.html").loaded)
+
+
+WORDS = {
+    "save": "python",
+    "early stopping": "python",
+    "validation": "examples",
+    "resume": "tutorial",
+    "hang": "troubleshooting",
+    "checkpoint": "tutorial",
+    "clip": "python",
+    "mixed precision": "exactness",
+    "gradient accumulation": "examples",
+    "worker killed": "tutorial",
+    "slow network": "slow-links",
+    "two machines": "hosts",
+    "learning rate": "configuration",
+    "out of memory": "splitting",
+    "TensorBoard": "watching",
+    "Slurm": "launchers",
+    "GPU": "gpu",
+    "DDP": "coming-from",
+    "token": "security",
+    "Downpour": "topologies",
+}
+"""What a reader types, and the page that must come first."""
+
+
+@pytest.mark.journey
+@needs_sphinx
+@pytest.mark.skipif(bool(why_none()), reason=why_none())
+def test_the_search_leads_to_the_right_page(site: Path) -> None:
+    found = {}
+    with chromium() as browser:
+        for word in WORDS:
+            browser.driver.get(f"{(site / 'search.html').as_uri()}?q={quote(word)}")
+            browser.wait("return document.querySelector('.search-summary')?.textContent")
+            found[word] = browser.script("return document.querySelector('ul.search li > a').getAttribute('href')")
+    assert {word: Path(urlsplit(address).path).stem for word, address in found.items()} == WORDS
 
 
 @pytest.mark.journey
