@@ -5,7 +5,7 @@ from the user's script, adds slices and memory. Sizes are bytes; a printed MB is
 """
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,17 +13,17 @@ from topotrain.config import async_momentum
 from topotrain.config.job import Algorithm, Grads, Job, Keep, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
-from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.config.topology import Address, Topology, layout
 from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
-from topotrain.tools.plan.group_agreement import agreement_in_words
+from topotrain.tools.plan.job_notes import agreement_in_words, store_advice
 from topotrain.tools.plan.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
-from topotrain.tools.plan.store_advice import store_advice
 
 MB = 1_000_000
 _WIDTH = 120
 _SIZES = ("values", "gradients", "staging", "state")
+_SAID_IN_DATA = ("warning", "link", "agreement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +76,32 @@ class ProcessEstimate:
         """The sum, in bytes."""
         return self.values + self.gradients + self.staging + self.state + self.second
 
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data."""
+        role, *address = self.resident
+        sizes = {name: getattr(self, name) for name in ("unit", *_SIZES, "second", "total")}
+        return {"role": role.name.lower(), "address": address, **sizes}
+
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
-    Without a program `slices` is None, and `shares` and `memory` are empty. note: about the store of several hosts.
-    link: how the workers of a host use its link. traffic: of a round of an outer optimizer. step: of a step without.
-    agreement: how server groups average.
+    said: sentences by subject; "": there is nothing to say. Without a program `slices` is None, and `shares` and
+    `memory` are empty. traffic: of a round of an outer optimizer. step: of a step without.
     """
 
     topology: Topology
+    said: Mapping[str, str]
     slices: SliceMap | None = None
     shares: tuple[ServerShare, ...] = ()
     memory: tuple[ProcessEstimate, ...] = ()
-    warning: str = ""
-    note: str = ""
-    link: str = ""
     traffic: RoundTraffic | None = None
     step: StepTraffic | None = None
-    agreement: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for `plan --json`; without a program only the layout."""
-        said = {"warning": self.warning, "link": self.link, "agreement": self.agreement}
-        data = self.topology.as_data() | {name: text for name, text in said.items() if text}
+        data = self.topology.as_data() | {each: self.said[each] for each in _SAID_IN_DATA if self.said[each]}
         if self.slices is None:
             return data
         return {
@@ -108,27 +109,25 @@ class LayoutPlan:
             "tensors": len(self.slices.parameters),
             "homes": {p.name: p.home for p in self.slices.parameters if p.home >= 0},
             "imbalance": self.slices.imbalance,
-            "slices": [_share_data(share) for share in self.shares],
-            "memory": [_memory_data(memory) for memory in self.memory],
+            "slices": [asdict(share) | {"server": list(share.server[1:])} for share in self.shares],
+            "memory": [memory.as_data() for memory in self.memory],
             **({} if self.traffic is None else {"round": asdict(self.traffic)}),
             **({} if self.step is None else {"step": asdict(self.step)}),
         }
 
     def explain(self) -> str:
         """Return the plan as text: the layout, then slices and memory where known."""
-        text = self.topology.explain().rstrip("\n")
-        text += "\n\n" + textwrap.fill(f"slices: {sizes_in_words(self.topology)}", _WIDTH)
-        text += "\n\n" + textwrap.fill(f"agreement: {self.agreement}", _WIDTH) if self.agreement else ""
-        text += f"\n\nwarning: {self.warning}" if self.warning else ""
-        text += "\n\n" + textwrap.fill(f"link: {self.link}", _WIDTH) if self.link else ""
-        text += "\n\n" + textwrap.fill(f"note: {self.note}", _WIDTH) if self.note else ""
-        if self.slices is None:
-            return text
-        memory = ["", *self._memory()] if self.memory else []
-        texts = [] if self.step is None else [self.step.explain()]
-        texts += [] if self.traffic is None else [self.traffic.explain(), self.traffic.explain_link()]
-        memory += [line for each in texts for line in ("", textwrap.fill(each, _WIDTH))]
-        return "\n".join([text, "", *self._slices(self.slices), *memory])
+        said = {"slices": sizes_in_words(self.topology), **self.said}
+        parts = [
+            self.topology.explain().rstrip("\n"),
+            *(_filled(f"{name}: {said[name]}") for name in said if said[name]),
+        ]
+        if self.slices is not None:
+            traffic = [] if self.traffic is None else [self.traffic.explain(), self.traffic.explain_link()]
+            traffic += [] if self.step is None else [self.step.explain()]
+            tables = [self._slices(self.slices), *([self._memory()] if self.memory else [])]
+            parts += [*("\n".join(table) for table in tables), *map(_filled, traffic)]
+        return "\n\n".join(parts)
 
     def _slices(self, slices: SliceMap) -> list[str]:
         rows = [
@@ -152,14 +151,20 @@ class LayoutPlan:
 def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     """Plan `job`. Raises ConfigError where counts do not fit together, or the model."""
     topology = layout(job.cluster)
-    if schema is None:
+    if schema is not None:
+        momentum, names = schema.momentum, schema.optimizers
+        check_fragments(job.cluster.fragments, len(schema.parameters) if schema.trained is None else schema.trained)
+    else:
         # Without a program only the job's updater block can name an optimizer.
         momentum, names = (0.0, ()) if job.updater is None else (job.updater.momentum, (job.updater.type.name,))
-        warning = async_momentum.warning(job, topology, momentum, names)
-        note, agreement = store_advice(job, topology), agreement_in_words(job, topology)
-        return LayoutPlan(topology, warning=warning, note=note, link=link_advice(job), agreement=agreement)
-    check_fragments(job.cluster.fragments, len(schema.parameters) if schema.trained is None else schema.trained)
-    warning = async_momentum.warning(job, topology, schema.momentum, schema.optimizers)
+    said = {
+        "agreement": agreement_in_words(job, topology),
+        "warning": async_momentum.warning(job, topology, momentum, names),
+        "link": link_advice(job),
+        "note": store_advice(job, topology),
+    }
+    if schema is None:
+        return LayoutPlan(topology, said)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
         _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
@@ -167,20 +172,8 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    note, link, traffic = store_advice(job, topology), link_advice(job), round_traffic(job.cluster, topology, slices)
-    agreement = agreement_in_words(job, topology)
-    return LayoutPlan(
-        topology=topology,
-        slices=slices,
-        shares=shares,
-        memory=(*workers, *second),
-        warning=warning,
-        note=note,
-        link=link,
-        traffic=traffic,
-        step=step_traffic(job, topology, slices),
-        agreement=agreement,
-    )
+    traffic = round_traffic(job.cluster, topology, slices)
+    return LayoutPlan(topology, said, slices, shares, (*workers, *second), traffic, step_traffic(job, topology, slices))
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
@@ -257,19 +250,8 @@ def state_entries(updater: Updater) -> int:
     return 2
 
 
-def _share_data(share: ServerShare) -> dict[str, Any]:
-    return {
-        "server": [share.server.group, share.server.index],
-        **{name: getattr(share, name) for name in ("unit", "slices", "elements", "value_bytes")},
-    }
-
-
-def _memory_data(memory: ProcessEstimate) -> dict[str, Any]:
-    return {
-        "role": "worker" if memory.resident.role is Role.WORKER else "server",
-        "address": [memory.resident.group, memory.resident.index],
-        **{name: getattr(memory, name) for name in ("unit", *_SIZES, "second", "total")},
-    }
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # which links have
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

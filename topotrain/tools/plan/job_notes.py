@@ -1,12 +1,30 @@
-"""Advice about the store of a job that is to survive the loss of a host."""
+"""What a plan says about a job in words: how server groups agree, and which store survives the loss of a host."""
 
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.store_url import parse
-from topotrain.config.job import ConfigError, Job, OnFailure
+from topotrain.config.job import Agreement, ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology
+from topotrain.extensions.group_averaging.averaging_rules import moving_rate
 
 SURVIVES = "redis://HOST or file:///SHARED/FOLDER"
 """The URLs with which another unit takes over for unit 0."""
+
+
+def agreement_in_words(job: Job, topology: Topology) -> str:
+    """Return a sentence about server groups that average; "" where none do."""
+    cluster, mean = job.cluster, "the mean of all groups is the result"
+    if not topology.synced or cluster.agreement is Agreement.kMaster:
+        return ""
+    every = "every update" if cluster.sync_freq == 1 else f"every {cluster.sync_freq} updates"
+    match cluster.agreement:
+        case Agreement.kElastic:
+            share = f"{moving_rate(cluster):.3g} of the distance; the center is the result"
+            how = f"a group and the center move towards each other by {share}"
+        case Agreement.kGossip:
+            how = f"a group averages with another one by chance (seed {job.seed}); {mean}"
+        case _:
+            how = f"a group averages with the next one; {mean}"
+    return f"{cluster.agreement.value}: after {every} {how}"
 
 
 def store_advice(job: Job, topology: Topology) -> str:
