@@ -146,14 +146,9 @@ def with_search_entries(page: str, text: str) -> str:
     """Return the page with the words of `SEARCHED` as entries of the index, each above its heading."""
     for heading, words in SEARCHED.get(page, {}).items():
         entries = "".join(f"```{{index}} ! {word}\n```\n" for word in words)
-        text, found = re.subn(
-            rf"^(#+ {re.escape(heading)}\n)",
-            lambda line, entries=entries: f"{entries}\n{line[0]}",
-            text,
-            count=1,
-            flags=re.MULTILINE,
-        )
-        assert found, f"{page} has no heading {heading!r}"
+        heads = re.findall(rf"^#+ {re.escape(heading)}\n", text, re.MULTILINE)
+        assert heads, f"{page} has no heading {heading!r}"
+        text = text.replace(heads[0], f"{entries}\n{heads[0]}", 1)
     return text
 
 
