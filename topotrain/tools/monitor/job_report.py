@@ -39,7 +39,7 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.progress.process_states import ProcessStates
-from topotrain.tools.monitor.progress.process_tally import Point, ProcessTally, mean_point
+from topotrain.tools.monitor.progress.process_tally import Point, ProcessCounts, ProcessTally, mean_point
 from topotrain.tools.monitor.round_report import RoundReport
 from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
@@ -102,6 +102,8 @@ class Report:
         self.job = job
         self.states = ProcessStates(topology, monotonic())
         """The processes, for displays."""
+        self._tallies: dict[str, ProcessTally] = {}  # also of those that have left
+        self._tally_all()
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
@@ -128,7 +130,8 @@ class Report:
 
     def __call__(self, event: Event) -> None:
         """Record one event."""
-        self.states.on_event(event, monotonic())
+        for process in self.states.on_event(event, monotonic()):
+            self._tallies[process.who].take(process.pid, event)
         match event:
             case Counted():
                 self._counted.update(event.samples)
@@ -154,12 +157,20 @@ class Report:
                 self._changes.append(event)
             case Resized():
                 self._resizes.append(event)
+                self._tally_all()
             case Rounds() | StateTaken():
                 self._rounds.record(event)
             case Started():
                 self._trains_on(event.who)
             case _:
                 pass
+
+    def _tally_all(self) -> None:
+        """Count for all processes of the layout; those that have left may be back."""
+        # The loss curve of a worker that joins starts here.
+        begun = ProcessCounts(time=max((tally.whole.time for tally in self._tallies.values()), default=0.0))
+        for who in self.states.by_name:
+            self._tallies.setdefault(who, ProcessTally(before=begun))
 
     def _trains_on(self, who: str) -> None:
         """Drop the server's counts of a group after a restart."""
@@ -172,28 +183,27 @@ class Report:
         if who in self._counted:
             return self._counted[who]
         # The count of worker (0,0) includes the samples of workers that have left.
-        gone = str(_FIRST) in self._counted and who not in {state.who for state in self.states.workers()}
+        gone = str(_FIRST) in self._counted and who not in self.states.by_name
         return 0 if gone else tally.whole.samples
 
     def curve(self, bins: int = 60) -> list[Point]:
         """Return the loss over time (seconds since the first step)."""
         groups = range(self.topology.worker_groups)
-        tallies = self.states.tallies()
+        tallies = self._tallies
         by_group = [[tallies[str(w)].curve.points for w in self.topology.workers(g)] for g in groups]
         # Groups step at a pace of their own, so each counts once per bin, however many of its workers report.
         return merge([merge(curves, bins) for curves in by_group], bins)
 
     def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
         """Return the whole report; `wall_seconds` includes the job's start and end."""
-        tallies = self.states.tallies()
+        tallies = self._tallies
         workers = [tally for who, tally in tallies.items() if who.startswith("worker ")]
         # The longest training time of a worker, from its first step on.
         seconds = max((tally.whole.time for tally in workers), default=0.0)
         # With work that was done twice: the rate is that of the hardware, while `samples` is that of the result.
         given = sum(tally.whole.samples for tally in workers)
         # Without workers that have left: their last losses are of an earlier time.
-        present = [state.tally for state in self.states.workers()]
-        losses = [tally.loss for tally in present if tally.loss is not None]
+        losses = [worker.figures.loss for worker in self.states.workers() if worker.figures.loss is not None]
         return {
             "job": self.job.name,
             "program": self.job.program,
@@ -231,12 +241,16 @@ class Report:
 
     def _own_s(self) -> dict[str, float]:
         """Return each worker's own seconds for a step, as far as they are known."""
-        lasts = {state.who: state.tally.last for state in self.states.workers()}
+        lasts = {who: tally.last for who, tally in self._present().items()}
         return {who: last.own_s for who, last in lasts.items() if last is not None and last.own_s is not None}
+
+    def _present(self) -> dict[str, ProcessTally]:
+        """Return the counters of the workers of the present layout."""
+        return {worker.who: self._tallies[worker.who] for worker in self.states.workers()}
 
     def _paces(self) -> dict[str, Any]:
         """Return each worker's own seconds for a step, threads, late steps; stragglers."""
-        tallies = {state.who: state.tally for state in self.states.workers()}
+        tallies = self._present()
         return {
             "own_step_s": self._own_s(),
             "threads": {who: each.last.threads for who, each in tallies.items() if each.last and each.last.threads},
@@ -246,7 +260,7 @@ class Report:
 
     def _processes(self) -> list[dict[str, Any]]:
         """Return one entry per operating-system process that was reported."""
-        tallies = self.states.tallies()
+        tallies = self._tallies
         found: dict[tuple[int, int], list[Address]] = {}
         for unit in self.topology.units:
             for resident in (*unit.workers, *unit.servers):
@@ -258,7 +272,7 @@ class Report:
 
     def _process(self, unit: int, pid: int, residents: Sequence[Address]) -> dict[str, Any]:
         workers = [r for r in residents if r.role is Role.WORKER]
-        known = self.states.tallies()
+        known = self._tallies
         tallies = [known[str(r)] for r in residents]
         return {
             "unit": unit,

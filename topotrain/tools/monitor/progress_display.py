@@ -70,7 +70,7 @@ class QuietProgress:
 
     def wait(self) -> LongestWait | None:
         """Return what the job waits for."""
-        return longest(self.report.states.all(), self.report.topology.cluster, monotonic())
+        return longest(self.report.states.shown(), self.report.topology.cluster, monotonic())
 
     def _name_slow(self) -> None:
         for slow in self.report.stragglers:

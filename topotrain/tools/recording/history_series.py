@@ -13,8 +13,6 @@ MOST_POINTS, FEWEST_POINTS = 2048, 32
 ALL_POINTS = 200_000
 """Points of all series of a history together."""
 MOST_SERIES = 20_000
-GROUP_S = 0.5
-"""Seconds between two points of a group's loss, except the last one."""
 MOST_STATES = 1000
 MOST_STORIES = 1000
 _PASSING = frozenset({"computes", "waits", "applies"})
@@ -93,30 +91,6 @@ class ThinnedSeries:
         return {"id": name, "metric": self.metric, "of": self.of, "points": points}
 
 
-@dataclass(slots=True)
-class GroupLoss:
-    """Holds the newest point of a group until it is time for it, or the job has ended."""
-
-    _added: float | None = None
-    _held: tuple[float, int, float] | None = None
-
-    def take(self, at: float, step: int, loss: float) -> None:
-        """Hold a point in place of the one that is held."""
-        self._held = at, step, loss
-
-    def is_due(self, at: float) -> bool:
-        """Whether a point is held for which it is time."""
-        return self._held is not None and (self._added is None or at - self._added >= GROUP_S)
-
-    def release(self) -> list[tuple[float, int, float]]:
-        """Return the point that is held, if there is one: time, step and loss."""
-        held, self._held = self._held, None
-        if held is None:
-            return []
-        self._added = held[0]
-        return [held]
-
-
 class SeriesTable:
     """All series of a history, by name."""
 
@@ -155,10 +129,10 @@ class StateTrack:
         """The present state; "": none yet."""
         return self._entries[-1][2] if self._entries else ""
 
-    def enter(self, now: Moment, state: str) -> None:
-        """Enter a state, which may be the present one."""
+    def enter(self, now: Moment, state: str) -> bool:
+        """Enter a state, unless it is the present one; return whether it is new."""
         if state == self.now:
-            return
+            return False
         self._entries.append((*now, state))
         if len(self._entries) > MOST_STATES:
             half = MOST_STATES // 2
@@ -169,6 +143,7 @@ class StateTrack:
                 if before is None or not {before[2], entry[2]} <= _PASSING
             ]
             self._entries = [*old[-half:], *self._entries[half:]]
+        return True
 
     def since(self, number: int) -> list[list[Any]]:
         """Return the entries with higher numbers as in the view."""

@@ -10,20 +10,19 @@ from typing import Any, Protocol
 
 from topotrain.core.events import (
     Event,
-    Failed,
     Incident,
-    Joined,
-    Left,
-    Lost,
     Recovered,
     Saved,
+    Serving,
+    Slices,
+    Started,
     Tested,
 )
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
+from topotrain.tools.recording.job_curves import JobCurves
 from topotrain.tools.recording.job_summary import JobFigures
-from topotrain.tools.recording.process_events import ProcessEvents
-from topotrain.tools.recording.process_table import ProcessTable
+from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
 from topotrain.tools.recording.recorded_layout import RecordedLayout
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
@@ -65,8 +64,10 @@ class JobHistory:
         """Begin the history of another job."""
         self._begun = self._number  # a cursor before this is of the former job
         self._start = HistoryStart()
-        self._processes, self._series = ProcessTable(self._number), SeriesTable()
-        self._process_events = ProcessEvents(self._processes, self._series)
+        self._changed = self._number
+        """The number of the event that changed a process last."""
+        self._processes, self._series = ProcessTable(), SeriesTable()
+        self._curves = JobCurves(self._processes, self._series)
         self._stories, self._story = EventStories(), StoryTrack()
         self._job = JobFigures()
 
@@ -95,8 +96,7 @@ class JobHistory:
                 return False
             self._number += 1
             self._job.lose()
-            self._processes.end_all(self._now, "dead")
-            self._process_events.end(self._now)
+            self._end_processes("stopped")
             self._tell("failed", "", "the job is lost: its launcher is gone, and has not said how it ended")
             return True
 
@@ -151,10 +151,11 @@ class JobHistory:
     def _as_data(self, cursor: int, whole: bool) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VIEW_VERSION, "cursor": self._number}
         data["job"] = self._job.as_data(self._processes.all())
-        if whole or self._processes.changed > cursor:
-            data["processes"] = self._processes.as_data()
+        if whole or self._changed > cursor:
+            data["processes"] = [process.as_data() for process in self._processes.all()]
         data["series"] = self._series.as_data(cursor, whole)
-        data["states"] = self._processes.states_since(cursor, whole)
+        states = {name: process.states.since(cursor) for name, process in self._processes.by_name.items()}
+        data["states"] = {name: entries for name, entries in states.items() if whole or entries}
         data["story"] = self._story.since(cursor)
         return data
 
@@ -166,7 +167,7 @@ class JobHistory:
         if former is not None and is_new:
             if header.resumed:
                 # The former launcher may have been killed.
-                self._process_events.end(self._now)
+                self._curves.end(self._now)
                 self._number += 1
                 away_s = max(0.0, header.started - self._start.time - (self._job.at - self._start.at))
                 self._tell("notice", "", f"the job was started again {away_s:.0f} s after its last event, and goes on")
@@ -176,7 +177,11 @@ class JobHistory:
             # The time in between is cut out: nothing happens in it on any curve.
             self._start = HistoryStart(self._number - 1, self._job.at, header.started, header.resumed)
         self._job.begin(header, self._start.at + at)
-        self._processes.use(RecordedLayout(header.layout), self._number)
+        self._processes.use(RecordedLayout(header.layout), self._job.at)
+        self._changed = self._number
+        for process in self._processes.all():
+            # The servers inside it may be new.
+            self._mirror(process, self._now)
         bound = header.job.get("staleness_bound")
         if isinstance(bound, int):
             self._series.add(self._now, "job", "staleness_bound", float(bound), 0)
@@ -184,9 +189,16 @@ class JobHistory:
     def _on_end(self, event: RecordingEnd) -> None:
         self._job.end(event.code)
         well = event.code == 0
-        self._processes.end_all(self._now, "finished" if well else "dead")
-        self._process_events.end(self._now)
+        self._end_processes("finished" if well else "stopped")
         self._tell("ended", "", "the job has ended" + ("" if well else f" with code {event.code}"))
+
+    def _end_processes(self, ending: str) -> None:
+        """Let all processes without a reported end stop with the job."""
+        for process in self._processes.all():
+            if process.is_present:
+                process.end(ending, self._job.at, with_job=True)
+                process.states.enter(self._now, process.state)
+        self._curves.end(self._now)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -196,11 +208,28 @@ class JobHistory:
         if told is not None:
             self._tell(told.kind, told.of if told.of in known else "", told.text[:_LONGEST])
         self._on_job_event(event, now)
-        process = known.get(name) if isinstance(name, str) else None
+        process = known.get(name)
+        if process is not None:
+            # Before the event: it may be the end of the process.
+            self._curves.add_loss(process, now)
+        for each in self._processes.on_event(event, now.at):
+            self._enter(each, now)
         if process is None:
             return
         self._job.progress.on_event(event, now.at)
-        self._process_events.add(process, event, now)
+        self._curves.add(process, event, now)
+        if isinstance(event, Started | Serving | Slices):
+            self._changed = now.number
+
+    def _enter(self, process: ProcessTrack, now: Moment) -> None:
+        """Note the state of a process."""
+        if process.states.enter(now, process.state):
+            self._mirror(process, now)
+
+    def _mirror(self, process: ProcessTrack, now: Moment) -> None:
+        """Give the servers inside a worker's process its state."""
+        for server in self._processes.inside(process):
+            server.states.enter(now, process.states.now)
 
     def _on_job_event(self, event: Event, now: Moment) -> None:
         match event:
@@ -210,19 +239,8 @@ class JobHistory:
                 self._job.on_recovered(event)
             case Saved():
                 self._job.on_saved(event, now.at)
-            case Left(group=group):
-                for process in self._processes.workers(group):
-                    process.enter(now, "away")
-            case Joined(group=group):
-                for process in self._processes.workers(group):
-                    process.enter(now, "starting")
-            case Failed(who=name) | Lost(who=name) if name.startswith("unit "):
-                for process in self._processes.all():
-                    if f"unit {process.unit}" == name and process.states.now not in ("finished", "away"):
-                        process.enter(now, "dead")
             case Tested():
-                for metric, value in event.values.items():
-                    self._series.add(now, "job", f"{event.kind}:{metric}", value, event.step)
+                self._curves.add_test(event, now)
             case _:
                 pass
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topotrain.core.events import Incident, Recovered, Saved
-from topotrain.tools.recording.process_figures import ProcessTrack
+from topotrain.tools.recording.process_table import ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.run_progress import JobProgress
 
@@ -79,11 +79,11 @@ class JobFigures:
         """Return the job as in the view, with the figures of all its workers."""
         job: Mapping[str, Any] = {} if self.header is None else self.header.job
         done, over = self.progress.figures, self.ended is not None or self.lost
-        workers = [process for process in processes if process.is_worker]
+        workers = [process for process in processes if not process.is_server]
         counted = [each for each in workers if each.counts]
-        losses = [each.worker.loss for each in counted if each.worker.loss is not None]
+        losses = [each.figures.loss for each in counted if each.figures.loss is not None]
         # Of a job that has ended, the last figures of those that took part until then.
-        rates = [each.worker.samples_per_s for each in counted if over or each.is_present]
+        rates = [each.figures.samples_per_s for each in counted if over or each.is_present]
         return {
             **{name: str(job.get(name, "")) for name in ("name", "framework", "workspace", "block")},
             "started": self.started,
@@ -94,7 +94,7 @@ class JobFigures:
             "progress": done.share if done.share >= 0 else None,
             "eta_s": None if over else _rounded(done.left_s(self.at)),
             "epoch": done.epoch if done.epoch >= 0 else None,
-            "step": max((each.worker.step for each in workers), default=0),
+            "step": max((each.figures.step for each in workers), default=0),
             "loss": _finite(sum(losses) / len(losses)) if losses else None,
             "samples_per_s": _sum(rates),
         }
@@ -110,17 +110,17 @@ class JobFigures:
             "elapsed_s": job["elapsed"],
             **{name: job[name] for name in ("progress", "eta_s", "epoch", "code", "step", "loss", "samples_per_s")},
             "bytes_per_s": _sum(each.bytes_per_s for each in processes if each.is_present),
-            "workers": [_worker(each) for each in processes if each.is_worker],
-            "servers": [_server(each) for each in processes if not each.is_worker],
+            "workers": [_worker(each) for each in processes if not each.is_server],
+            "servers": [_server(each) for each in processes if each.is_server],
             "incidents": [*self.incidents],
             "snapshots": self.snapshots,
         }
 
 
 def _worker(process: ProcessTrack) -> dict[str, Any]:
-    figures = process.worker
+    figures = process.figures
     return {
-        "name": str(process.address),
+        "name": process.who,
         "state": process.states.now or "starting",
         "pid": process.pid,
         "step": figures.step,
@@ -137,10 +137,10 @@ def _worker(process: ProcessTrack) -> dict[str, Any]:
 
 def _server(process: ProcessTrack) -> dict[str, Any]:
     return {
-        "name": str(process.address),
+        "name": process.who,
         "state": process.states.now or "starting",
-        "updates": process.server.updates,
-        "updates_per_s": _rounded(process.server.updates_per_s),
+        "updates": process.load.updates,
+        "updates_per_s": _rounded(process.load.updates_per_s),
         "memory_bytes": process.memory_bytes,
     }
 

@@ -5,14 +5,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import lt, sub
-from typing import Any
 
-from topotrain.config.topology import Address, Role
-from topotrain.core.events import MOST_LOGGED_NAMES, Finished, Resources, ServerLoad, Slices, StepDone
-from topotrain.tools.recording.history_series import Moment, StateTrack
+from topotrain.core.events import MOST_LOGGED_NAMES, Finished, ServerLoad, StepDone
 
 RATE_S = 10.0
 """Seconds over which rates are measured."""
+APPLIES_S = 2.0
+"""Seconds without news of a server after which it waits."""
 
 
 @dataclass(slots=True)
@@ -110,6 +109,12 @@ class ServerFigures:
     """When the last sample came."""
     _rates: RateWindow = field(default_factory=RateWindow)
 
+    def on_resources(self, at: float) -> None:
+        """Note that the server lives, and may have said nothing for long."""
+        # Servers report what they do, and not that they do nothing.
+        if self.loaded_at is not None and at - self.loaded_at > APPLIES_S:
+            self.works = False
+
     def on_load(self, at: float, event: ServerLoad) -> None:
         """Record a sample."""
         self.loaded_at = at
@@ -123,84 +128,3 @@ class ServerFigures:
         grown = self._rates.grown()
         if grown is not None and grown[0] > 0:
             self.updates_per_s = grown[1][0] / grown[0]
-
-
-@dataclass(slots=True)
-class ProcessTrack:
-    """One process of the layout over time."""
-
-    address: Address
-    unit: int
-    host: str
-    pid: int | None = None
-    memory_bytes: int | None = None
-    slices: list[dict[str, Any]] = field(default_factory=list)
-    states: StateTrack = field(default_factory=StateTrack)
-    worker: WorkerFigures = field(default_factory=WorkerFigures)
-    server: ServerFigures = field(default_factory=ServerFigures)
-    stopped_with_job: bool = False
-    """Whether the process took part until the job ended."""
-    sent: RateWindow = field(default_factory=RateWindow)
-    """The bytes to all other processes."""
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this is a worker."""
-        return self.address.role is Role.WORKER
-
-    @property
-    def is_present(self) -> bool:
-        """Whether the process takes part in the job."""
-        return self.states.now not in ("dead", "away", "finished", "")
-
-    @property
-    def counts(self) -> bool:
-        """Whether the job counts its last figures: it was not lost, and has not left."""
-        return self.is_present or self.states.now == "finished" or self.stopped_with_job
-
-    @property
-    def step(self) -> int:
-        """The steps of a worker, or the updates of a server."""
-        return self.worker.step if self.is_worker else self.server.updates
-
-    def place(self, unit: int, host: str) -> None:
-        """Record the place of the process in the present layout."""
-        self.unit, self.host = unit, host
-
-    def enter(self, now: Moment, state: str) -> None:
-        """Enter a state, which may be the present one."""
-        self.states.enter(now, state)
-        self.stopped_with_job = False
-
-    def stop_with_job(self, now: Moment, state: str) -> None:
-        """Enter the state that the process has after the job."""
-        self.enter(now, state)
-        self.stopped_with_job = True
-
-    def start(self, pid: int) -> None:
-        """Record that another process is in its place, which has sent nothing yet."""
-        self.pid = pid
-        self.sent = RateWindow()
-
-    def on_slices(self, event: Slices) -> None:
-        """Record the slices of the model that a server holds."""
-        parts = zip(event.names, event.first, event.count, strict=False)
-        self.slices = [{"name": name, "first": first, "count": count} for name, first, count in parts]
-
-    def on_resources(self, event: Resources) -> None:
-        """Record the memory of the process."""
-        self.memory_bytes = event.memory_bytes
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """The present rate of bytes to all other processes."""
-        grown = self.sent.grown()
-        return None if grown is None or grown[0] <= 0 else grown[1][0] / grown[0]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the process as in the view."""
-        name, group, index = str(self.address), self.address.group, self.address.index
-        place = {"unit": self.unit, "host": self.host, "pid": self.pid}
-        more = {} if self.is_worker else {"slices": self.slices}
-        role = "worker" if self.is_worker else "server"
-        return {"name": name, "role": role, "group": group, "index": index, **place, **more}

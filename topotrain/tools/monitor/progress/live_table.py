@@ -17,8 +17,8 @@ from rich.text import Text
 
 from topotrain.core.events import Output
 from topotrain.tools.monitor.job_report import Report
-from topotrain.tools.monitor.progress.process_states import ProcessState
 from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
+from topotrain.tools.recording.process_table import ProcessTrack
 
 REFRESH_PER_SECOND = 4
 
@@ -108,7 +108,7 @@ def progress(report: Report, console: Console, quiet: bool = False, out: IO[str]
     return LiveTable(report, console, out) if console.is_terminal else PlainProgress(report, console, out)
 
 
-def draw(workers: Iterable[ProcessState]) -> Table:
+def draw(workers: Iterable[ProcessTrack]) -> Table:
     """Return the table of a live job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("unit", justify="right")
@@ -121,7 +121,7 @@ def draw(workers: Iterable[ProcessState]) -> Table:
     return table
 
 
-def _cells(worker: ProcessState) -> tuple[str, ...]:
+def _cells(worker: ProcessTrack) -> tuple[str, ...]:
     figures = worker.figures
     return (
         str(worker.unit),

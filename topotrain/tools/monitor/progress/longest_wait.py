@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from topotrain.config.job import Cluster
-from topotrain.tools.monitor.progress.process_states import ProcessPhase, ProcessState
+from topotrain.tools.recording.process_table import ProcessPhase, ProcessTrack
 
 QUIET_S = 2.0
 """Seconds without a step after which a training job waits for something. Workers report steps four times a second."""
@@ -34,7 +34,7 @@ class LongestWait:
         return f"waiting for {self.what}{self.more}, {self.seconds:.0f} s"
 
 
-def longest(states: Sequence[ProcessState], cluster: Cluster, now: float) -> LongestWait | None:
+def longest(states: Sequence[ProcessTrack], cluster: Cluster, now: float) -> LongestWait | None:
     """Return what a job waits for; None while it trains, and at its end."""
     workers = [state for state in states if not state.is_server]
     # A unit of servers alone does not know when the workers have ended.
@@ -72,7 +72,7 @@ class WaitLines:
         return wait.words()
 
 
-def _step(workers: Sequence[ProcessState], cluster: Cluster, now: float) -> LongestWait | None:
+def _step(workers: Sequence[ProcessTrack], cluster: Cluster, now: float) -> LongestWait | None:
     """Return the worker that has not made a step for longest, if that is long."""
     active = [state for state in workers if state.phase is ProcessPhase.TRAINING]
     quiet = [state for state in active if now - state.since >= QUIET_S]
@@ -93,7 +93,7 @@ def _step(workers: Sequence[ProcessState], cluster: Cluster, now: float) -> Long
     return _wait(quiet, now, "the next step of {}", f", after step {max(state.step for state in active)}")
 
 
-def _ahead(state: ProcessState, waiting: Sequence[ProcessState], cluster: Cluster) -> int:
+def _ahead(state: ProcessTrack, waiting: Sequence[ProcessTrack], cluster: Cluster) -> int:
     """Return the furthest step of the workers that wait for this one; 0: none do."""
     # Workers that train alone wait for others only at the end of a round.
     alone = cluster.outer is not None
@@ -103,7 +103,7 @@ def _ahead(state: ProcessState, waiting: Sequence[ProcessState], cluster: Cluste
     return max(steps, default=0)
 
 
-def _wait(states: Collection[ProcessState], now: float, what: str, more: str = "") -> LongestWait | None:
+def _wait(states: Collection[ProcessTrack], now: float, what: str, more: str = "") -> LongestWait | None:
     if not states:
         return None
     names = ", ".join(state.who for state in list(states)[:_NAMED])

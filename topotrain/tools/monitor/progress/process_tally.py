@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from topotrain.core.events import Finished, LocalSteps, StepDone
+from topotrain.core.events import Event, Finished, LocalSteps, StepDone
 
 Point = tuple[float, float]
 """A loss, after the seconds since the first step."""
@@ -83,7 +83,6 @@ class ProcessTally:
     """The steps between rounds of the present process."""
     trains_alone: bool = False
     """It has reported such steps."""
-    loss: float | None = None
     curve: LossCurve = field(default_factory=LossCurve)
 
     @property
@@ -110,22 +109,21 @@ class ProcessTally:
         counts = {"steps": self.step, "samples": last.samples, "staleness_max": last.staleness_max, "late": last.late}
         return replace(now, stale=stale, time=self.time, **traffic, **counts)
 
-    def start(self, pid: int) -> None:
-        """Note that this process has the place of the resident."""
-        if self.pid not in (None, pid):
-            # A new process counts from 0 again.
-            self.before, self.last, self.time, self.local = self.whole, None, 0.0, None
-        self.pid = pid
-
-    def record(self, event: StepDone | Finished | LocalSteps) -> None:
-        """Take the counters of the present process."""
-        if isinstance(event, LocalSteps):
-            self.local, self.trains_alone = event, True
-            return
-        self.last = event
-        if isinstance(event, StepDone):
-            self.time = event.time
-            if event.loss is not None:
-                self.loss = event.loss
-                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
-                    self.curve.add(self.before.time + event.time, event.loss)
+    def take(self, pid: int | None, event: Event) -> None:
+        """Take the counters of an event; pid: of the present process, as far as it is known."""
+        if pid is not None and pid != self.pid:
+            if self.pid is not None:
+                # A new process counts from 0 again.
+                self.before, self.last, self.time, self.local = self.whole, None, 0.0, None
+            self.pid = pid
+        match event:
+            case LocalSteps():
+                self.local, self.trains_alone = event, True
+            case Finished():
+                self.last = event
+            case StepDone(time=time, loss=loss):
+                self.last, self.time = event, time
+                if loss is not None and math.isfinite(loss):  # else every mean would not be finite
+                    self.curve.add(self.before.time + time, loss)
+            case _:
+                pass
