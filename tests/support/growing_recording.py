@@ -1,5 +1,6 @@
 """Recordings that tests write themselves, event by event."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from topotrain.config.topology import layout
 from topotrain.core.events import StepDone
 from topotrain.tools.recording.recorded_layout import layout_data
 from topotrain.tools.recording.recorded_lines import Recorded, RecordingHeader, TimedEvent, to_line
+from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 from topotrain.tools.recording.recording_file import FILE, RecordingFile
 
 STARTED = 1_700_000_000.0
@@ -33,3 +35,9 @@ class GrowingRecording:
 def step(who: str, number: int, loss: float = 0.5) -> StepDone:
     """A step of a worker, a tenth of a second after the one before."""
     return StepDone(who, number / 10, number, number * 32, loss, 0.0, 0, 0, 0)
+
+
+def view_of(workspace: Path) -> dict[str, Any]:
+    """The view of a recorded job."""
+    with closing(RecordedWorkspace(workspace)) as recorded:
+        return recorded.read().view()

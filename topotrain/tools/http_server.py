@@ -14,12 +14,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import EADDRINUSE
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Condition, Thread
 from typing import Any, Protocol
 
+from topotrain.comm.security.tls import Certificate
 from topotrain.comm.transport.listener import Newcomers, shut_down
+from topotrain.comm.transport.tcp import ListenAddress
+from topotrain.comm.transport.tcp_socket import bind, url_of
+from topotrain.config.job import ConfigError
 
 REQUEST_S = 10.0
 """Seconds that a connection has for a request."""
@@ -29,6 +34,53 @@ _HEAD_BYTES = 16 << 10
 _PIECE_BYTES = 64 << 10
 _END_S = 2.0
 _PAUSE_S = 0.01
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, slots=True)
+class ListeningSocket:
+    """A socket that listens for HTTP clients.
+
+    names: the hosts that a browser may name. tls: where other machines reach it. fingerprint: of the certificate; "":
+    there is none.
+    """
+
+    sock: socket.socket
+    address: ListenAddress
+    names: tuple[str, ...] = _LOOPBACK_NAMES
+    tls: ssl.SSLContext | None = None
+    fingerprint: str = ""
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self.sock.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """The address without a path."""
+        return url_of(self.address.address, self.port, "https" if self.tls else "http")
+
+
+def listen(address: ListenAddress, port: int, host: str, option: str) -> ListeningSocket:
+    """Listen for HTTP clients, over TLS if other machines reach the address.
+
+    host: the name that the user has given. option: names the port.
+
+    Raises:
+        ConfigError: the port cannot be used.
+        TransportError: TLS needs a package that is missing.
+    """
+    certificate = None if address.loopback else Certificate.make()
+    try:
+        sock = bind(address.family, address.address, port)
+    except OSError as error:
+        taken = "another process listens there" if error.errno == EADDRINUSE else f"it cannot be used: {error.strerror}"
+        raise ConfigError(option, port, f"must be a free port, or 0 for any: {taken}") from None
+    if certificate is None:
+        return ListeningSocket(sock, address)
+    fingerprint = certificate.binding.hex(":").upper()
+    return ListeningSocket(sock, address, (str(address), host), certificate.context, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +141,11 @@ class HttpResponder(Protocol):
 class HttpServer:
     """Serves a responder from its making until `close`, on a thread of its own.
 
-    Args:
-        sock: listens already.
-        name: of the thread.
-        tls: for an address that other machines reach.
+    name: of the thread.
     """
 
-    def __init__(self, sock: socket.socket, responder: HttpResponder, name: str, tls: ssl.SSLContext | None) -> None:
-        self._server = _BoundedServer(sock, responder, name, tls)
+    def __init__(self, bound: ListeningSocket, responder: HttpResponder, name: str) -> None:
+        self._server = _BoundedServer(bound, responder, name)
         self._thread = Thread(target=self._server.serve_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -109,10 +158,10 @@ class HttpServer:
 class _BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, sock: socket.socket, responder: HttpResponder, name: str, tls: ssl.SSLContext | None) -> None:
-        super().__init__(sock.getsockname(), _Exchange, bind_and_activate=False)
+    def __init__(self, bound: ListeningSocket, responder: HttpResponder, name: str) -> None:
+        super().__init__(bound.sock.getsockname(), _Exchange, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.responder, self.name, self._tls = sock, responder, name, tls
+        self.socket, self.responder, self.name, self._tls = bound.sock, responder, name, bound.tls
         self._newcomers, self._admitted = Newcomers(REQUEST_S), set[socket.socket]()
         self._changed = Condition()
 

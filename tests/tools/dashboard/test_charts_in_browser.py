@@ -7,7 +7,7 @@ import pytest
 from browser import Browser, page_file, why_none
 from prepared_view import UNSAFE, PreparedJob
 
-from topotrain.tools.dashboard import mailed_page
+from topotrain.tools.dashboard import page_files
 from topotrain.tools.dashboard.run_comparison import compared
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -206,7 +206,7 @@ def test_runs_side_by_side_with_one_hidden(browser: Browser, tmp_path: Path) -> 
 def test_without_the_library_the_page_says_how_to_install_it(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailed_page, "chart_library", lambda: None)
+    monkeypatch.setattr(page_files, "chart_library", lambda: None)
     view = PreparedJob().view()
     browser.open(page_file(tmp_path, view, compared({"a": view, "b": view})))
     assert 'pip install "topotrain[watch]"' in browser.text("#chart-missing:not([hidden])")

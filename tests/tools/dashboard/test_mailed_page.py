@@ -10,14 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from growing_recording import GrowingRecording, step
+from growing_recording import GrowingRecording, step, view_of
 
 from topotrain.core.events import Notice
 from topotrain.tools.cli import app
-from topotrain.tools.dashboard.chart_library import chart_library
-from topotrain.tools.dashboard.mailed_page import UnknownForm, mailed_page, one_script, view_of
-from topotrain.tools.dashboard.page_files import PageFile, page_files
-from topotrain.tools.dashboard.page_json import embedded_json, page_json
+from topotrain.tools.dashboard import page_files as page_module
+from topotrain.tools.dashboard.mailed_page import embedded_json, mailed_page, page_of
+from topotrain.tools.dashboard.page_files import ChartLibrary, chart_library, page_files
 
 EVIL = "</script></body><script>alert(1)</script><!-- &amp; \u2028"
 
@@ -70,7 +69,7 @@ def test_the_file_has_the_view_and_only_its_own_script_runs(workspace: Path) -> 
     assert f"script-src {module} {library}; style-src {style};" in content
     assert "plotly.js v" in scripts[None][:200]
     assert content.startswith("default-src 'none';") and "unsafe" not in content and "'self'" not in content
-    assert json.loads(scripts["data-view"]) == json.loads(page_json(view))
+    assert json.loads(scripts["data-view"]) == json.loads(json.dumps(view))
     assert json.loads(scripts["data-view"])["story"][0]["text"].endswith(EVIL)
     assert json.loads(scripts["data-runs"]) == [{"name": EVIL}]
     assert json.loads(scripts["data-logs"]) == {"worker 0/0": EVIL}
@@ -88,51 +87,29 @@ def test_the_file_loads_nothing(workspace: Path) -> None:
     assert "/static/" not in text
 
 
-def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
-    texts = {
-        "main.js": 'import { twice } from "./a.js";\nimport {\n  one as first, Two,\n} from "./b.js";\nrun(Two);\n',
-        "a.js": 'import { one } from "./b.js";\nexport function twice(x) { return 2 * x * one; }\n',
-        "b.js": "export const one = 1;\nexport class Two {}\nconst hidden = 2;\nexport async function three() {}\n",
-    }
-    script = one_script({name: PageFile(name, text) for name, text in texts.items()}, "main.js")
-    assert re.findall(r"^const (module_\w+)", script, re.M) == ["module_b", "module_a", "module_main"]
-    assert "return { one, Two, three };" in script
-    assert "const { one: first, Two, } = module_b;" in script
+def test_the_script_of_the_page_has_all_its_modules_in_one_scope() -> None:
+    script = page_files().script
+    folder = Path(page_module.__file__).parent / "page"
+    begins = [script.index(path.read_text("utf-8").splitlines()[0]) for path in sorted(folder.glob("*.js"))]
+    assert max(begins) == script.index("// The page: data come in"), "main.js begins the page"
     assert not re.search(r"^(?:import|export)\b", script, re.M)
+    names = re.findall(r"^(?:async )?(?:const|let|class|function)\*? ([\w$]+)", script, re.M)
+    assert len(names) == len(set(names)) > 40
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'import x from "./b.js";',
-        'import "./b.js";',
-        "export default 1;",
-        "export let a = 1;",
-        'await import("./b.js");',
-    ],
-)
-def test_a_form_that_cannot_be_in_one_script_is_refused(line: str) -> None:
-    files = {name: PageFile(name, text) for name, text in (("main.js", line + "\n"), ("b.js", ""))}
-    with pytest.raises(UnknownForm, match=r"main\.js"):
-        one_script(files, "main.js")
-
-
-def test_a_module_that_is_missing_is_named() -> None:
-    with pytest.raises(UnknownForm, match=r"b\.js: is imported"):
-        one_script({"main.js": PageFile("main.js", 'import { a } from "./b.js";\n')}, "main.js")
-
-
-def test_the_script_of_the_page_has_all_its_modules() -> None:
-    files = page_files()
-    script = one_script(files, "main.js")
-    modules = [name for name in files if name.endswith(".js")]
-    assert len(re.findall(r"^const module_\w+ = ", script, re.M)) == len(modules)
+def test_a_library_with_the_end_of_its_element_in_it_stays_in_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = ChartLibrary("plotly-0.min.js", "const a = '</script><!-- <script>';")
+    monkeypatch.setattr(page_module, "chart_library", lambda: evil)
+    text = page_of([workspace])
+    assert Elements(text).all("script")[0][1] == r"const a = '<\/script>\x3C!-- <script>';"
 
 
 def test_json_in_a_page() -> None:
-    text = embedded_json({"a": [float("nan"), -float("inf"), 1.5], "b": EVIL})
+    text = embedded_json({"a": [None, 1.5], "b": EVIL})
     assert not set("<>&\u2028") & set(text)
-    assert json.loads(text) == {"a": [None, None, 1.5], "b": EVIL}
+    assert json.loads(text) == {"a": [None, 1.5], "b": EVIL}
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from PIL import Image
 from prepared_view import UNSAFE, PreparedJob
 
 from topotrain.core.events import Logged, Slices, Started
-from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
-from topotrain.tools.dashboard.web_routes import WatchedRun
+from topotrain.tools.dashboard.page_server import bind_page, served_page
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -283,8 +282,8 @@ def test_slices_that_come_after_a_server_was_chosen_are_shown(browser: Browser, 
     with ExitStack() as stack:
         job = stack.enter_context(closing(GrowingRecording(tmp_path, "job", server_worker_separate=True)))
         job.add(1.0, Started("server 0/0", 7))
-        run = WatchedRun(tmp_path, stack.enter_context(closing(RecordedWorkspace(tmp_path))))
-        browser.driver.get(stack.enter_context(served_page(bind_page(PageOptions()), [run], turn_s=0.05)))
+        runs = {tmp_path: stack.enter_context(closing(RecordedWorkspace(tmp_path)))}
+        browser.driver.get(stack.enter_context(served_page(bind_page(), runs, turn_s=0.05)))
         browser.wait("return document.querySelector(\"[data-name='server 0/0']\") !== null")
         browser.click("[data-name='server 0/0']")
         assert browser.script("return document.getElementById('details-slices').hidden")
@@ -300,11 +299,9 @@ def test_a_second_run_comes_after_a_refused_connection_and_charts_go_with_their_
         one, two = (stack.enter_context(closing(GrowingRecording(tmp_path / name, name))) for name in ("one", "two"))
         for run in (one, two):
             run.add(1.0, step("worker 0/0", 1), Logged("worker 0/0", 0.2, 2, {"lr": 0.5}))
-        runs = [
-            WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each))))
-            for each in (one.workspace, two.workspace)
-        ]
-        url = stack.enter_context(served_page(bind_page(PageOptions()), runs, turn_s=0.05))
+        folders = (one.workspace, two.workspace)
+        runs = {each: stack.enter_context(closing(RecordedWorkspace(each))) for each in folders}
+        url = stack.enter_context(served_page(bind_page(), runs, turn_s=0.05))
         browser.refuse("*/api/*")
         browser.driver.get(url)
         browser.wait("return document.body.dataset.connection === 'lost'")

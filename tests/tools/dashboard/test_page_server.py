@@ -21,10 +21,8 @@ from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Logged, Notice, Started
 from topotrain.tools import http_server
-from topotrain.tools.dashboard.chart_library import chart_library
 from topotrain.tools.dashboard.page_files import LIBRARY, page_files
-from topotrain.tools.dashboard.page_server import PageOptions, bind_page, served_page
-from topotrain.tools.dashboard.web_routes import WatchedRun
+from topotrain.tools.dashboard.page_server import bind_page, served_page
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 from topotrain.tools.recording.recorded_workspace import QUIET_S, RecordedWorkspace
@@ -38,8 +36,8 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 def served(*workspaces: Path, turn_s: float = QUICK_S, host: str = "127.0.0.1") -> Iterator[PageClient]:
     """A server of these workspaces, and a client that has not logged in."""
     with ExitStack() as stack:
-        runs = [WatchedRun(each, stack.enter_context(closing(RecordedWorkspace(each)))) for each in workspaces]
-        yield PageClient(stack.enter_context(served_page(bind_page(PageOptions(host=host)), runs, turn_s)))
+        runs = {each: stack.enter_context(closing(RecordedWorkspace(each))) for each in workspaces}
+        yield PageClient(stack.enter_context(served_page(bind_page(host=host), runs, turn_s)))
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 PATHS = (
     "/",
-    "/static/main.js",
+    "/static/page.js",
     "/api/view",
     "/api/runs",
     "/api/view?cursor=0",
@@ -140,18 +138,17 @@ def test_all_answers_have_the_policy(page: PageClient) -> None:
 
 def test_the_page_and_all_its_files_are_served_and_need_nothing_from_elsewhere(page: PageClient) -> None:
     files = page_files()
-    library = chart_library()
+    library = files.library
     assert library is not None
     index = page.get("/").text
     assert f'src="static/{library.name}"' in index and LIBRARY not in index and "://" not in index
     answer = page.get(f"/static/{library.name}")
     assert answer.text == library.text and "immutable" in answer.headers["cache-control"]
     assert library.name == f"plotly-{version('plotly')}.min.js", "its address changes with its version"
-    del files["index.html"]
-    for name, file in files.items():
+    for name, text, kind in (("page.js", files.script, "javascript"), ("style.css", files.style, "css")):
         answer = page.get(f"/static/{name}")
-        assert answer.text == file.text
-        assert answer.headers["content-type"] == f"{file.media_type}; charset=utf-8"
+        assert answer.text == text
+        assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
         assert "://" not in answer.text.replace("http://www.w3.org/", ""), name
 
 
@@ -264,7 +261,7 @@ def test_the_page_of_a_launcher_reads_no_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delattr(RecordingFollower, "_open")
     with (
         recorder_of(job_of(tmp_path)) as recorder,
-        served_page(bind_page(PageOptions()), [WatchedRun(tmp_path, recorder)], QUICK_S) as url,
+        served_page(bind_page(), {tmp_path: recorder}, QUICK_S) as url,
     ):
         page = PageClient(url)
         page.login()
@@ -327,9 +324,9 @@ def test_a_reader_that_takes_nothing_is_dropped(
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((page.host, page.port))
         slow.sendall(f"GET {page.root}/api/view HTTP/1.1\r\nHost: localhost\r\nCookie: {page.cookie}\r\n\r\n".encode())
-        until(lambda: page.get("/static/main.js").status == 503)
+        until(lambda: page.get("/static/page.js").status == 503)
         assert page.get("/metrics").status == 200, "others are answered meanwhile"
-        until(lambda: page.get("/static/main.js").status == 200)
+        until(lambda: page.get("/static/page.js").status == 200)
 
 
 def test_the_end_of_the_server_tells_what_came_last(recording: GrowingRecording) -> None:
@@ -368,13 +365,13 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         port = taken.getsockname()[1]
         said = rf"^--watch = {port}: must be a free port, or 0 for any: another process listens there$"
         with pytest.raises(ConfigError, match=said):
-            bind_page(PageOptions(port, port_option="--watch"))
+            bind_page(port, port_option="--watch")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no such host"])
 def test_an_address_must_be_one_of_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^--host"):
-        bind_page(PageOptions(host=host))
+        bind_page(host=host)
 
 
 def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +383,9 @@ def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monke
         return tcp.ListenAddress(found.family, found.address, loopback=False)
 
     monkeypatch.setattr(page_server, "local_address", as_if_reached)
-    bound = bind_page(PageOptions(host="127.0.0.1"))
+    bound = bind_page(host="127.0.0.1")
     source = RecordedWorkspace(recording.workspace)
-    with closing(source), served_page(bound, [WatchedRun(recording.workspace, source)], QUICK_S) as url:
+    with closing(source), served_page(bound, {recording.workspace: source}, QUICK_S) as url:
         assert url.startswith("https://127.0.0.1:")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,15 +1,14 @@
 """Several runs side by side: their curves, their settings, their names, and the folders that have them."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from growing_recording import GrowingRecording, step
+from growing_recording import GrowingRecording, step, view_of
 from prepared_view import PreparedJob
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Started
-from topotrain.tools.dashboard.mailed_page import view_of
 from topotrain.tools.dashboard.run_comparison import compared
 from topotrain.tools.dashboard.run_folders import named_runs, read_runs, runs_of
 from topotrain.tools.recording.recorded_lines import RecordingEnd
@@ -48,8 +47,15 @@ def test_a_run_without_any_figures_has_no_curves(tmp_path: Path) -> None:
 def test_a_folder_of_runs_is_found_with_short_names(tmp_path: Path) -> None:
     for name in ("sweep/b", "sweep/a/deep", "sweep/a", "other"):
         GrowingRecording(tmp_path / name, name).close()
-    assert list(named_runs(runs_of([tmp_path / "sweep", tmp_path / "sweep" / "b"]))) == ["a", "a/deep", "b"]
-    assert list(named_runs(runs_of([tmp_path / "other", tmp_path / "sweep" / "b"]))) == ["other", "sweep/b"]
+    assert list(named_runs(dict.fromkeys(runs_of([tmp_path / "sweep", tmp_path / "sweep" / "b"])))) == [
+        "a",
+        "a/deep",
+        "b",
+    ]
+    assert list(named_runs(dict.fromkeys(runs_of([tmp_path / "other", tmp_path / "sweep" / "b"])))) == [
+        "other",
+        "sweep/b",
+    ]
     assert runs_of([tmp_path / "none"]) == [tmp_path / "none"], "which is refused where it is read"
 
 
@@ -58,7 +64,8 @@ def test_one_recording_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys
         GrowingRecording(tmp_path / name, name).close()
     (tmp_path / "spoilt" / FILE).write_bytes(b"no recording\n")
     good, spoilt = runs_of([tmp_path])
-    assert list(read_runs([spoilt, good], view_of)) == [good]
-    assert f"left out: WORKSPACE = '{spoilt}'" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="spoilt"):
-        read_runs([spoilt], view_of)
+    with ExitStack() as stack:
+        assert list(read_runs([spoilt, good], stack)) == [good]
+        assert f"left out: WORKSPACE = '{spoilt}'" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="spoilt"):
+            read_runs([spoilt], stack)

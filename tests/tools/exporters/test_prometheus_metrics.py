@@ -22,7 +22,7 @@ from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.tools import http_server
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
-from topotrain.tools.exporters.metrics_server import MetricsServer, parse_address
+from topotrain.tools.exporters.metrics_server import MetricsServer
 from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
 from topotrain.tools.recording.recorded_lines import TimedEvent
 
@@ -34,7 +34,7 @@ UNPROVEN = ssl._create_unverified_context()
 @contextmanager
 def served(text: str = "0", token: str = "") -> "Iterator[MetricsServer]":
     environ = {metrics_server.VARIABLE: token} if token else {}
-    with closing(MetricsServer(parse_address(text, environ))) as export:
+    with closing(MetricsServer(text, environ)) as export:
         export.follow(SimpleNamespace(read=sampled))
         yield export
 
@@ -134,7 +134,7 @@ def outer_address() -> str:
 def test_an_address_for_other_machines_needs_a_token_and_speaks_tls() -> None:
     here = outer_address()
     with pytest.raises(ConfigError, match=rf"--metrics.*{here}:0.*TOPOTRAIN_METRICS_TOKEN"):
-        parse_address(f"{here}:0", {})
+        MetricsServer(f"{here}:0", {})
     with served(f"{here}:0", TOKEN) as export:
         assert export.url.startswith(f"https://{here}:")
         assert fetch(export.url)[0] == 401
@@ -149,7 +149,7 @@ def test_an_address_for_other_machines_needs_a_token_and_speaks_tls() -> None:
 
 def test_all_interfaces_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--metrics.*0\.0\.0\.0.*every interface"):
-        parse_address("0.0.0.0:0", {metrics_server.VARIABLE: TOKEN})
+        MetricsServer("0.0.0.0:0", {metrics_server.VARIABLE: TOKEN})
 
 
 def test_a_token_counts_on_loopback_too() -> None:
@@ -157,20 +157,22 @@ def test_a_token_counts_on_loopback_too() -> None:
         assert fetch(export.url)[0] == 401
         assert fetch(export.url, Authorization=f"Bearer {TOKEN}")[0] == 200
     with pytest.raises(ConfigError, match="at least 16 characters"):
-        parse_address("0", {metrics_server.VARIABLE: "short"})
+        MetricsServer("0", {metrics_server.VARIABLE: "short"})
 
 
 @pytest.mark.parametrize("text", ["", "x", ":1", "70000", "1.5", "localhost:", "-1", "１２"])
 def test_a_wrong_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--metrics.*must be PORT or ADDRESS:PORT"):
-        parse_address(text, {})
+        MetricsServer(text, {})
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--metrics.*127\.0\.0\.1:{port}.*already in use"):
-            MetricsServer(parse_address(str(port), {}))
+        with pytest.raises(
+            ConfigError, match=rf"--metrics = {port}: must be a free port, .*another process listens there"
+        ):
+            MetricsServer(str(port), {})
 
 
 def test_ipv6_and_names_of_this_machine() -> None:
@@ -187,7 +189,7 @@ def test_ipv6_and_names_of_this_machine() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus_metrics, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[metrics\]'"):
-        parse_address("9400", {})
+        MetricsServer("9400", {})
 
 
 # ---- who names them --------------------------------------------------------------------------------------------------

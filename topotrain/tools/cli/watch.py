@@ -101,9 +101,9 @@ def watch(
 
         runs = runs_of(map(Path, workspaces))
         if html is None:
-            from topotrain.tools.dashboard.page_server import PageOptions, serve_until_stopped
+            from topotrain.tools.dashboard.page_server import serve_until_stopped
 
-            raise Exit(serve_until_stopped([run.absolute() for run in runs], PageOptions(port or 0, host or HOST)))
+            raise Exit(serve_until_stopped([run.absolute() for run in runs], port or 0, host or HOST))
         del paged[" ".join(others)]
         _refuse(paged, "--html writes a file, and serves no page")
         from topotrain.tools.dashboard.mailed_page import page_of
@@ -135,10 +135,9 @@ def watched(port: int | None, host: str, workspace: str, recorder: "JobRecorder"
             raise BadInput("--watch-host: needs --watch")
         yield
         return
-    from topotrain.tools.dashboard.page_server import PageOptions, announce, bind_page, served_page
-    from topotrain.tools.dashboard.web_routes import WatchedRun
+    from topotrain.tools.dashboard.page_server import announce, bind_page, served_page
 
-    bound = bind_page(PageOptions(port, host, "--watch", "--watch-host"))
-    with served_page(bound, [WatchedRun(Path(workspace).absolute(), recorder)]) as url:
+    bound = bind_page(port, host, "--watch", "--watch-host")
+    with served_page(bound, {Path(workspace).absolute(): recorder}) as url:
         announce(bound, url)
         yield

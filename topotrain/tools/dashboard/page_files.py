@@ -1,38 +1,59 @@
-"""The files of the page, as the server hands them out.
+"""The files of the page, and the library that draws its charts.
 
-Names come from the folder when it is read, and never from a request.
+The modules of the script are one file for the browser: they share one scope, in which each name is there once.
 """
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 
-INDEX = "index.html"
+STYLE, SCRIPT = "style.css", "page.js"
 LIBRARY = "<!-- library -->"
 """The place in the index of the library of the charts."""
 _FOLDER = Path(__file__).parent / "page"
-_KINDS: Mapping[str, str] = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
+_FIRST = "main.js"  # begins the page when all other modules are there
+_IMPORTS = re.compile(r"^import .*\n|^export ", re.MULTILINE)
+# The library adds a style element for its maps, which the page's policy refuses, unless one with this ID is there.
+_MAP_STYLE = re.compile(r'document\.getElementById\("([0-9a-f]{64})"\)')
 
 
 @dataclass(frozen=True, slots=True)
-class PageFile:
-    """One file of the page."""
+class ChartLibrary:
+    """The script of the library. name: that of its file, with its version."""
 
     name: str
     text: str
 
     @property
-    def media_type(self) -> str:
-        """The value of its Content-Type, without the encoding, which is UTF-8."""
-        return _KINDS[Path(self.name).suffix]
+    def placeholders(self) -> str:
+        """Elements of the page with the IDs of style elements that the library would add."""
+        return "".join(f'<meta id="{found}">' for found in dict.fromkeys(_MAP_STYLE.findall(self.text)))
 
 
-def page_files() -> dict[str, PageFile]:
-    """Return all files of the page by name."""
-    found = [path for path in sorted(_FOLDER.iterdir()) if path.suffix in _KINDS]
-    return {path.name: PageFile(path.name, path.read_text(encoding="utf-8")) for path in found}
+@dataclass(frozen=True, slots=True)
+class PageFiles:
+    """The texts of the page. library: None where it is not installed."""
+
+    index: str
+    style: str
+    script: str
+    library: ChartLibrary | None
+
+
+def page_files() -> PageFiles:
+    """Return the files of the page."""
+    index, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("index.html", STYLE))
+    modules = sorted(_FOLDER.glob("*.js"), key=lambda path: (path.name == _FIRST, path.name))
+    script = "\n".join(_IMPORTS.sub("", path.read_text(encoding="utf-8")) for path in modules)
+    return PageFiles(index, style, script, chart_library())
+
+
+def chart_library() -> ChartLibrary | None:
+    """Return the library; None: it is not installed."""
+    try:
+        found = files("plotly").joinpath("package_data", "plotly.min.js")
+        return ChartLibrary(f"plotly-{version('plotly')}.min.js", found.read_text(encoding="utf-8"))
+    except (ModuleNotFoundError, FileNotFoundError):
+        return None

@@ -1,12 +1,14 @@
 """The workspaces that the page shows: those named, and those in a folder of runs."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TypeVar
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.monitor.monitored_run import say
+from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 from topotrain.tools.recording.recording_file import FILE
 
 T = TypeVar("T")
@@ -26,21 +28,21 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(path.parent for depth in _DEPTHS for path in folder.glob(f"{depth}/{FILE}")) or [folder]
 
 
-def named_runs(runs: Sequence[Path]) -> dict[str, Path]:
-    """Return runs by the ends of their paths, the shortest that tell them apart."""
+def named_runs(runs: Mapping[Path, T]) -> dict[str, T]:
+    """Return what is known of runs by the ends of their paths, the shortest that tell them apart."""
     shared = os.path.commonpath(os.path.abspath(run.parent) for run in runs)
-    return {os.path.relpath(run, shared): run for run in runs}
+    return {os.path.relpath(run, shared): known for run, known in runs.items()}
 
 
-def read_runs(runs: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]:
-    """Read runs; those that cannot be read are named on stderr and left out.
+def read_runs(runs: Iterable[Path], stack: ExitStack) -> dict[Path, RecordedWorkspace]:
+    """Read runs, whose files the stack closes.
 
-    Raises ConfigError if that is all of them.
+    Those that cannot be read are named on stderr and left out. Raises ConfigError if that is all of them.
     """
     found, refused = {}, []
     for run in runs:
         try:
-            found[run] = read(run)
+            found[run] = stack.enter_context(closing(RecordedWorkspace(run)))
         except ConfigError as error:
             refused.append(error)
     if not found:

@@ -54,7 +54,7 @@ class JobExports:
         for value in logs:
             self._exports[f"{LOG} {value}"] = _export(value, Path(job.workspace))
         if metrics:
-            self._metrics = metrics_server.MetricsServer(metrics_server.parse_address(metrics, environ))
+            self._metrics = metrics_server.MetricsServer(metrics, environ)
 
     @property
     def url(self) -> str:

@@ -9,30 +9,31 @@ GET  /api/log             the last lines of a log: ?process=worker 0/0
 GET  /metrics             the figures for Prometheus
 """
 
+import json
 import re
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.dashboard.chart_library import chart_library
 from topotrain.tools.dashboard.page_access import PageAccess
-from topotrain.tools.dashboard.page_files import INDEX, LIBRARY, PageFile, page_files
-from topotrain.tools.dashboard.page_json import page_json
-from topotrain.tools.dashboard.page_turns import PageTurns
+from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_files
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_folders import named_runs
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
-from topotrain.tools.recording.job_history import HistorySource, JobHistory
+from topotrain.tools.recording.job_history import HistorySource
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 HEADERS: Mapping[str, str] = {
-    "content-security-policy": POLICY,
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "same-origin",
@@ -40,37 +41,34 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedRun:
-    """One run that the page shows. workspace: has the logs of its processes."""
-
-    workspace: Path
-    source: HistorySource
-
-    @property
-    def history(self) -> JobHistory:
-        """The history, with what has come up to now. Raises HttpError."""
-        try:
-            return self.source.read()
-        except ConfigError as error:
-            raise HttpError(500, str(error)) from None
+_AGAIN_S = 2.0
+"""A page that was answered asks again within this time, unless it was closed."""
+_LOOK_S = 0.01
 
 
 class PageRoutes:
     """The addresses of the server, and the answer of each.
 
     Args:
-        runs: by the names that the page shows.
-        turns: between two answers about a run.
+        runs: by their workspaces, which have the logs.
         access: gives the cookie.
+        turn_s: for which each request for what is new is held, so that pages ask about that often.
     """
 
-    def __init__(self, runs: Mapping[str, WatchedRun], turns: PageTurns, access: PageAccess) -> None:
-        self._runs, self._turns, self._access = runs, turns, access
-        self._files, self._library = page_files(), chart_library()
-        self.headers = HEADERS
+    headers = HEADERS
+
+    def __init__(self, runs: Mapping[Path, HistorySource], access: PageAccess, turn_s: float) -> None:
+        self._runs, self._access, self._turn_s = runs, access, turn_s
+        self._files = page_files()
+        self._ending = threading.Event()
+        self._expected: deque[float] = deque(maxlen=64)
+        """Until when each answered page must ask again."""
+
+    def end(self) -> None:
+        """Answer each page once more, with the end of a job: those that are held, and those about to ask again."""
+        self._ending.set()
+        while any(until > time.monotonic() for until in tuple(self._expected)):
+            time.sleep(_LOOK_S)
 
     def admits(self, request: HttpRequest) -> bool:
         """Return whether a request comes from the page."""
@@ -82,19 +80,22 @@ class PageRoutes:
         if refusal:
             raise HttpError(403, refusal)
         path, query = self._path(request), {name: values[0] for name, values in parse_qs(request.query).items()}
-        match path:
-            case "/login":
-                return self._login(request, query)
-            case "/":
-                return self._index()
-            case "/api/view":
-                return self._view(query)
-            case "/api/runs":
-                return self._comparison()
-            case "/api/log":
-                return self._log(query)
-            case "/metrics":
-                return self._metrics(request, query)
+        try:
+            match path:
+                case "/login":
+                    return self._login(request, query)
+                case "/":
+                    return self._index()
+                case "/api/view":
+                    return self._view(query)
+                case "/api/runs":
+                    return self._comparison()
+                case "/api/log":
+                    return self._log(query)
+                case "/metrics":
+                    return self._metrics(request, query)
+        except ConfigError as error:  # a recording that cannot be read any further
+            raise HttpError(500, str(error)) from None
         return self._file(path.removeprefix("/static/"))
 
     def _is_inside(self, request: HttpRequest) -> bool:
@@ -124,63 +125,72 @@ class PageRoutes:
         return replace(plain_text(303, ""), headers=headers)
 
     def _index(self) -> HttpAnswer:
-        charts = self._library
+        charts = self._files.library
         script = "" if charts is None else f'{charts.placeholders}<script defer src="static/{charts.name}"></script>'
-        index = self._files[INDEX]
-        return _of_page(replace(index, text=index.text.replace(LIBRARY, script, 1)))
+        return _text(self._files.index.replace(LIBRARY, script, 1), "text/html")
 
     def _file(self, name: str) -> HttpAnswer:
-        if self._library is not None and name == self._library.name:
-            # Its address has its version, so a browser need not ask for it again.
-            kept = {"cache-control": "private, max-age=31536000, immutable"}
-            return replace(_of_page(PageFile(name, self._library.text)), headers=kept)
-        found = self._files.get(name)
-        if found is None or name == INDEX:
+        charts = self._files.library
+        if name == STYLE:
+            return _text(self._files.style, "text/css")
+        if name == SCRIPT:
+            return _text(self._files.script, "text/javascript")
+        if charts is None or name != charts.name:
             raise HttpError(404, "no such file")
-        return _of_page(found)
+        # Its address has its version, so a browser need not ask for it again.
+        kept = {"cache-control": "private, max-age=31536000, immutable"}
+        return replace(_text(charts.text, "text/javascript"), headers=kept)
 
     def _view(self, query: Mapping[str, str]) -> HttpAnswer:
         """Return the whole view of a run, or what is new."""
         cursor = query.get("cursor", "")
         known = int(cursor) if re.fullmatch("[0-9]{1,18}", cursor) else None
         if known is not None:
-            self._turns.wait()
-        history = self._run(query).history
+            with suppress(IndexError):
+                self._expected.pop()
+            self._ending.wait(self._turn_s)
+        history = self._run(query)[1].read()
         # Where another job has begun in the workspace meanwhile, `since` is its whole view.
         data = history.view() if known is None else history.since(known)
-        if data["job"]["ended"] is None:
-            self._turns.expect()
-        return HttpAnswer(200, page_json(data).encode(), "application/json")
+        if data["job"]["ended"] is None and not self._ending.is_set():
+            self._expected.append(time.monotonic() + _AGAIN_S)
+        return _json(data)
 
     def _log(self, query: Mapping[str, str]) -> HttpAnswer:
         """Return the last lines of a process's log."""
-        run = self._run(query)
-        process = run.history.process(query.get("process", ""))
+        workspace, source = self._run(query)
+        process = source.read().process(query.get("process", ""))
         if process is None:
             raise HttpError(404, "no such process")
-        text = tail_of(run.workspace, process)
+        text = tail_of(workspace, process)
         return plain_text(200, "This machine has no log of it." if text is None else text)
 
     def _metrics(self, request: HttpRequest, query: Mapping[str, str]) -> HttpAnswer:
         """Return the figures of a run for Prometheus."""
         if not available():
             raise HttpError(404, f"the page {MISSING}")
-        found = exposition(self._run(query).history.summary(), request.header("accept"))
+        found = exposition(self._run(query)[1].read().summary(), request.header("accept"))
         return HttpAnswer(200, found.body, found.content_type)
 
     def _comparison(self) -> HttpAnswer:
         """Return all runs beside each other; of one alone nothing."""
         several = self._runs if len(self._runs) > 1 else {}
-        views = {name: run.history.view() for name, run in several.items()}
-        return HttpAnswer(200, page_json(compared(views)).encode(), "application/json")
+        views = {workspace: source.read().view() for workspace, source in several.items()}
+        return _json(compared(named_runs(views)) if views else [])
 
-    def _run(self, query: Mapping[str, str]) -> WatchedRun:
-        """Return the run of a request."""
-        number, runs = query.get("run", "0"), list(self._runs.values())
+    def _run(self, query: Mapping[str, str]) -> tuple[Path, HistorySource]:
+        """Return the workspace and the history of a request's run."""
+        number, runs = query.get("run", "0"), list(self._runs.items())
         if number not in map(str, range(len(runs))):
             raise HttpError(404, "no such run")
         return runs[int(number)]
 
 
-def _of_page(file: PageFile) -> HttpAnswer:
-    return HttpAnswer(200, file.text.encode(), f"{file.media_type}; charset=utf-8")
+def _text(text: str, media_type: str) -> HttpAnswer:
+    return HttpAnswer(200, text.encode(), f"{media_type}; charset=utf-8")
+
+
+def _json(data: Any) -> HttpAnswer:
+    # Browsers know neither NaN nor Infinity, and a history has none.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return HttpAnswer(200, text.encode(), "application/json")
