@@ -20,9 +20,9 @@ import topotrain as tt
 from tests.support.recorded_jobs import recorder_of
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.core.events import Event, Notice, Output, Resized, Resources, ServerLoad
-from topotrain.tools.exporters import export_thread, tensorboard_export
+from topotrain.tools.exporters import curve_export, curve_files
 from topotrain.tools.exporters.job_exports import JobExports
-from topotrain.tools.exporters.tracker_export import TrackerExport, load
+from topotrain.tools.exporters.tracker import TrackerExport, load
 from topotrain.tools.recording import history_series
 
 CALLS: list[tuple[Any, ...]] = []
@@ -230,7 +230,7 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
 
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_thread, "END_S", 0.1)
+    monkeypatch.setattr(curve_export, "END_S", 0.1)
     (notice,) = run(Exported(tmp_path, "python:remembering:Stands"), events())
     assert notice.text.endswith("is left behind")
 
@@ -274,7 +274,7 @@ def test_the_same_export_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard_export, "find_spec", lambda name: None)
+    monkeypatch.setattr(curve_files, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[tensorboard\]'"):
         Exported(tmp_path, "tensorboard")
 

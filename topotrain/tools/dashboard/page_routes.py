@@ -27,7 +27,7 @@ from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_fi
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.run_comparison import compared
 from topotrain.tools.dashboard.run_folders import named_runs
-from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
+from topotrain.tools.exporters.prometheus_metrics import metrics_answer
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
 from topotrain.tools.recording.job_history import HistorySource
 
@@ -93,7 +93,7 @@ class PageRoutes:
                 case "/api/log":
                     return self._log(query)
                 case "/metrics":
-                    return self._metrics(request, query)
+                    return metrics_answer(self._run(query)[1].read().summary())
         except ConfigError as error:  # a recording that cannot be read any further
             raise HttpError(500, str(error)) from None
         return self._file(path.removeprefix("/static/"))
@@ -164,13 +164,6 @@ class PageRoutes:
             raise HttpError(404, "no such process")
         text = tail_of(workspace, process)
         return plain_text(200, "This machine has no log of it." if text is None else text)
-
-    def _metrics(self, request: HttpRequest, query: Mapping[str, str]) -> HttpAnswer:
-        """Return the figures of a run for Prometheus."""
-        if not available():
-            raise HttpError(404, f"the page {MISSING}")
-        found = exposition(self._run(query)[1].read().summary(), request.header("accept"))
-        return HttpAnswer(200, found.body, found.content_type)
 
     def _comparison(self) -> HttpAnswer:
         """Return all runs beside each other; of one alone nothing."""

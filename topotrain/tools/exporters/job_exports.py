@@ -7,8 +7,9 @@ from time import monotonic
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice
-from topotrain.tools.exporters import export_thread, jsonl_export, metrics_server, tensorboard_export, tracker_export
-from topotrain.tools.exporters.export_thread import Export, ExportThread
+from topotrain.tools.exporters import curve_export, curve_files, metrics_server
+from topotrain.tools.exporters.curve_export import CurveExport, ExportThread
+from topotrain.tools.exporters.tracker import TrackerExport, load
 from topotrain.tools.recording.job_history import HistorySource
 
 LOG = "--log"
@@ -46,7 +47,7 @@ class JobExports:
     """
 
     def __init__(self, job: Job, logs: Sequence[str], metrics: str, environ: Mapping[str, str]) -> None:
-        self._exports: dict[str, Export] = {}
+        self._exports: dict[str, CurveExport] = {}
         self._threads: list[ExportThread] = []
         self._notices = deque[Notice]()
         self._metrics: metrics_server.MetricsServer | None = None
@@ -76,7 +77,7 @@ class JobExports:
 
     def end(self, code: int) -> None:
         """Let all exports write what is left of a complete history; code: of the job."""
-        until = monotonic() + export_thread.END_S
+        until = monotonic() + curve_export.END_S
         for thread in self._threads:
             thread.end(code)
         for thread in self._threads:
@@ -88,17 +89,14 @@ class JobExports:
             self._metrics.close()
 
 
-def _export(value: str, workspace: Path) -> Export:
+def _export(value: str, workspace: Path) -> CurveExport:
     """Return the export of a value that `check_values` has accepted."""
     kind, _, words = value.partition(":")
-    match kind:
-        case "tensorboard":
-            if not tensorboard_export.is_installed():
-                raise ConfigError(LOG, value, tensorboard_export.MISSING)
-            folder = Path(words) if words else workspace / tensorboard_export.FOLDER
-            return tensorboard_export.TensorBoardExport(folder, private=not words)
-        case "jsonl":
-            file = Path(words) if words else workspace / jsonl_export.FILE
-            return jsonl_export.JsonLinesExport(file, private=not words)
-        case _:
-            return tracker_export.TrackerExport(tracker_export.load(LOG, value, words))
+    if kind == "python":
+        return TrackerExport(load(LOG, value, words))
+    if kind == "jsonl":
+        return curve_files.JsonLinesExport(Path(words) if words else workspace / curve_files.JSONL, private=not words)
+    if not curve_files.has_tensorboard():
+        raise ConfigError(LOG, value, curve_files.MISSING)
+    folder = Path(words) if words else workspace / curve_files.TENSORBOARD
+    return curve_files.TensorBoardExport(folder, private=not words)

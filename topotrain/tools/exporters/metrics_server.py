@@ -10,7 +10,7 @@ from dataclasses import replace
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
-from topotrain.tools.exporters.prometheus_metrics import MISSING, available, exposition
+from topotrain.tools.exporters.prometheus_metrics import metrics_answer
 from topotrain.tools.http_server import (
     HttpAnswer,
     HttpError,
@@ -82,9 +82,7 @@ class MetricsServer:
             return replace(refusal, headers={"www-authenticate": "Bearer"})
         if request.path != PATH:
             raise HttpError(404, f"the metrics are at {PATH}")
-        summary = {} if self._source is None else self._source.read().summary()
-        found = exposition(summary, request.header("accept"))
-        return HttpAnswer(200, found.body, found.content_type)
+        return metrics_answer({} if self._source is None else self._source.read().summary())
 
 
 def _token(environ: Mapping[str, str]) -> str:
@@ -100,8 +98,6 @@ def _bind(text: str, has_token: bool) -> ListeningSocket:
         address = local_address(host.strip("[]") or "127.0.0.1")
         if not has_token and not address.loopback:
             raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
-        if not available():
-            raise ConfigError(OPTION, text, MISSING)
         return listen(address, port, host, OPTION)
     except TransportError as error:
         raise ConfigError(OPTION, text, str(error)) from None

@@ -4,18 +4,14 @@ They are made from the summary of its history. Names follow Prometheus' rules: b
 counters. The label `process` is the name of a worker or server, and `group` the number of its group.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-MISSING = "needs prometheus_client: pip install 'topotrain[metrics]'"
+from topotrain.tools.http_server import HttpAnswer
+
 STATES = ("starting", "computes", "waits", "applies", "stopped", "dead", "restarts", "away", "finished")
-
-
-def available() -> bool:
-    """Return whether prometheus_client is installed, without importing it."""
-    return find_spec("prometheus_client") is not None
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +27,9 @@ class JobMetric:
     of: tuple[str, ...] = ()
 
     @property
-    def is_counter(self) -> bool:
-        return self.name.endswith("_total")
+    def kind(self) -> str:
+        """The type of the metric."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 _W, _S = ("workers",), ("servers",)
@@ -82,96 +79,51 @@ STATE = JobMetric(
 )
 LOGGED = JobMetric("topotrain_worker_logged_value", "The last value that the script has logged with tt.log.", "log", _W)
 ALL = (*METRICS, INFO, RUNNING, INCIDENTS, STATE, LOGGED)
-_LABELS = ("process", "group")
 
 
-@dataclass(frozen=True, slots=True)
-class Exposition:
-    """The answer to a request for metrics."""
-
-    body: bytes
-    content_type: str
+def metrics_answer(summary: Mapping[str, Any]) -> HttpAnswer:
+    """Return the metrics of a job, which has this summary of its `JobHistory`."""
+    return HttpAnswer(200, exposition(summary).encode(), _TYPE)
 
 
-def exposition(summary: Mapping[str, Any], accept: str = "") -> Exposition:
-    """Return the metrics of a job.
-
-    summary: of `JobHistory`. accept: the header of the request; "": the text format.
-    """
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.exposition import choose_encoder
-
-    registry = CollectorRegistry()
-    registry.register(_SummaryCollector(summary))
-    encode, content_type = choose_encoder(accept)
-    return Exposition(encode(registry), content_type)
+def exposition(summary: Mapping[str, Any]) -> str:
+    """Return the metrics that have a value, as text."""
+    lines = []
+    for metric in ALL:
+        samples = [f"{metric.name}{_braced(labels)} {float(value)}" for labels, value in _rows(metric, summary)]
+        if samples:
+            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *samples]
+    return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    labels: tuple[str, ...]
-    value: float
-
-
-class _SummaryCollector:
-    """A collector of prometheus_client for one summary."""
-
-    def __init__(self, summary: Mapping[str, Any]) -> None:
-        self._summary = summary
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the families of metrics that have a value."""
-        summary = self._summary
-        for metric in METRICS:
-            yield from _family(metric, _LABELS if metric.of else (), _rows(metric, summary))
-        info = tuple(str(summary.get(name) or "") for name in ("name", "framework"))
-        yield from _family(INFO, ("name", "framework"), [_Row(info, 1)])
-        yield from _family(RUNNING, (), [_Row((), summary.get("state") == "running")])
+def _rows(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], float]]:
+    """Yield the labels and the value of each sample."""
+    if metric is INFO:
+        yield {name: str(summary.get(name) or "") for name in ("name", "framework")}, 1
+    elif metric is RUNNING:
+        yield {}, summary.get("state") == "running"
+    elif metric is INCIDENTS:
         # The list has the last ones only.
-        incidents = max((each["number"] + 1 for each in summary.get("incidents", ())), default=0)
-        yield from _family(INCIDENTS, (), [_Row((), incidents)])
-        yield from _family(STATE, (*_LABELS, "state"), _states(summary))
-        yield from _family(LOGGED, (*_LABELS, "name"), _logged(summary))
+        yield {}, max((each["number"] + 1 for each in summary.get("incidents", ())), default=0)
+    elif not metric.of and summary.get(metric.key) is not None:
+        yield {}, summary[metric.key]
+    for process in (process for kind in metric.of for process in summary.get(kind, ())):
+        labels, value = _labels(process["name"]), process.get(metric.key)
+        if metric is STATE:
+            yield from (({**labels, "state": state}, value == state) for state in STATES)
+        elif metric is LOGGED:
+            yield from (({**labels, "name": name}, each) for name, each in (value or {}).items() if each is not None)
+        elif value is not None:
+            yield labels, value
 
 
-def _family(metric: JobMetric, labels: tuple[str, ...], rows: Iterable[_Row]) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    family: Any = (CounterMetricFamily if metric.is_counter else GaugeMetricFamily)(
-        metric.name, metric.help, labels=labels
-    )
-    for row in rows:
-        family.add_metric(row.labels, row.value)
-    if family.samples:
-        yield family
+def _labels(process: str) -> dict[str, str]:
+    return {"process": process, "group": process.partition(" ")[2].partition("/")[0]}
 
 
-def _rows(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[_Row]:
-    if not metric.of:
-        if summary.get(metric.key) is not None:
-            yield _Row((), summary[metric.key])
-        return
-    for process in _processes(metric, summary):
-        if process.get(metric.key) is not None:
-            yield _Row(_labels(process), process[metric.key])
-
-
-def _states(summary: Mapping[str, Any]) -> Iterator[_Row]:
-    for process in _processes(STATE, summary):
-        for state in STATES:
-            yield _Row((*_labels(process), state), process.get("state") == state)
-
-
-def _logged(summary: Mapping[str, Any]) -> Iterator[_Row]:
-    for worker in _processes(LOGGED, summary):
-        for name, value in (worker.get("log") or {}).items():
-            yield _Row((*_labels(worker), name), value)
-
-
-def _processes(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    return (process for kind in metric.of for process in summary.get(kind, ()))
-
-
-def _labels(process: Mapping[str, Any]) -> tuple[str, str]:
-    name = process["name"]
-    return name, name.partition(" ")[2].partition("/")[0]
+def _braced(labels: Mapping[str, str]) -> str:
+    """Return labels as the format has them."""
+    if not labels:
+        return ""
+    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    return "{" + ",".join(f'{name}="{labels[name].translate(escapes)}"' for name in sorted(labels)) + "}"

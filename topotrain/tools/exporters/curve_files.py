@@ -1,0 +1,104 @@
+"""Curves of a job in files: `--log jsonl` and `--log tensorboard`.
+
+A line of JSON is one value: {"time": 1765000000.5, "step": 12, "process": "group 0", "name": "loss", "value": 0.25}.
+A value that is not finite is null.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from topotrain.config.private_files import FILE_MODE, make_folder, open_file
+from topotrain.tools.exporters.curve_export import CurvePoint
+from topotrain.tools.recording.job_history import JobHistory
+
+JSONL, TENSORBOARD = "curves.jsonl", "tensorboard"
+"""The names in the workspace."""
+MISSING = "needs tensorboard: pip install 'topotrain[tensorboard]'"
+
+
+def has_tensorboard() -> bool:
+    """Return whether TensorBoard is installed."""
+    return find_spec("tensorboard") is not None
+
+
+class JsonLinesExport:
+    """Writes each point of a curve as a line.
+
+    Args:
+        path: of the file.
+        private: it is made for this user alone. Else its mode is what the umask gives.
+    """
+
+    def __init__(self, path: Path, private: bool) -> None:
+        self._path, self._private = path, private
+
+    def start(self, history: JobHistory) -> None:
+        # The curves of a job that goes on follow those of its earlier start.
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if history.start.resumed else os.O_TRUNC)
+        if self._private:
+            make_folder(self._path.parent)
+            fd = open_file(self._path, flags)
+        else:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(fd, "w", encoding="utf-8")
+
+    def write(self, points: Sequence[CurvePoint]) -> None:
+        self._file.writelines(map(_line, points))
+        # A reader follows the file while the job runs.
+        self._file.flush()
+
+    def end(self, code: int) -> None:
+        self._file.close()
+
+
+def _line(point: CurvePoint) -> str:
+    data = {
+        "time": round(point.time, 3),
+        "step": point.step,
+        "process": point.process,
+        "name": point.name,
+        "value": point.value if math.isfinite(point.value) else None,
+    }
+    return json.dumps(data) + "\n"
+
+
+class TensorBoardExport:
+    """Writes each point of a curve as a scalar, by TensorBoard's own writer: the launcher does not load torch.
+
+    Args:
+        folder: of the event files, for `tensorboard --logdir`.
+        private: they are made for this user alone. Else their mode is what the umask gives.
+    """
+
+    def __init__(self, folder: Path, private: bool) -> None:
+        self._folder, self._private = folder, private
+
+    def start(self, history: JobHistory) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._private:
+            make_folder(self._folder)
+        self._writer = EventFileWriter(str(self._folder))
+        if self._private:
+            # The writer has no means for it; until here the folder protects the file.
+            self._writer.flush()
+            for file in self._folder.glob("*.tfevents.*"):
+                file.chmod(FILE_MODE)
+
+    def write(self, points: Sequence[CurvePoint]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in points:
+            value = Summary.Value(tag=point.tag, simple_value=point.value)
+            self._writer.add_event(Record(wall_time=point.time, step=point.step, summary=Summary(value=[value])))
+        # Its own thread writes to the disk every two minutes only.
+        self._writer.flush()
+
+    def end(self, code: int) -> None:
+        self._writer.close()
