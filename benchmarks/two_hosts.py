@@ -14,11 +14,18 @@ from benchmarks.harness import ROUNDS, Row, absent, interleave, ratio
 from benchmarks.link import Namespaces
 from benchmarks.processor import Turn
 from benchmarks.record import run_table, say
-from benchmarks.sides import Side, Sides, cluster, gather
+from benchmarks.sides import STEPPER, Side, Sides, cluster, gather
 
-PEERS = {"DDP": "ddp", "DDP, 4 MB buckets": "ddp+4mb", "DDP, fp16 hook": "ddp+fp16", "averager, 16 steps": "averager"}
+PEERS = {
+    "DDP": "ddp",
+    "the link alone": "link",
+    "DDP, 4 MB buckets": "ddp+4mb",
+    "DDP, fp16 hook": "ddp+fp16",
+    "averager, 16 steps": "averager",
+}
 ROUND = 16
 """Steps of a turn of sides that exchange once in so many."""
+BARE_LINK = STEPPER.with_name("bare_link.py")
 OUTER = "outer { type: kSGD learning_rate { type: kFixed base_lr: 1 } }"
 
 
@@ -48,7 +55,8 @@ class Hosts:
     def peer(self, name: str, model: str) -> Side:
         """Start a way of torch. Raises Refused."""
         more = {"GLOO_SOCKET_IFNAME": self._network.interface, "MASTER_ADDR": self._network.addresses[0]}
-        return self._sides.peer(name, PEERS[name], 2, model, wrap=self._network.commands, **more)
+        script = BARE_LINK if PEERS[name] == "link" else STEPPER
+        return self._sides.peer(name, PEERS[name], 2, model, self._network.commands, script, **more)
 
     def job(self, name: str, conf: str, model: str) -> Side:
         """Start a job of two units. Raises Refused."""
