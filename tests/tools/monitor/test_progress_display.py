@@ -330,7 +330,7 @@ def test_the_states_of_workers_follow_the_events() -> None:
     first, second, third, fourth = states.workers()
     figures = second.figures
     assert first.word == "preparing"
-    assert (second.word, second.unit, figures.step, figures.loss, figures.staleness_max) == ("training", 1, 4, 0.25, 2)
+    assert (second.word, second.unit, figures.step, figures.loss, figures.staleness.max) == ("training", 1, 4, 0.25, 2)
     assert figures.samples_per_s == pytest.approx(80)
     assert (third.word, third.figures.step) == ("finished", 9)
     assert fourth.word == "failed"

@@ -11,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from topotrain.config.job import Job
 from topotrain.config.slice_size import slice_bytes
@@ -28,12 +29,14 @@ from topotrain.core.events import (
     LastingNotice,
     Left,
     Metrics,
+    Output,
     Recovered,
     Resized,
     Rounds,
     Skipped,
     Started,
     StateTaken,
+    StepDone,
     Tabled,
     Tested,
 )
@@ -45,6 +48,9 @@ from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
 
 _FIRST = Address(Role.WORKER, 0, 0)
+_KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resized, Tabled, Tested)
+"""Events of which the report needs each one."""
+_E = TypeVar("_E", bound=Event)
 _MOST_SKIPS = 100  # step numbers kept of each worker
 
 
@@ -105,17 +111,9 @@ class Report:
         self._tallies: dict[str, ProcessTally] = {}  # also of those that have left
         self._tally_all()
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
-        self._metrics: dict[str, float] = {}
-        self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
-        self._final: str | None = None
-        self._tables: dict[str, list[Tabled]] = {}
+        self._kept: dict[type[Event], list[Event]] = {kind: [] for kind in _KEPT}
         self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
-        self._incidents: list[Incident] = []
-        self._notices: list[str] = []
-        self._recovered: dict[int, Recovered] = {}
-        self._changes: list[Left | Joined] = []
-        self._resizes: list[Resized] = []
         self._rounds = RoundReport()
 
     @property
@@ -132,31 +130,19 @@ class Report:
         """Record one event."""
         for process in self.states.on_event(event, monotonic()):
             self._tallies[process.who].take(process.pid, event)
+        kept = self._kept.get(type(event))
+        if kept is not None:
+            kept.append(event)
         match event:
+            case StepDone() | Output():
+                return  # first: most events are of these
             case Counted():
                 self._counted.update(event.samples)
-            case Metrics():
-                self._metrics.update(event.values)
-            case Tested():
-                self._tests.setdefault(event.kind, []).append(event)
             case Apart():
                 self._apart[event.who] = event
-            case Tabled():
-                self._tables.setdefault(event.table, []).append(event)
-            case Final():
-                self._final = event.path
             case Skipped():
                 self._skips.setdefault(event.who, _Skips()).record(event)
-            case Incident():
-                self._incidents.append(event)
-            case LastingNotice(text=text) if text not in self._notices:
-                self._notices.append(text)
-            case Recovered():
-                self._recovered[event.number] = event
-            case Left() | Joined():
-                self._changes.append(event)
             case Resized():
-                self._resizes.append(event)
                 self._tally_all()
             case Rounds() | StateTaken():
                 self._rounds.record(event)
@@ -164,6 +150,10 @@ class Report:
                 self._trains_on(event.who)
             case _:
                 pass
+
+    def _all(self, kind: type[_E]) -> list[_E]:
+        """Return the events of a kind."""
+        return cast(list[_E], self._kept[kind])
 
     def _tally_all(self) -> None:
         """Count for all processes of the layout; those that have left may be back."""
@@ -196,7 +186,9 @@ class Report:
 
     def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
         """Return the whole report; `wall_seconds` includes the job's start and end."""
-        tallies = self._tallies
+        tallies, tests = self._tallies, self._all(Tested)
+        changes: list[Left | Joined] = [*self._all(Left), *self._all(Joined)]
+        recovered = {each.number: each for each in self._all(Recovered)}
         workers = [tally for who, tally in tallies.items() if who.startswith("worker ")]
         # The longest training time of a worker, from its first step on.
         seconds = max((tally.whole.time for tally in workers), default=0.0)
@@ -220,21 +212,21 @@ class Report:
             "samples": sum(self._samples(who, each) for who, each in tallies.items() if who.startswith("worker ")),
             "samples_per_s": given / seconds if seconds > 0 else 0.0,
             "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
-            "metrics": {name: _finite(value) for name, value in self._metrics.items()},
-            "tests": _points(self._tests["test"]),
-            "validations": _points(self._tests["validate"]),
-            "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
+            "metrics": {name: _finite(value) for each in self._all(Metrics) for name, value in each.values.items()},
+            "tests": _points([test for test in tests if test.kind == "test"]),
+            "validations": _points([test for test in tests if test.kind == "validate"]),
+            "evaluations_skipped": max((test.skipped for test in tests), default=0),
             **_staleness(workers),
             "server_groups_apart": _apart(list(self._apart.values())),
             "rounds": self._rounds.as_data(tallies),
             **_traffic(list(tallies.values())),
-            "tables": [_table(name, held) for name, held in self._tables.items()],
-            "final": self._final,
+            "tables": _tables(self._all(Tabled)),
+            "final": next((each.path for each in reversed(self._all(Final))), None),
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
-            "notices": list(self._notices),
-            "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
-            "groups": [_change(found) for found in self._changes],
-            "changes": [_resize(found, self._recovered.get(found.number)) for found in self._resizes],
+            "notices": list(dict.fromkeys(each.text for each in self._all(LastingNotice))),
+            "incidents": [incident(found, recovered.get(found.number)) for found in self._all(Incident)],
+            "groups": [_change(found) for found in sorted(changes, key=attrgetter("at_s"))],
+            "changes": [_resize(found, recovered.get(found.number)) for found in self._all(Resized)],
             **self._paces(),
             "processes": self._processes(),
         }
@@ -328,15 +320,18 @@ def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
     return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
 
 
-def _table(name: str, held: Sequence[Tabled]) -> dict[str, Any]:
-    """Return a table's rows and bytes, in total and by server."""
-    servers = [{"server": one.who, "rows": one.rows, "bytes": one.bytes} for one in held]
-    return {
-        "name": name,
-        "rows": sum(one.rows for one in held),
-        "bytes": sum(one.bytes for one in held),
-        "servers": servers,
-    }
+def _tables(held: Sequence[Tabled]) -> list[dict[str, Any]]:
+    """Return the rows and bytes of each table, in total and by server."""
+    tables = {name: [one for one in held if one.table == name] for name in dict.fromkeys(one.table for one in held)}
+    return [
+        {
+            "name": name,
+            "rows": sum(one.rows for one in some),
+            "bytes": sum(one.bytes for one in some),
+            "servers": [{"server": one.who, "rows": one.rows, "bytes": one.bytes} for one in some],
+        }
+        for name, some in tables.items()
+    ]
 
 
 def _finite(value: float) -> float | None:

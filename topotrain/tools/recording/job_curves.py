@@ -6,7 +6,6 @@ from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
 
 GROUP_S = 0.5
 """Seconds between two points of a group's loss, except the last one."""
-_OF_STEPS = ("samples_per_s", "waiting_share", "staleness_mean", "staleness_p95", "staleness_max")
 
 
 class JobCurves:
@@ -63,12 +62,17 @@ class JobCurves:
             self._add_loss(group, now)
 
     def _on_step(self, process: ProcessTrack, event: StepDone, now: Moment) -> None:
-        if event.loss is not None:
-            self._series.add(now, process.who, "loss", event.loss, event.step)
-        for metric in _OF_STEPS:
-            value = getattr(process.figures, metric)
+        figures, staleness = process.figures, process.figures.staleness
+        for metric, value in (
+            ("loss", event.loss),
+            ("samples_per_s", figures.samples_per_s),
+            ("waiting_share", figures.waiting_share),
+            ("staleness_mean", staleness.mean),
+            ("staleness_p95", staleness.p95),
+            ("staleness_max", float(staleness.max)),
+        ):
             if value is not None:
-                self._series.add(now, process.who, metric, float(value), event.step)
+                self._series.add(now, process.who, metric, value, event.step)
         self._stepped[process.group] = now.at
 
     def _add_loss(self, group: int, now: Moment) -> None:

@@ -78,7 +78,7 @@ class JobFigures:
     def as_data(self, processes: Iterable[ProcessTrack]) -> dict[str, Any]:
         """Return the job as in the view, with the figures of all its workers."""
         job: Mapping[str, Any] = {} if self.header is None else self.header.job
-        done, over = self.progress.figures, self.ended is not None or self.lost
+        done, over = self.progress, self.ended is not None or self.lost
         workers = [process for process in processes if not process.is_server]
         counted = [each for each in workers if each.counts]
         losses = [each.figures.loss for each in counted if each.figures.loss is not None]
@@ -118,7 +118,7 @@ class JobFigures:
 
 
 def _worker(process: ProcessTrack) -> dict[str, Any]:
-    figures = process.figures
+    figures, staleness = process.figures, process.figures.staleness
     return {
         "name": process.who,
         "state": process.states.now or "starting",
@@ -126,9 +126,9 @@ def _worker(process: ProcessTrack) -> dict[str, Any]:
         "step": figures.step,
         "loss": None if figures.loss is None else _finite(figures.loss),
         "samples_per_s": _rounded(figures.samples_per_s),
-        "staleness_mean": _finite(figures.staleness_mean),
-        "staleness_p95": _finite(figures.staleness_p95),
-        "staleness_max": figures.staleness_max,
+        "staleness_mean": _finite(staleness.mean),
+        "staleness_p95": _finite(staleness.p95),
+        "staleness_max": staleness.max,
         "waiting_share": _rounded(figures.waiting_share),
         "memory_bytes": process.memory_bytes,
         "log": {name: _finite(value) for name, value in figures.log.items()},

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import lt, sub
+from typing import NamedTuple
 
 from topotrain.core.events import MOST_LOGGED_NAMES, Finished, ServerLoad, StepDone
 
@@ -26,20 +27,30 @@ class RateWindow:
 
     def add(self, at: float, *counters: float) -> None:
         """Add a sample of the counters."""
-        samples = self._samples
         # `map` with `lt`: this runs thousands of times a second for a job of hundreds of processes.
+        samples = self._samples
         if samples and any(map(lt, counters, samples[-1][1])):
-            samples.clear()
+            # Another window, and not this one emptied: other threads read it.
+            samples = self._samples = deque()
         samples.append((at, counters))
         while len(samples) > 2 and samples[0][0] < at - RATE_S:
             samples.popleft()
 
     def grown(self) -> tuple[float, tuple[float, ...]] | None:
         """Return the seconds and the growth of the counters; None after a single sample."""
-        if len(self._samples) < 2:
+        samples = self._samples
+        if len(samples) < 2:
             return None
-        (first, before), (last, now) = self._samples[0], self._samples[-1]
+        (first, before), (last, now) = samples[0], samples[-1]
         return last - first, tuple(map(sub, now, before))
+
+
+class Staleness(NamedTuple):
+    """Of updates, in versions: mean, 95th percentile and maximum."""
+
+    mean: float
+    p95: float
+    max: int
 
 
 @dataclass(slots=True)
@@ -48,44 +59,56 @@ class WorkerFigures:
 
     step: int = 0
     loss: float | None = None
-    samples_per_s: float | None = None
-    staleness_mean: float = 0.0
-    staleness_p95: float = 0.0
-    staleness_max: int = 0
-    waiting_share: float | None = None
     log: dict[str, float] = field(default_factory=dict)
-    _is_recent: bool = False  # whether the staleness is that of the last seconds, and not of all
+    _last: StepDone | Finished | None = None
+    """The last event with its staleness."""
+    _totals: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of the present process: seconds, samples, seconds of waits."""
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def on_step(self, at: float, event: StepDone) -> None:
         """Record a step."""
-        self._is_recent = len(event.recent) == 3
-        if self._is_recent:
-            self.staleness_mean, self.staleness_p95, most = event.recent
-            self.staleness_max = int(most) if math.isfinite(most) else 0
-        else:
-            self._take_staleness(event)
-        self.step = event.step
+        # Figures are made when they are read: jobs of hundreds of processes have a thousand events a second.
+        self._last, self.step = event, event.step
         if event.loss is not None:
             self.loss = event.loss
-        self._rates.add(at, event.time, event.samples, event.waited_s)
-        grown = self._rates.grown()
-        # The seconds are those of the process: several samples may have come together.
-        seconds, samples, waited = (event.time, event.samples, event.waited_s) if grown is None else grown[1]
-        if seconds > 0:
-            self.samples_per_s = samples / seconds
-            self.waiting_share = min(1.0, waited / seconds)
+        self._totals = event.time, event.samples, event.waited_s
+        self._rates.add(at, *self._totals)
 
     def on_finished(self, event: Finished) -> None:
         """Record the end of the script."""
         # The totals of the end are no figures of the last seconds.
-        if not self._is_recent:
-            self._take_staleness(event)
+        if not isinstance(self._last, StepDone) or len(self._last.recent) != 3:
+            self._last = event
         self.step = event.steps
 
-    def _take_staleness(self, event: StepDone | Finished) -> None:
-        self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
-        self.staleness_p95 = event.staleness_p95
+    @property
+    def samples_per_s(self) -> float | None:
+        """The samples per second of the process's own time."""
+        seconds, samples, _ = self._grown()
+        return samples / seconds if seconds > 0 else None
+
+    @property
+    def waiting_share(self) -> float | None:
+        """The share of its time for which it has waited."""
+        seconds, _, waited = self._grown()
+        return min(1.0, waited / seconds) if seconds > 0 else None
+
+    def _grown(self) -> tuple[float, ...]:
+        # The seconds are those of the process: several samples may have come together.
+        grown = self._rates.grown()
+        return self._totals if grown is None else grown[1]
+
+    @property
+    def staleness(self) -> Staleness:
+        """The staleness of the last seconds, or else of all steps."""
+        last = self._last
+        if last is None:
+            return Staleness(0.0, 0.0, 0)
+        if isinstance(last, StepDone) and len(last.recent) == 3:
+            mean, p95, most = last.recent
+            return Staleness(mean, p95, int(most) if math.isfinite(most) else 0)
+        return Staleness(last.staleness_mean, last.staleness_p95, last.staleness_max)
 
     def on_logged(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Record logged values; return those that are kept."""

@@ -136,8 +136,8 @@ class RecordingWriter:
         self._path, self._clock, self._notifier, self._detailed = path, clock, notifier, detailed
         self.history = JobHistory()
         """With the earlier starts of the job. It has no job before the first event, and is replaced then."""
-        self._header, self._seen, self._newest = header, SeenEvents(), NewestSamples(path)
-        self._began, self._last = clock(), 0.0
+        self._header, self._newest = header, NewestSamples(path)
+        self._began, self._last, self._known = clock(), 0.0, -1.0
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
         self._slots = SampleSlots(_recorded_s(path, header))
         self._file: RecordingFile | None = None
@@ -207,7 +207,12 @@ class RecordingWriter:
         now = self._clock() - self._began
         found += self._slots.due(now)
         newest = self._slots.newest(now, whole)
-        self._remember(come if self._detailed else filter(self._seen.is_new, (*found, *newest)))
+        if self._detailed:
+            self._remember(come)
+        else:
+            # Samples that were held when the newest ones were asked for are known already.
+            self._remember([timed for timed in (*found, *newest) if timed.at > self._known])
+            self._known = max((timed.at for timed in newest), default=self._known)
         try:
             if self._file is None:
                 self._file = self._opened()

@@ -4,7 +4,7 @@ The terminal, the page, the summary and the metrics have these figures. All time
 """
 
 import math
-from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from topotrain.core.events import Event, Finished, Started, StepDone
 
@@ -42,60 +42,36 @@ class RemainingTime:
     @property
     def end(self) -> float | None:
         """The time at which the job will end. None: not known yet."""
-        if not self._samples or self._samples[-1][0] - self._samples[0][0] < LEAST_S:
+        # A copy: it is read by other threads, too.
+        samples = self._samples.copy()
+        if not samples or samples[-1][0] - samples[0][0] < LEAST_S:
             return None
-        (first, _), (last, share) = self._samples[0], self._samples[-1]
-        begin, before = max(sample for sample in self._samples if sample[0] <= (first + last) / 2)
+        (first, _), (last, share) = samples[0], samples[-1]
+        begin, before = max(sample for sample in samples if sample[0] <= (first + last) / 2)
         return last + (1.0 - share) * (last - begin) / (share - before)
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressFigures:
-    """The figures as of the last step.
-
-    epoch: from 0, -1: unknown. share: of the job's samples, from 0 to 1; -1: unknown. end: the time at which the job
-    will end, None: unknown. at: the time of the last step.
-    """
-
-    epoch: int = -1
-    share: float = -1.0
-    end: float | None = None
-    at: float = 0.0
-
-    def left_s(self, now: float) -> float | None:
-        """Return the seconds that are left; None: unknown."""
-        if self.share >= 1:
-            return 0.0
-        # A job that stands still must not seem to come closer to its end.
-        return None if self.end is None else max(0.0, self.end - min(now, self.at + _COUNTED_S))
-
-    def words(self, now: float) -> str:
-        """Return the figures as a text."""
-        left = self.left_s(now)
-        epoch = str(self.epoch + 1) if self.epoch >= 0 else UNKNOWN
-        # Rounded down: 100 % are the end.
-        done = f"{math.floor(100 * self.share)} %" if self.share >= 0 else UNKNOWN
-        return f"epoch {epoch}  done {done}  ETA {UNKNOWN if left is None else duration(left)}"
-
-
 class JobProgress:
-    """Follows the progress of a job.
+    """Follows the progress of a job, for a thread that draws, too.
 
     now: the time at which the job begins.
     """
 
     def __init__(self, now: float) -> None:
-        self._began = now
+        self._began = self._stepped = now
         self._remaining = RemainingTime()
         self._shares: dict[str, float] = {}
-        self.figures = ProgressFigures(at=now)
-        """Replaced as a whole: the thread that draws reads it without a lock."""
+        self._furthest = ""
+        """The worker with the greatest share."""
+        self.epoch = -1
+        """From 0; -1: unknown."""
+        self.share = -1.0
+        """The share of the job's samples, from 0 to 1; -1: unknown."""
 
     def restart(self) -> None:
         """Note that the whole job has started again."""
         self._remaining = RemainingTime()
         self._shares.clear()
-        self.figures = replace(self.figures, end=None)
 
     def on_event(self, event: Event, now: float) -> None:
         """Record an event."""
@@ -104,7 +80,7 @@ class JobProgress:
                 self._shares[event.who] = event.progress
                 self._update(event, now)
             case StepDone():
-                self.figures = replace(self.figures, epoch=max(event.epoch, self.figures.epoch), at=now)
+                self.epoch, self._stepped = max(event.epoch, self.epoch), now
             case Started(who=who):
                 # Its new process may go on from a snapshot.
                 self._shares.pop(who, None)
@@ -112,18 +88,32 @@ class JobProgress:
                 pass
 
     def _update(self, event: StepDone | Finished, now: float) -> None:
+        self._stepped = now
         # The worker that is furthest: with leases the others know an earlier state of the job.
-        share, known = event.progress, self.figures.epoch
-        if share < self.figures.share:
-            share = max(self._shares.values())
-        self._remaining.update(now, share)
+        if event.progress >= self.share:
+            self.share, self._furthest = event.progress, event.who
+        elif event.who == self._furthest or self._furthest not in self._shares:
+            self._furthest, self.share = max(self._shares.items(), key=itemgetter(1))
+        self._remaining.update(now, self.share)
         # At the end no epoch is under way, and the last one stays.
-        is_new = event.epoch >= 0 and event.progress >= share and (event.progress < 1 or known < 0)
-        self.figures = ProgressFigures(event.epoch if is_new else known, share, self._remaining.end, now)
+        if event.epoch >= 0 and event.progress >= self.share and (event.progress < 1 or self.epoch < 0):
+            self.epoch = event.epoch
+
+    def left_s(self, now: float) -> float | None:
+        """Return the seconds that are left; None: unknown."""
+        if self.share >= 1:
+            return 0.0
+        end = self._remaining.end
+        # A job that stands still must not seem to come closer to its end.
+        return None if end is None else max(0.0, end - min(now, self._stepped + _COUNTED_S))
 
     def words(self, now: float) -> str:
         """Return the figures as a text."""
-        return self.figures.words(now)
+        left = self.left_s(now)
+        epoch = str(self.epoch + 1) if self.epoch >= 0 else UNKNOWN
+        # Rounded down: 100 % are the end.
+        done = f"{math.floor(100 * self.share)} %" if self.share >= 0 else UNKNOWN
+        return f"epoch {epoch}  done {done}  ETA {UNKNOWN if left is None else duration(left)}"
 
     def header(self, now: float) -> str:
         """Return the elapsed time and the figures."""

@@ -129,6 +129,6 @@ def _cells(worker: ProcessTrack) -> tuple[str, ...]:
         str(figures.step),
         "–" if figures.loss is None else f"{figures.loss:.4f}",
         f"{figures.samples_per_s or 0.0:,.0f}",
-        f"{figures.staleness_mean:.2f}",
-        str(figures.staleness_max),
+        f"{figures.staleness.mean:.2f}",
+        str(figures.staleness.max),
     )

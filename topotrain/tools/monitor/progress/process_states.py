@@ -50,8 +50,8 @@ def describe(workers: Sequence[ProcessTrack]) -> str:
     loss = f"loss {sum(losses) / len(losses):.4f}  " if losses else ""
     active = [each for each in counted if each.word == "training"] or counted
     rate = sum(each.figures.samples_per_s or 0.0 for each in active)
-    mean = sum(each.figures.staleness_mean for each in workers) / len(workers)
-    worst = max(each.figures.staleness_max for each in workers)
+    mean = sum(each.figures.staleness.mean for each in workers) / len(workers)
+    worst = max(each.figures.staleness.max for each in workers)
     counts = Counter(each.word for each in workers)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     return f"{steps}  {loss}{rate:,.0f} samples/s  staleness {mean:.2f} (max {worst})  workers: {states}"
