@@ -23,6 +23,7 @@ from topotrain.core.events import Logged, Notice, Started
 from topotrain.tools import http_server
 from topotrain.tools.dashboard.page_files import LIBRARY, page_files
 from topotrain.tools.dashboard.page_server import bind_page, served_page
+from topotrain.tools.dashboard.run_folders import add_new_runs, read_runs, runs_of
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 from topotrain.tools.recording.recorded_workspace import QUIET_S, RecordedWorkspace
@@ -226,6 +227,23 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         assert next(client.updates("1"))["job"]["name"] == "two"
         assert [run["name"] for run in client.get("/api/runs").data] == ["one", "two"]
         assert {client.get(f"/api/view?run={wrong}").status for wrong in ("2", "-1", "A", "01")} == {404}
+
+
+def test_a_run_that_begins_later_comes_behind_the_others(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(closing(GrowingRecording(tmp_path / "b", "b")))
+        runs = read_runs(runs_of([tmp_path]), stack)
+        client = PageClient(stack.enter_context(served_page(bind_page(), runs, QUICK_S)))
+        client.login()
+        assert client.get("/api/runs").data == []
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / FILE).touch()  # without its header
+        add_new_runs([tmp_path], runs, stack)
+        assert client.get("/api/runs").data == []
+        stack.enter_context(closing(GrowingRecording(tmp_path / "a", "a")))
+        add_new_runs([tmp_path], runs, stack)
+        assert [run["name"] for run in client.get("/api/runs").data] == ["b", "a"]
+        assert [client.get(f"/api/view?run={number}").data["job"]["name"] for number in "01"] == ["b", "a"]
 
 
 def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: GrowingRecording) -> None:

@@ -97,18 +97,16 @@ def watch(
         jobs.print_once(Path(workspace), as_json)
     else:
         _refuse({"--json": as_json}, "it needs --once, which prints the state of the job")
-        from topotrain.tools.dashboard.run_folders import runs_of
-
-        runs = runs_of(map(Path, workspaces))
         if html is None:
             from topotrain.tools.dashboard.page_server import serve_until_stopped
 
-            raise Exit(serve_until_stopped([run.absolute() for run in runs], port or 0, host or HOST))
+            raise Exit(serve_until_stopped([Path(each).absolute() for each in workspaces], port or 0, host or HOST))
         del paged[" ".join(others)]
         _refuse(paged, "--html writes a file, and serves no page")
         from topotrain.tools.dashboard.mailed_page import page_of
+        from topotrain.tools.dashboard.run_folders import runs_of
 
-        text = page_of(runs)
+        text = page_of(runs_of(map(Path, workspaces)))
         check_writable("--html", html)
         # The user has named this file, so its mode is what the umask gives.
         with writing("--html", html):

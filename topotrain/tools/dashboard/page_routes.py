@@ -167,7 +167,8 @@ class PageRoutes:
 
     def _comparison(self) -> HttpAnswer:
         """Return all runs beside each other; of one alone nothing."""
-        several = self._runs if len(self._runs) > 1 else {}
+        # A copy: a run may begin meanwhile.
+        several = dict(self._runs) if len(self._runs) > 1 else {}
         views = {workspace: source.read().view() for workspace, source in several.items()}
         return _json(compared(named_runs(views)) if views else [])
 

@@ -14,13 +14,15 @@ from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import LOGIN, PageAccess
 from topotrain.tools.dashboard.page_routes import PageRoutes
-from topotrain.tools.dashboard.run_folders import read_runs
+from topotrain.tools.dashboard.run_folders import add_new_runs, read_runs, runs_of
 from topotrain.tools.http_server import HttpServer, ListeningSocket, listen
 from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.recording.job_history import HistorySource
 
 TURN_S = 1.0
 """Seconds between two answers to a page."""
+LOOK_S = 3.0
+"""Seconds between two looks for runs that have begun in a folder."""
 
 
 def bind_page(
@@ -59,18 +61,19 @@ def announce(bound: ListeningSocket, url: str) -> None:
         say(f"its certificate is this process's own; SHA-256 {bound.fingerprint}")
 
 
-def serve_until_stopped(workspaces: Sequence[Path], port: int, host: str) -> int:
+def serve_until_stopped(folders: Sequence[Path], port: int, host: str) -> int:
     """Serve the page of recorded or running jobs until Ctrl-C; return the exit code.
 
-    Raises ConfigError.
+    folders: workspaces, or folders that have some. Raises ConfigError.
     """
     with ExitStack() as stack:
         # All of a long recording is read here, and not while a browser waits for its first answer.
-        runs = read_runs(workspaces, stack)
+        runs = read_runs(runs_of(folders), stack)
         # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         bound = bind_page(port, host)
         with served_page(bound, runs) as url:
             announce(bound, url)
-            number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    return 128 + number
+            while (stop := signal.sigtimedwait({signal.SIGINT, signal.SIGTERM}, LOOK_S)) is None:
+                add_new_runs(folders, runs, stack)
+    return 128 + stop.si_signo

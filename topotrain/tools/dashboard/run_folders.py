@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,3 +50,12 @@ def read_runs(runs: Iterable[Path], stack: ExitStack) -> dict[Path, RecordedWork
     for why in refused:
         say(f"left out: {why}")
     return found
+
+
+def add_new_runs(folders: Iterable[Path], runs: dict[Path, RecordedWorkspace], stack: ExitStack) -> None:
+    """Add the runs that have begun since behind those that are known."""
+    for run in runs_of(folders):
+        if run not in runs:
+            # It may have no header yet, and is looked at again.
+            with suppress(ConfigError):
+                runs[run] = stack.enter_context(closing(RecordedWorkspace(run)))

@@ -5,6 +5,7 @@ import { JobView } from "./job_view.js";
 
 const AGAIN_MS = 2000;
 const RUNS_MS = 4000;
+const NEW_RUNS_MS = 15000;
 const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 
 /** `live`: there is a server. Without one all data are in the page. */
@@ -40,13 +41,12 @@ export class DataSource {
   }
 
   async _compare() {
-    let running;
     do {
       const runs = await this._ask("runs");
       if (runs?.length > 1) this._listener.onRuns(runs);
-      running = runs === null || (runs.length > 1 && runs.some((run) => run.running));
-      await pause(RUNS_MS);
-    } while (this.live && running);
+      // Another one may begin in a folder of runs at any time.
+      await pause(runs?.some((run) => run.running) ? RUNS_MS : NEW_RUNS_MS);
+    } while (this.live);
   }
 
   // Null: there is no server any more.

@@ -7,10 +7,11 @@ export class RunTable {
   constructor(onHide, onSelect) {
     this._onHide = onHide;
     this.hidden = new Set();
+    [this._shape, this._chosen] = ["", 0];
     this._rows = byId("run-rows");
     this._rows.addEventListener("change", ({ target }) => {
       if (target.type === "checkbox") this.toggle(target.value);
-      else onSelect(Number(target.value));
+      else onSelect(this._chosen = Number(target.value));
     });
   }
 
@@ -27,7 +28,9 @@ export class RunTable {
   update(runs, selectable) {
     byId("runs").hidden = false;
     const heads = ["in charts", "run", ...Object.keys(runs[0].columns)];
-    if (byId("run-heads").children.length !== heads.length) this._rebuild(heads, runs, selectable);
+    const shape = JSON.stringify([heads, runs.map(({ name }) => name)]);
+    if (shape !== this._shape) this._rebuild(heads, runs, selectable);
+    this._shape = shape;
     runs.forEach(({ columns }, row) => Object.values(columns).forEach((text, place) => (
       setText(this._rows.children[row].children[place + 2], text))));
   }
@@ -36,7 +39,7 @@ export class RunTable {
     byId("run-heads").replaceChildren(...heads.map((text) => make("th", { scope: "col", text })));
     this._rows.replaceChildren(...runs.map(({ name }, index) => {
       const shown = make("input", { type: "checkbox", value: name, checked: !this.hidden.has(name), "aria-label": `${name} in the charts` });
-      const chosen = make("input", { type: "radio", name: "run", value: index, checked: index === 0, hidden: !selectable });
+      const chosen = make("input", { type: "radio", name: "run", value: index, checked: index === this._chosen, hidden: !selectable });
       const label = make("label", { title: "Show its map, processes and events" }, [chosen, name]);
       return make("tr", {}, [make("td", {}, [shown]), make("th", { scope: "row" }, [label]), ...heads.slice(2).map(() => make("td"))]);
     }));
