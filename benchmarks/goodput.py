@@ -11,18 +11,21 @@ Goodput is the share of the time in which groups compute, less what is lost in a
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 import torch
+from torch import nn
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Updater, UpdaterType
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
+from topotrain.core.optim.adapter import HyperEncoder, describe_all
+from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.tools.simulator.islands.cell_model import outer_plan
-from topotrain.tools.simulator.sim_cluster import parameters
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import plan_of
 
 YEAR_S = 365.25 * 24 * 3600
 ROUND_S = 24.0
@@ -85,14 +88,18 @@ class RoundServer:
         block = Cluster(nworker_groups=groups, server_worker_separate=True, outer=outer, quorum=1, sync_freq=24)
         job = Job(cluster=block)
         topology = layout(block)
-        plan = outer_plan(job, topology, parameters(_ELEMENTS))
+        model = nn.ParameterList([torch.zeros(_ELEMENTS)])
+        inner = InnerOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), block, model.named_parameters())
+        parts = describe_model(model, (), inner.optimizers)
+        spec = describe_all(inner.optimizers, parts.tensors, block.slicing)
+        schema, _ = plan_of(topology, parts, replace(spec, outer=True))
         self._server = make_server(_SERVER, job, topology, PrivateMemory())
         self._workers = [topology.workers(group)[0] for group in range(groups)]
         self._steps = [0] * groups
-        self._hyper = plan.hyper
+        self._hyper = HyperEncoder(*inner.optimizers)()
         self._body = torch.zeros(_ELEMENTS)
         for worker in self._workers:
-            for part in plan.schema.parts():
+            for part in schema.parts():
                 self._server.handle(worker, part)
         self._server.handle(self._workers[0], m.Init(0, body=self._body))
         for worker in self._workers:

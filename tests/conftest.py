@@ -76,7 +76,7 @@ def nothing_kept_in_stores() -> Iterator[None]:
 @pytest.fixture
 def on_one_core() -> Iterator[None]:
     """Of all threads of a simulation one runs at a time: on one core the turn is handed over several times as fast."""
-    from topotrain.tools.simulator.one_core import one_core
+    from seeded_runs import one_core
 
     with one_core():
         yield

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from cell_observers import CellObserver
 from torch import nn
 
 from topotrain.config.job import Job
@@ -37,9 +38,15 @@ from topotrain.tools.simulator.fault_schedule import ANY, ASSIGNED, NETWORKS, Fa
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults, forget_frames
-from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
+from topotrain.tools.simulator.sim_peers import PeerSender
+from topotrain.tools.simulator.sim_processes import (
+    CrashableTransport,
+    CrashableWaiter,
+    InvariantViolated,
+    Killed,
+    WorkerProcess,
+)
 from topotrain.tools.simulator.sim_unit_links import reduction_of
-from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
@@ -71,7 +78,7 @@ class TrialScript:
     def run(self) -> None:
         """Read all batches, with one step for each."""
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
-        observer = WorkerObserver(
+        observer = CellObserver(
             f"{worker.me} of incarnation {process.incarnation}",
             trial.batches * trial.epochs * workers,
             trial.counts.exact,
@@ -128,7 +135,7 @@ class TrialScript:
         self._absent, self._alone = False, True
         return True
 
-    def _step_together(self, observer: WorkerObserver, cells: range, marks: tuple[int, int, int]) -> StepOutcome:
+    def _step_together(self, observer: CellObserver, cells: range, marks: tuple[int, int, int]) -> StepOutcome:
         """Take the step of a batch that is divided among the present workers of the group."""
         worker, client = self._worker, self._worker.client.extension(InPlaceClient) if self._workers > 1 else None
         while True:
@@ -155,7 +162,7 @@ class TrialScript:
             raise PeerLost("a step with an assignment is not repeated")
         self._worker.go_on_at(outcome.next)
 
-    def _train_singly(self, observer: WorkerObserver) -> None:
+    def _train_singly(self, observer: CellObserver) -> None:
         """Train with backup workers: each worker reads batches of its own."""
         trial, worker, process, workers = self._trial, self._worker, self._process, self._workers
         me = worker.me.index
@@ -194,7 +201,7 @@ class TrialScript:
         values[here] = values[here] + 1 if adds else 1
         self._worker.assign(ASSIGNED, values, place)
 
-    def _step(self, observer: WorkerObserver, cells: Sequence[int], marks: tuple[int, int, int]) -> StepOutcome:
+    def _step(self, observer: CellObserver, cells: Sequence[int], marks: tuple[int, int, int]) -> StepOutcome:
         """Take the step of one batch, with a gradient of -1 in these cells."""
         self._worker.sleep(0.0, 0.004)
         # It may have been killed while it computed.
@@ -204,10 +211,10 @@ class TrialScript:
         observer.check(self._worker.values())
         return self._worker.step(self._gradient(cells), marks=marks, samples=len(cells))
 
-    def _record(self, observer: WorkerObserver, cells: Sequence[int]) -> None:
+    def _record(self, observer: CellObserver, cells: Sequence[int]) -> None:
         """Count a committed step, and check the values after it."""
         self._trial.committed(self._worker.me)
-        observer.applied(cells)
+        observer.made(cells)
         observer.check(self._worker.values())
 
     @property
@@ -288,7 +295,6 @@ class CrashableSender:
         self._trial.inject_due(process, message)
         if process.over:
             raise Killed
-        process.on_send()
         self._trial.transport.send(process.me, to, message)
 
 
@@ -389,7 +395,9 @@ class Trial(SimCluster):
         process = self.worker_processes[me] = WorkerProcess(me, number)
 
         waiter, sender = CrashableWaiter(process, self.sim), CrashableSender(self, process)
-        gradients, sums = reduction_of(self.job, self.topology, me, process.incarnation, sender, self.present)
+        gradients, sums = reduction_of(
+            self.job, self.topology, me, process.incarnation, PeerSender(sender), self.present
+        )
         client = Client(
             me,
             self.topology,

@@ -23,8 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from cell_model import cell_model, outer_plan
+from cell_observers import GroupReplicas, IslandObserver
 from elastic_trial import ElasticTrial
 from fault_trial import CrashableSender, Trial, TrialScript
+from torch import nn
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
@@ -39,14 +42,11 @@ from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
-from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
-from topotrain.tools.simulator.islands.island_observers import GroupReplicas, IslandObserver
-from topotrain.tools.simulator.islands.sim_peers import PeerSender, SimPeers
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
 from topotrain.tools.simulator.sim_network import SimClock
-from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
-from topotrain.tools.simulator.worker_observer import InvariantViolated
+from topotrain.tools.simulator.sim_peers import PeerSender, SimPeers
+from topotrain.tools.simulator.sim_processes import InvariantViolated, Killed, WorkerProcess
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.worker import Worker
@@ -61,12 +61,7 @@ def trains_alone(job: Job) -> bool:
 
 
 class ReceivedValues(ValueObserver):
-    """Knows whether new values of a worker are under way.
-
-    Args:
-        observer: takes the values.
-        pace: is told when they are taken.
-    """
+    """Knows whether new values of a worker are under way, and tells its pace when they are taken."""
 
     def __init__(self, observer: ValueObserver, pace: "RoundPace") -> None:
         self._observer, self._pace = observer, pace
@@ -83,12 +78,7 @@ class ReceivedValues(ValueObserver):
 
 
 class RoundPace:
-    """The number of pushes of one process, and of all others in the job.
-
-    Args:
-        trial: the job.
-        process: of the worker.
-    """
+    """The number of pushes of one process, and of all others in the job."""
 
     def __init__(self, trial: "IslandTrial", process: WorkerProcess) -> None:
         self._trial, self._process = trial, process
@@ -153,7 +143,7 @@ class IslandScript(TrialScript):
         """Read all batches, with one step for each."""
         trial, process, client = self._islands, self._process, self._worker.client
         pace = trial.paces[process] = RoundPace(trial, process)
-        model = CellModel(trial.schema.parameters)
+        model = cell_model(trial.schema.parameters)
         plain = torch.optim.SGD(model.parameters(), lr=1.0)
         inner = self._inner(model, plain)
         inner.watch(pace)
@@ -179,12 +169,12 @@ class IslandScript(TrialScript):
                 begins = False
                 self._save(worker, epoch)
                 self._compute()
-                observer.check(inner.received.under_way)
+                observer.check_own(inner.received.under_way)
                 batch = epoch * trial.batches + number
                 cells = range(batch * self._workers, (batch + 1) * self._workers)
                 self._train(worker, cells, (stream, seq))
                 observer.made(cells)
-                observer.check(inner.received.under_way)
+                observer.check_own(inner.received.under_way)
                 trial.replicas.check(process, worker.tally.steps, worker.parts.tensors)
                 trial.committed(process.me)
                 if worker.leaves:
@@ -194,12 +184,12 @@ class IslandScript(TrialScript):
         pace.end()
         inner.leave()
         worker.finish()
-        observer.check(inner.received.under_way)
+        observer.check_own(inner.received.under_way)
         self._save(worker, trial.epochs)
         self._take_final(worker)
         trial.peers.end(process)
 
-    def _inner(self, model: CellModel, plain: torch.optim.SGD) -> WatchedOptimizer:
+    def _inner(self, model: nn.Module, plain: torch.optim.SGD) -> WatchedOptimizer:
         """The inner optimizer, as `tt.prepare` makes it."""
         trial, clock = self._islands, SimClock(self._islands.sim)
         wanted = plain, trial.job.cluster, model.named_parameters(), ()
@@ -275,8 +265,7 @@ class IslandTrial(ElasticTrial):
         # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
         # and the second server those of the short ones.
         long, short = max(cells, 256), max(cells, 64)
-        plan = outer_plan(self.job, self.topology, parameters(long, long, short, short))
-        return plan.schema, plan.slice_map
+        return outer_plan(self.job, self.topology, parameters(long, long, short, short))
 
     @property
     def made_cells(self) -> set[int]:

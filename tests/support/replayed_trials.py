@@ -7,6 +7,7 @@ decide in another order, or show other versions, end with other bits.
 from dataclasses import dataclass, field
 
 import torch
+from cell_model import cell_model, outer_plan
 from fault_trial import Trial, TrialScript
 
 from topotrain.config.job import Job
@@ -28,7 +29,6 @@ from topotrain.launch.runtime.server_composition import make_server
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.replay.replay_run import RecordedDeaths
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
-from topotrain.tools.simulator.islands.cell_model import CellModel, outer_plan
 from topotrain.tools.simulator.sim_cluster import SimServer, parameters
 from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.adopted_optimizer import adopt
@@ -188,7 +188,7 @@ class FloatIslandScript(TrialScript):
     def run(self) -> None:
         trial, process, me = self._trial, self._process, self._worker.me
         assert isinstance(trial, FloatIslands)
-        model = CellModel(trial.schema.parameters)
+        model = cell_model(trial.schema.parameters)
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         choices = trial.choices(me, process.incarnation)
         inner = InnerOptimizer(plain, trial.job.cluster, model.named_parameters(), choices=choices)
@@ -212,8 +212,7 @@ class FloatIslands(FloatTrial):
     script_class = FloatIslandScript
 
     def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        plan = outer_plan(self.job, self.topology, parameters(256, 256, 64, 64))
-        return plan.schema, plan.slice_map
+        return outer_plan(self.job, self.topology, parameters(256, 256, 64, 64))
 
 
 def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

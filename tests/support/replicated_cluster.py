@@ -290,7 +290,7 @@ class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
     def _make_client(self, me: Address) -> Client:
         extensions = client_extensions(self.topology)
         sender = FunctionSender(lambda to, x: lines.send(to, x))
-        client = Client(me, self.topology, sender, self.sim.waiter(), extensions=extensions)
+        client = Client(me, self.topology, sender, self.sim, extensions=extensions)
 
         servers = dict.fromkeys((*client.channel.servers, client.channel.first_server))
         lines = ReplicaConnections(servers, client, SimClientHost(self, me))

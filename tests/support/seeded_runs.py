@@ -4,7 +4,7 @@ They run in virtual time. A seed determines the whole run: the faults, their tim
 finding can be reproduced. A run is right if all of these hold:
 
 * Every batch is counted exactly once, on all shards, in the end and in every snapshot.
-* No worker saw fewer updates than before (`worker_observer`).
+* No worker saw fewer updates than before (`cell_observers`).
 * Values that scripts assign (`tt.assign`) are there with their steps, and no assignment is made twice.
 * No actor waits forever.
 
@@ -12,9 +12,11 @@ A schedule that shows a bug is shortened as long as it still does (delta debuggi
 fault at a time).
 """
 
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -117,13 +119,6 @@ class TrialVerdict:
     digest: int  # CRC-32 of all messages in order of arrival
     moments: tuple[float | None, ...]  # of each fault of the schedule, in virtual seconds; None: it did not happen
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the data for JSON."""
-        faults = [str(fault) for fault in self.schedule.faults]
-        schedule = asdict(replace(self.schedule, faults=()))
-        rest = {name: getattr(self, name) for name in self.__slots__ if name != "schedule"}
-        return {**rest, "moments": list(self.moments), "schedule": {**schedule, "faults": faults}}
-
 
 def prepared(job: Job, name: str) -> Job:
     """Return the job to simulate: its layout and rules, with integers as a model.
@@ -215,6 +210,18 @@ def _text(wrong: Sequence[tuple[int, int, float]]) -> str:
     cells = ", ".join(f"cell {cell} of p{parameter} is {value:g}" for parameter, cell, value in wrong[:3])
     more = f" and {len(wrong) - 3} others" if len(wrong) > 3 else ""
     return f"counted wrongly: {cells}{more}, where 1 is right" if wrong else ""
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Inside, this process runs on one core: the threads of a simulation take turns, and switch faster there."""
+    allowed = os.sched_getaffinity(0)
+    # By pid, so that several runs use several.
+    os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def run_seeds(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[TrialVerdict]:

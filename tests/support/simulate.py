@@ -9,21 +9,27 @@ the end and in every snapshot. If a seed violates this, its schedule is reduced 
     python tests/support/simulate.py --seeds 1000
 """
 
-import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from seeded_runs import LAYOUTS, TrialVerdict, chosen, layout_of, prepared, run_seeds, run_trial, schedule_of, shrink
+from seeded_runs import (
+    LAYOUTS,
+    TrialVerdict,
+    chosen,
+    layout_of,
+    one_core,
+    prepared,
+    run_seeds,
+    run_trial,
+    schedule_of,
+    shrink,
+)
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.cli.job_arguments import refusing
-from topotrain.tools.monitor.live_terminal import redraws
-from topotrain.tools.simulator.one_core import one_core
 
 _SHOWN = 20
 """Wrong seeds that are listed at most."""
@@ -42,7 +48,6 @@ def simulate(
         str,
         typer.Option("--only", metavar="I,J", help="Only these of the seed's faults; a - alone: none."),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
     """Simulate a job under faults, on a simulated network in virtual time.
 
@@ -54,9 +59,8 @@ def simulate(
         if seeds > 1 and only:
             raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
         with one_core():
-            if seeds > 1:
-                raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
-            raise typer.Exit(_one(seed, job, where, only, as_json))
+            wrong = _many(range(seed, seed + seeds), job, where) if seeds > 1 else _one(seed, job, where, only)
+        raise typer.Exit(int(wrong))
 
 
 def _job(where: str) -> Job | None:
@@ -69,109 +73,69 @@ def _job(where: str) -> Job | None:
     return prepared(load_with_warnings(where, (), None, ())[0], where)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A verdict, with the shortest schedule that gives the same if it is bad."""
-
-    verdict: TrialVerdict
-    shortest: TrialVerdict | None
-    kept: tuple[int, ...]
-
-    def command(self) -> str:
-        """Return the command that repeats the shortest schedule."""
-        only = ",".join(map(str, self.kept)) or "-"
-        words = f'--seed {self.verdict.seed} --layout "{self.verdict.layout}" --only {only}'
-        return f"python tests/support/simulate.py {words}"
-
-    def as_data(self) -> dict[str, Any]:
-        data = self.verdict.as_data()
-        if self.shortest is not None:
-            data["shortest"] = {**self.shortest.as_data(), "command": self.command()}
-        return data
-
-
-def _looked_into(verdict: TrialVerdict, job: Job | None) -> _Found:
-    if not verdict.wrong:
-        return _Found(verdict, None, ())
-    return _Found(verdict, *shrink(job or LAYOUTS[verdict.layout], verdict))
-
-
-def _one(seed: int, job: Job | None, name: str, only: str, as_json: bool) -> int:
+def _one(seed: int, job: Job | None, name: str, only: str) -> bool:
+    """Run one seed, and print its verdict. Return whether it went wrong."""
     name = name or layout_of(seed)
     used = job or LAYOUTS[name]
     schedule = schedule_of(used, name, seed)
     kept = _numbers(only, len(schedule.faults))
-    if kept is None:
-        found = _looked_into(run_trial(used, name, seed, schedule), used)
-    else:
-        found = _Found(run_trial(used, name, seed, chosen(schedule, kept)), None, kept)
-    print(json.dumps(found.as_data(), indent=2) if as_json else _words(found))
-    return int(bool(found.verdict.wrong))
+    verdict = run_trial(used, name, seed, chosen(schedule, kept) if only else schedule)
+    print(_words(verdict, kept))
+    if verdict.wrong and not only:
+        _print_shortest(verdict, used)
+    return bool(verdict.wrong)
 
 
-def _numbers(only: str, count: int) -> tuple[int, ...] | None:
-    """Return the numbers of the chosen faults; None: all. Raises ConfigError."""
+def _numbers(only: str, count: int) -> Sequence[int]:
+    """Return the numbers of the chosen faults; of all without a choice. Raises ConfigError."""
     if not only:
-        return None
+        return range(count)
     # A run without any fault shows whether the error needs one.
     words = [] if only == "-" else only.split(",")
     if not all(word.isdecimal() and int(word) < count for word in words):
         raise ConfigError("--only", only, f"must be numbers below {count}, separated by commas, or -")
-    return tuple(sorted({int(word) for word in words}))
+    return sorted({int(word) for word in words})
 
 
-def _many(seeds: range, job: Job | None, name: str, as_json: bool) -> int:
+def _print_shortest(verdict: TrialVerdict, job: Job) -> None:
+    """Print the shortest schedule that goes wrong, too, and the command that repeats it."""
+    shortest, kept = shrink(job, verdict)
+    words = f'--seed {verdict.seed} --layout "{verdict.layout}" --only {",".join(map(str, kept)) or "-"}'
+    print(f"\nthe same with less:\n{_words(shortest, kept)}\n\nto repeat it: python tests/support/simulate.py {words}")
+
+
+def _many(seeds: range, job: Job | None, name: str) -> bool:
+    """Run many seeds, and print a summary. Return whether one went wrong."""
     begun, wrong = time.monotonic(), list[TrialVerdict]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
-    shows = redraws(sys.stderr)
-    for done, verdict in enumerate(run_seeds(seeds, job, name), 1):
+    for verdict in run_seeds(seeds, job, name):
         for what in counts:
             counts[what] += getattr(verdict, what)
         if verdict.wrong:
             wrong.append(verdict)
-        if shows and done % 50 == 0:
-            print(f"\r{done} of {len(seeds)} seeds, {len(wrong)} wrong", end="", file=sys.stderr, flush=True)
-    if shows:
-        print("\r\033[K", end="", file=sys.stderr)
-    took = time.monotonic() - begun
-    # Only the first: shortening a schedule runs it many times.
-    first = _looked_into(wrong[0], job) if wrong else None
-    if as_json:
-        rate = {"seconds": round(took, 1), "seeds_per_s": round(len(seeds) / took, 1)}
-        data = {"seeds": len(seeds), "wrong": [v.seed for v in wrong], **counts, **rate}
-        print(json.dumps(data if first is None else {**data, "first": first.as_data()}, indent=2))
-    else:
-        print(_summary(len(seeds), wrong, counts, took))
-        if first is not None:
-            print(_words(first))
-    return int(bool(wrong))
+    took, counted = time.monotonic() - begun, ", ".join(f"{count} {what}" for what, count in counts.items())
+    named = ", ".join([*(str(v.seed) for v in wrong[:_SHOWN]), *(["..."] if len(wrong) > _SHOWN else [])])
+    text = (
+        f"{len(seeds)} seeds in {took:.0f} s ({len(seeds) / took:.0f} per second): {counted}; {len(wrong)} went wrong"
+    )
+    print(f"{text}: {named}" if wrong else text)
+    if wrong:  # only the first, as shortening a schedule runs it many times
+        print(_words(wrong[0], range(len(wrong[0].schedule.faults))))
+        _print_shortest(wrong[0], job or LAYOUTS[wrong[0].layout])
+    return bool(wrong)
 
 
-def _summary(seeds: int, wrong: Sequence[TrialVerdict], counts: dict[str, int], took: float) -> str:
-    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
-    text = f"{seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {counted}; {len(wrong)} went wrong"
-    more = ", ..." if len(wrong) > _SHOWN else ""
-    return text + (": " + ", ".join(str(v.seed) for v in wrong[:_SHOWN]) + more if wrong else "")
-
-
-def _words(found: _Found) -> str:
-    verdict = found.verdict
+def _words(verdict: TrialVerdict, numbers: Sequence[int]) -> str:
+    """Return a verdict as text; numbers: of its faults."""
     schedule = verdict.schedule
     read = f"{schedule.batches} batches in {schedule.epochs} epoch{'s' * (schedule.epochs > 1)}, {schedule.mode}"
     lines = [f"seed {verdict.seed}, layout {verdict.layout}: {read}; network {schedule.network}"]
-    numbers = found.kept if found.shortest is None and found.kept else range(len(schedule.faults))
     for number, fault, moment in zip(numbers, schedule.faults, verdict.moments, strict=True):
         came = "did not come to it" if moment is None else f"{moment:.4f} s"
         lines.append(f"  {number}: {fault} [{came}]")
+    found = f"WRONG: {verdict.wrong}" if verdict.wrong else "ledger: every batch counted once"
     passed = f"{verdict.messages} messages, {verdict.snapshots} snapshots, {verdict.seconds:.3f} s of virtual time"
-    if not verdict.wrong:
-        return "\n".join([*lines, f"ledger: every batch counted once; {passed}; run {verdict.digest:08x}"])
-    lines.append(f"WRONG: {verdict.wrong}; {passed}; run {verdict.digest:08x}")
-    if found.shortest is not None:
-        # Without a shortest one of its own, which would be printed without end.
-        again = replace(found, verdict=found.shortest, shortest=None)
-        lines += ["", "the same with less:", _words(again), "", f"to repeat it: {found.command()}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{found}; {passed}; run {verdict.digest:08x}"])
 
 
 if __name__ == "__main__":

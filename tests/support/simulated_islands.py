@@ -9,31 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cell_model import cell_model
 from elastic_trial import ElasticTrial
 from fault_trial import TrialScript
-from torch import nn
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
+from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.training.adopted_optimizer import adopt
 
 STEP_S = 0.01
 """Virtual seconds of a step of a worker with speed 1. A message takes 0.5 to 2 ms."""
-
-
-class Cells(nn.Module):
-    """The cells of all batches, once in each parameter."""
-
-    def __init__(self, parameters: int, cells: int) -> None:
-        super().__init__()
-        self.cells = nn.ParameterList([nn.Parameter(torch.zeros(cells)) for _ in range(parameters)])
-
-    def forward(self, cell: int) -> torch.Tensor:
-        return -torch.stack([each[cell] for each in self.cells]).sum()
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class IslandScript(TrialScript):
     def run(self) -> None:
         trial, process, me = self._trial, self._process, self._worker.me
         assert isinstance(trial, IslandTrial)
-        model = Cells(trial.job.cluster.fragments, trial.batches * trial.epochs)
+        model = cell_model(parameters(*[trial.batches * trial.epochs] * trial.job.cluster.fragments))
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), clock=SimClock(trial.sim))
         worker = self._trained(model, inner, local)
@@ -75,7 +65,8 @@ class IslandScript(TrialScript):
         for epoch, stream, seq, number in self._steps(lambda: trial.sim.sleep(trial.step_s[me.group])):
             worker.drawn(stream, seq, 1.0, 1)
             inner.zero_grad()
-            model(epoch * trial.batches + number).backward()
+            cell = epoch * trial.batches + number
+            torch.autograd.backward([-tensor[cell] for tensor in model.values()])
             inner.step()
             process.step()
             if worker.leaves:

@@ -12,24 +12,12 @@ import pytest
 from tests.support.recorded_jobs import Clock, header, step
 from topotrain.core import events
 from topotrain.launch.agent.file_locks import locked
-from topotrain.tools.cli import app
 from topotrain.tools.recording.recorded_lines import TimedEvent, to_line
 from topotrain.tools.recording.recorded_workspace import QUIET_S
 from topotrain.tools.recording.recording_file import FILE, RecordingWriter
 from topotrain.tools.summary_text import summary_text
 
 Ask = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            app.main(argv)
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cell_observers import CellObserver
 from fault_trial import Trial
 from living_objects import living
 from seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
@@ -20,7 +21,7 @@ from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.tools.simulator.fault_schedule import ANY, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import Deadlock
-from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
+from topotrain.tools.simulator.sim_processes import InvariantViolated
 from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
@@ -105,18 +106,18 @@ def test_seeds_that_have_been_wrong(name, seed):
     [
         ([1.0, 0.0, 2.0], "cell 2 of p0 as 2, where 0 or 1 is right"),
         ([0.0, 1.0, 1.0], "cell 0 of p0 as 0, which was 1 before"),
-        ([1.0, 0.0, 0.0], "cell 1 of p0 as 0, which its group has counted already"),
+        ([1.0, 0.0, 0.0], "cell 1 of p0 as 0, which its group has made"),
     ],
 )
 def test_a_worker_is_shown_its_own_work_and_never_less_than_before(now, text):
-    witness = WorkerObserver("worker 0/0", 3)
+    witness = CellObserver("worker 0/0", 3)
     witness.check([torch.tensor([1.0, 0.0, 0.0, 7.0])])
     witness.check([torch.tensor([1.0, 0.0, 1.0, 7.0])])
-    if "counted" in text:
-        witness.applied([1])
+    if "made" in text:
+        witness.made([1])
     else:
         witness.check([torch.tensor([1.0, 1.0, 1.0, 7.0])])
-    with pytest.raises(InvariantViolated, match=f"worker 0/0 is shown {text}"):
+    with pytest.raises(InvariantViolated, match=f"worker 0/0 has {text}"):
         witness.check([torch.tensor(now)])
 
 

@@ -12,7 +12,7 @@ from topotrain.core.protocol import Applied, Commit, Drained, Fetch, Init, Messa
 from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults, SimulatedTransport, Simulation
 
 A, B = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-BAD = NetworkFaults(delay=(0.001, 0.003), late=0.02, drop=0.1, duplicate=0.2, reorder=0.3)
+BAD = NetworkFaults(delay=(0.001, 0.003), late=0.02, duplicate=0.2, reorder=0.3)
 
 
 @dataclass
@@ -70,8 +70,6 @@ def test_messages_arrive_in_order_and_once_unless_the_network_is_bad():
     assert all(0 < time < 0.01 for time, _ in heard.heard)
     assert any(ten(seed, NetworkFaults(reorder=0.5)).rounds != list(range(10)) for seed in range(5))
     assert sorted(ten(0, NetworkFaults(duplicate=1.0)).rounds) == sorted([*range(10)] * 2)
-    assert ten(0, NetworkFaults(drop=1.0)).rounds == []
-    assert 0 < len(ten(1, NetworkFaults(drop=0.5)).rounds) < 10
 
 
 @pytest.mark.parametrize(("snapshots", "seen"), [(True, 1.0), (False, 2.0)])
@@ -105,14 +103,6 @@ def test_only_a_peer_that_is_there_and_connected_is_reached():
         wire.send(A, c, Drained())
     with pytest.raises(TransportError, match="already"):
         wire.attach(c, Ear(sim))
-
-
-def test_traffic_counts_what_was_sent_and_what_arrived():
-    sim, wire, _, _ = connected()
-    wire.send(A, B, Init(0, body=torch.ones(100)))
-    assert wire.traffic()[0] > 400 and wire.traffic()[1] == 0
-    sim.run()
-    assert wire.traffic()[1] > 400
 
 
 def test_a_crash_falls_between_two_messages_of_a_kind():
@@ -164,9 +154,9 @@ def test_actors_take_turns_in_virtual_time():
 
 def test_who_waits_for_ever_is_named():
     sim = Simulation(7)
-    sim.actor("Ada", lambda: sim.waiter().wait(lambda: False))
+    sim.actor("Ada", lambda: sim.wait(lambda: False))
     sim.actor("Bob", lambda: sim.sleep(1.0))
-    sim.actor("Cyd", lambda: sim.waiter().wait(lambda: False))
+    sim.actor("Cyd", lambda: sim.wait(lambda: False))
     before = threading.active_count()
     with pytest.raises(Deadlock, match=r"seed 7, 1\.000 s: .*: Ada, Cyd$"):
         sim.run()
@@ -178,7 +168,7 @@ def test_an_error_ends_the_run_and_every_process_in_it():
 
     def waits() -> None:
         try:
-            sim.waiter().wait(lambda: False)
+            sim.wait(lambda: False)
         finally:
             cleaned.append(True)
             sim.sleep(1.0)
@@ -197,9 +187,9 @@ def test_an_error_ends_the_run_and_every_process_in_it():
 
 def test_only_an_actor_waits():
     sim = Simulation(0)
-    sim.waiter().wait(lambda: True)
+    sim.wait(lambda: True)
     with pytest.raises(RuntimeError, match="only an actor"):
-        sim.waiter().wait(lambda: False)
+        sim.wait(lambda: False)
 
 
 def test_what_travels_is_what_the_bytes_say():

@@ -58,7 +58,6 @@ class SimServer:
 
     def __init__(self, server: Server, transport: SimulatedTransport) -> None:
         self.server, self._transport = server, transport
-        self.lost_peers: list[Address] = []
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
         """Return the buffer for a message's body, as `Endpoint.place` does."""
@@ -75,8 +74,7 @@ class SimServer:
                 self._transport.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """Record the end of a connection."""
-        self.lost_peers.append(peer)
+        """Do nothing: a server is told of it by its host."""
 
 
 class SimTimer(TimerHost):
@@ -149,7 +147,7 @@ class SimCluster:
                 self.transport.connect(me, peer, "")
 
     def _make_client(self, me: Address) -> Client:
-        waiter, sender = self.sim.waiter(), SimSender(self.transport, me)
+        waiter, sender = self.sim, SimSender(self.transport, me)
         gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
         extensions = (*client_extensions(self.topology), *sums)
         client = Client(me, self.topology, sender, waiter, extensions=extensions, gradients=gradients)

@@ -3,7 +3,7 @@
 A seed determines the run. Exactly one thread runs at any moment: the loop resumes an actor when its condition is true,
 and continues when the actor waits again. The loop itself calls residents without a thread of their own (servers).
 
-Unlike a real transport this one may drop, duplicate and reorder messages, and cut a process off between two messages.
+Unlike a real transport this one may duplicate and reorder messages, and cut a process off between two messages.
 """
 
 import math
@@ -18,7 +18,6 @@ import torch
 
 from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.comm.transport.connection import copied
-from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import Clock
 from topotrain.core.protocol import Message, decode, encode
@@ -82,7 +81,10 @@ class _Actor:
 
 
 class Simulation:
-    """Virtual time, and the actors in it; `seed` determines all random choices."""
+    """Virtual time, and the actors in it; `seed` determines all random choices.
+
+    It is the `client.Waiter` of each actor's Client.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -103,7 +105,7 @@ class Simulation:
         self.random.setstate(before.random.getstate())
 
     def actor(self, name: str, function: Callable[[], None]) -> None:
-        """Add an actor. Its function may call `sleep`, and `wait` of a `waiter()`."""
+        """Add an actor. Its function may call `sleep` and `wait`."""
         self._actors.append(_Actor(name, function))
 
     def at(self, time: float, do: Callable[[], None]) -> None:
@@ -117,10 +119,6 @@ class Simulation:
         over: list[bool] = []
         self.at(self.now + seconds, lambda: over.append(True))
         self.wait(lambda: bool(over))
-
-    def waiter(self) -> "Simulation":
-        """Return the `client.Waiter` of an actor's Client."""
-        return self
 
     def update(self) -> AbstractContextManager[object]:
         """Return an empty context: no other thread is running."""
@@ -214,7 +212,6 @@ class NetworkFaults:
 
     delay: tuple[float, float] = (0.0005, 0.002)  # the shortest and the longest
     late: float = 0.01  # longest additional delay of a reordered or duplicated message
-    drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
     snapshots: bool = True  # a body is copied when it is sent; else read on arrival, as with shared memory
@@ -249,7 +246,6 @@ class SimulatedTransport:
         self._down: set[Address] = set()
         self._paused: set[Address] = set()
         self._kept: list[tuple[tuple[Address, ...], Callable[[], None]]] = []
-        self._sent = self._received = 0
 
     def attach(self, me: Address, resident: Endpoint) -> str:
         """Make a resident reachable; return its URL."""
@@ -274,7 +270,6 @@ class SimulatedTransport:
         body = message.body
         if body is not None and self.network_faults.snapshots:
             body = body.detach().clone()
-        self._sent += HEADER_BYTES + len(meta) + (0 if body is None else body.nbytes)
         chance, network_faults = self._simulation.random.random, self.network_faults
         # Through the codec, as between processes: a receiver never shares an object with the sender.
         message = decode(kind, meta, body)
@@ -286,8 +281,6 @@ class SimulatedTransport:
             self._schedule(me, to, message, late=False)
             return
         # A fault that a network does not have draws no number, so it shifts no later draw.
-        if network_faults.drop and chance() < network_faults.drop:
-            return
         self._schedule(me, to, message, late=bool(network_faults.reorder) and chance() < network_faults.reorder)
         if network_faults.duplicate and chance() < network_faults.duplicate:
             self._schedule(me, to, message, late=True)
@@ -323,7 +316,6 @@ class SimulatedTransport:
         for observe in self.observers:
             observe(me, to, message)
         resident, body = self._residents[to], message.body
-        self._received += HEADER_BYTES + (0 if body is None else body.nbytes)
         if body is not None:
             view = body.detach().view(torch.uint8)
             target = resident.place(me, message, self._viewable(me, to))
@@ -387,19 +379,6 @@ class SimulatedTransport:
             do()
         else:
             self._kept.append((whose, do))
-
-    # --- the rest of the contract --------------------------------------------------------------------------------
-
-    def connected(self, me: Address, peer: Address) -> bool:
-        """Whether two residents are connected and neither is down."""
-        return frozenset((me, peer)) in self._connections and self._down.isdisjoint((me, peer))
-
-    def traffic(self) -> tuple[int, int]:
-        """Return the bytes of messages sent and received so far, over all residents."""
-        return self._sent, self._received
-
-    def close(self) -> None:
-        """Do nothing: the transport exists as long as its simulation."""
 
 
 class SimSender:

@@ -8,7 +8,10 @@ from topotrain.comm.transport import Endpoint
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
-from topotrain.tools.simulator.worker_observer import InvariantViolated
+
+
+class InvariantViolated(Exception):
+    """The job violates an invariant, which the text describes."""
 
 
 # Not an Exception: a script's own `except Exception` must not catch it.
@@ -19,11 +22,10 @@ class Killed(BaseException):
 # Compared by identity: the process after a restart has the same address, and is another key.
 @dataclass(eq=False)
 class WorkerProcess:
-    """One process of a worker; sent: the number of its messages."""
+    """One process of a worker."""
 
     me: Address
     incarnation: int
-    sent: int = 0
     admitted: bool = False
     over: bool = False  # dead, or its script has ended
     dead: bool = False
@@ -32,10 +34,6 @@ class WorkerProcess:
     def step(self) -> None:
         """Record that it has made a step."""
         self.stepped = True
-
-    def on_send(self) -> None:
-        """Count a message that it sends."""
-        self.sent += 1
 
     def admit(self) -> None:
         """Record that the servers admit it."""

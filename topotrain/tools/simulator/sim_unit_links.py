@@ -1,7 +1,6 @@
 """Simulated connections between the workers of a unit."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Topology
@@ -13,7 +12,6 @@ from topotrain.extensions.host_sums.host_reduction import HostReduction, HostSum
 from topotrain.extensions.host_sums.host_units import used_unit
 from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.tools.simulator.sim_network import SimulatedTransport
-from topotrain.tools.simulator.sim_processes import Killed
 
 
 class PresentWorkers:
@@ -59,9 +57,7 @@ class SimUnitLinks(UnitLinks):
         self._present.add(self._me, self._incarnation, reduction, self._unit)
 
     def send(self, to: Address, message: Message) -> None:
-        # A process may die while it handles a message, where no script could end. Its next wait ends it.
-        with suppress(Killed):
-            self._sender.send(to, message)
+        self._sender.send(to, message)
 
     def close(self) -> None:
         """As `UnitLinks.close`."""

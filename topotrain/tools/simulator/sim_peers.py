@@ -16,11 +16,7 @@ from topotrain.tools.simulator.sim_processes import CrashableTransport, Killed, 
 
 
 class PeerSender(MessageSender):
-    """Sends the messages of one worker to the others of its group.
-
-    Args:
-        sender: of the worker.
-    """
+    """Sends the messages of one worker to the others of its group. sender: of the worker."""
 
     def __init__(self, sender: MessageSender) -> None:
         self._sender = sender

@@ -1,1 +1,0 @@
-"""Simulated workers that train by themselves between rounds of an outer optimizer."""
