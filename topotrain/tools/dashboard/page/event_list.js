@@ -2,7 +2,7 @@
 
 import { arrowKeys, byId, clockText, make } from "./elements.js";
 
-/** How each kind of event is called, its mark in the style sheet and in charts, and the name of its color. */
+/** How each kind of event is called, its mark, as Plotly names it, and the name of its color. */
 const KINDS = {
   incident: ["lost", "x", "bad"], failed: ["failed", "x", "bad"], skipped: ["skipped step", "x", "notable"],
   recovered: ["recovered", "circle-open", "good"], snapshot: ["snapshot", "square", "muted"],
@@ -14,6 +14,9 @@ const KINDS = {
 export function kindOf(event) {
   return KINDS[event.kind] ?? [event.kind, "circle", "muted"];
 }
+
+/** How the list shows the marks. */
+const SIGNS = { x: "✕", "circle-open": "○", circle: "•", square: "■", diamond: "◆", "triangle-up": "▲", "triangle-down": "▼", "line-ns": "┃" };
 
 export class EventList {
   constructor(onChoose) {
@@ -53,7 +56,7 @@ export class EventList {
     return make("li", {}, [make("button", { type: "button", class: "event", "data-kind": event.kind,
       tabindex: this._rows.size ? "-1" : "0" }, [
       make("time", { text: clockText(event.at) }),
-      make("span", { class: `mark ${mark}`, "data-colour": color, "aria-hidden": "true" }),
+      make("span", { class: "mark", "data-colour": color, "aria-hidden": "true", text: SIGNS[mark] }),
       make("span", { class: "kind", text: word }),
       make("span", { class: "of", text: event.of === "job" ? "" : event.of }),
       make("span", { class: "text", text: event.text }),

@@ -3,13 +3,20 @@
 import { Charts } from "./charts.js";
 import { DataSource } from "./data_source.js";
 import { ProcessDetails } from "./details.js";
-import { byId, clockText, numberText, setText } from "./elements.js";
+import { byId, clockText, make, numberText, setText } from "./elements.js";
 import { EventList } from "./event_list.js";
 import { MomentBar } from "./moment_bar.js";
 import { Processes } from "./processes.js";
 import { RunTable } from "./run_table.js";
 
 const CONNECTIONS = { live: "running", recorded: "recorded", lost: "connection lost, trying again", waiting: "connecting" };
+
+/** Add a figure of the job to the header; return the place of its text. */
+function figureOf(name) {
+  const place = make("dd", { "data-figure": name });
+  byId("job-figures").append(make("div", {}, [make("dt", { text: name }), place]));
+  return place;
+}
 
 class Page {
   constructor() {
@@ -88,9 +95,10 @@ class Page {
       loss: numberText(job.loss),
       "samples/s": numberText(job.samples_per_s),
     };
-    for (const place of document.querySelectorAll("[data-figure]")) {
-      setText(place, texts[place.dataset.figure]);
-      place.parentElement.hidden = place.textContent === "–";
+    for (const [name, text] of Object.entries(texts)) {
+      const place = document.querySelector(`[data-figure="${name}"]`) ?? figureOf(name);
+      setText(place, text);
+      place.parentElement.hidden = text === "–";
     }
   }
 

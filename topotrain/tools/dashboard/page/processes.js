@@ -40,6 +40,8 @@ export class Processes {
     this._rows = byId("process-rows");
     this._boxes = new Map();
     this._selected = null;
+    byId("map-legend").prepend(...Object.entries(STATES).map(([state, text]) => (
+      make("li", { "data-state": state }, [make("span", { class: "shape", "aria-hidden": "true" }), text]))));
     this._map.addEventListener("click", (event) => {
       const name = event.target.closest(".process")?.dataset.name;
       if (name) onSelect(name === this._selected ? null : name);
