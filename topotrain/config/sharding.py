@@ -182,6 +182,10 @@ class Bucket:
     master: int
     pieces: tuple[Piece, ...]
 
+    def place(self, piece: Piece) -> slice:
+        """Return where a piece of this bucket is in a tensor of the bucket."""
+        return slice(piece.lo - self.lo, piece.hi - self.lo)
+
 
 @dataclass(frozen=True)
 class SliceMap:

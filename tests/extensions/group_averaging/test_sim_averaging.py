@@ -29,7 +29,7 @@ def parts(cluster: ScriptedCluster, bucket, of: list[torch.Tensor]) -> torch.Ten
     for piece in bucket.pieces:
         segment = cluster.map.segments[piece.segment]
         lo = segment.start + piece.lo - segment.lo
-        found[piece.lo - bucket.lo : piece.hi - bucket.lo] = of[segment.parameter][lo : lo + piece.hi - piece.lo]
+        found[bucket.place(piece)] = of[segment.parameter][lo : lo + piece.hi - piece.lo]
     return found
 
 

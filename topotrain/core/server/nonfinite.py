@@ -46,7 +46,7 @@ def nonfinite_segment(bucket: Bucket, present: int, gradient: torch.Tensor) -> i
         return None
     # Piece by piece only after a failure: most gradients are finite, and one pass is enough for them.
     for i, piece in enumerate(bucket.pieces):
-        if present >> i & 1 and not all_finite(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]):
+        if present >> i & 1 and not all_finite(gradient[bucket.place(piece)]):
             return piece.segment
     return None
 

@@ -66,10 +66,9 @@ class GradientViews:
         key = (gradient.data_ptr(), gradient.dtype, present)
         held = self._held.get(group)
         if held is None or held[0] != key:
-            lo = self._bucket.lo
             # None, and not zeros: Adam on None leaves its state, and Adam on zeros does not.
             views = {
-                piece.segment: gradient[piece.lo - lo : piece.hi - lo] if present >> i & 1 else None
+                piece.segment: gradient[self._bucket.place(piece)] if present >> i & 1 else None
                 for i, piece in enumerate(self._bucket.pieces)
             }
             held = self._held[group] = key, views
@@ -151,7 +150,7 @@ class OptimizerState:
             unit.update.load_state(key, part.key, torch.tensor(part.number, dtype=torch.float32))
             return
         piece = place.piece
-        like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        like = self._flats.view("values", bucket)[bucket.place(piece)]
         places = unit.places[key]
         entry = (unit.buckets[0].id, key, part.key)
         if entry not in self._loading:
@@ -322,7 +321,7 @@ class ParameterShard:
                 values, mean = self.values(bucket.id), gradient.gradient(bucket)
                 for at, piece in enumerate(bucket.pieces):
                     if present >> at & 1:
-                        part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                        part = bucket.place(piece)
                         values[part].add_(mean[part], alpha=-rate)
             yield bucket
 
@@ -563,7 +562,7 @@ def _unit(
             if whole:
                 values[segment.id] = flats.segment("values", segment)
             else:
-                values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                values[segment.id] = flats.view("values", bucket)[bucket.place(piece)]
     rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
     update = SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater), correct)
     return UpdateUnit(buckets, places, update, whole)

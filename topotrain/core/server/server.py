@@ -256,7 +256,7 @@ class Server:
             case m.StatePart():
                 piece = model.piece(message.bucket, message.piece)
                 # The handler copies it at once, so all entries of all workers use one buffer.
-                return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                return model.flats.view("scratch", bucket)[bucket.place(piece)]
             # The sender's memory is read where it is: a view needs no buffer and no copy.
             case _ if viewable:
                 return None

@@ -56,22 +56,17 @@ def changed_bucket(
 
     apart: other groups change the values meanwhile, so the elements are compared one by one.
     """
-    found = [i for i in pieces if not same_bits(new[_place(bucket, i)], old[_place(bucket, i)])]
+    places = {i: bucket.place(bucket.pieces[i]) for i in pieces}
+    found = [i for i, place in places.items() if not same_bits(new[place], old[place])]
     if not found:
         return None
     elements = None
     if apart:
         mask = torch.zeros(bucket.hi - bucket.lo, dtype=torch.bool)
         for i in found:
-            mask[_place(bucket, i)] = differing(new[_place(bucket, i)], old[_place(bucket, i)])
+            mask[places[i]] = differing(new[places[i]], old[places[i]])
         elements = torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
     return ChangedBucket(bucket, int_to_bits(sum(1 << i for i in found), len(bucket.pieces)), new, elements)
-
-
-def _place(bucket: Bucket, piece: int) -> slice:
-    """The place of a piece in its bucket."""
-    there = bucket.pieces[piece]
-    return slice(there.lo - bucket.lo, there.hi - bucket.lo)
 
 
 def decided_by(client: Client) -> Iterator[Bucket]:

@@ -233,7 +233,7 @@ class AssignmentServer(ServerExtension, ValueChanger):
             bucket, present = model.bucket(number), m.bits_to_int(bits)
             for i, piece in enumerate(bucket.pieces):
                 if present >> i & 1:
-                    here = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                    here = bucket.place(piece)
                     values[here].copy_(new[here])
         # Other server groups get the change as they get an update.
         if state.common and state.topology.synced:

@@ -148,7 +148,7 @@ class ShardFreezer:
             for piece in bucket.pieces if bucket.master == self._group else ():
                 segment = self._model.map.segments[piece.segment]
                 name = self._model.map.parameters[segment.parameter].name
-                body = by_bucket[bucket.id][piece.lo - bucket.lo : piece.hi - bucket.lo]
+                body = by_bucket[bucket.id][bucket.place(piece)]
                 yield TensorSlice(name, segment.start + piece.lo - segment.lo, body)
 
     def _copy(self) -> None:

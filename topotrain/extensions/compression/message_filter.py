@@ -73,11 +73,7 @@ class _Sender:
 
     def encode(self, bucket: Bucket, present: int, gradient: torch.Tensor, more: bool) -> None:
         """Encode a gradient. The residual of pieces that are not `present` is kept."""
-        absent = [
-            slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
-            for i, piece in enumerate(bucket.pieces)
-            if not present >> i & 1
-        ]
+        absent = [bucket.place(piece) for i, piece in enumerate(bucket.pieces) if not present >> i & 1]
         self._feedback.encode(gradient, self.coded, more, absent)
 
     def encode_uncounted(self, gradient: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class DriftServer(ServerExtension):
             if not 0 <= number < len(pieces):
                 raise ProtocolError(f"{sender}: the sum of piece {number}, of {len(pieces)}")
             bucket, piece = pieces[number]
-            if theirs != bit_sum(model.values(bucket.id)[piece.lo - bucket.lo : piece.hi - bucket.lo]):
+            if theirs != bit_sum(model.values(bucket.id)[bucket.place(piece)]):
                 name = model.parameter(model.map.segments[piece.segment].parameter)
                 raise StepError(
                     f"{sender} has other bits in parameter {name} than {me}, after {message.step} steps: memory, a card"

@@ -237,7 +237,7 @@ class GradientPath(ABC):
         local = self._flats.view("local", bucket)
         for i, piece in enumerate(bucket.pieces):
             if not self._arrived[bucket.id] >> i & 1:
-                local[piece.lo - bucket.lo : piece.hi - bucket.lo] = 0
+                local[bucket.place(piece)] = 0
 
     def _rest(self) -> Iterator[Bucket]:
         """Yield the buckets that a backward filled in part only; other pieces are zeroed."""
@@ -547,7 +547,7 @@ class MeanPath(GradientPath, MeanReader):
                 grad = self._flats.view("grad", bucket)
                 for i, piece in enumerate(bucket.pieces):
                     if present >> i & 1:
-                        part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                        part = bucket.place(piece)
                         grad[part] = mean[part]
             for index, known in unread.items():
                 gradient = known()
@@ -619,7 +619,7 @@ class MeanPath(GradientPath, MeanReader):
             for i, piece in enumerate(bucket.pieces):
                 if present >> i & 1:
                     index = self._map.segments[piece.segment].parameter
-                    part = mean[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                    part = mean[bucket.place(piece)]
                     parts.setdefault(index, []).append((bucket, i, part))
         return shown | {index: self._add_to(index, rows) for index, rows in parts.items()}
 
@@ -649,7 +649,7 @@ class MeanPath(GradientPath, MeanReader):
             earlier, in_place = earlier.clone(), False  # the hooks get the mean of this backward alone
         for bucket, i, part in rows:
             piece = bucket.pieces[i]
-            target = self._flats.view("grad", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            target = self._flats.view("grad", bucket)[bucket.place(piece)]
             if in_place:
                 target.add_(part)
             else:
@@ -734,7 +734,7 @@ class MeanPath(GradientPath, MeanReader):
         for index in indices:
             for bucket, i in self._pieces[index]:
                 piece = bucket.pieces[i]
-                part = self._flats.view("grad", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                part = self._flats.view("grad", bucket)[bucket.place(piece)]
                 digest = digest * 0x9E3779B1 + sum_of_bits(part) + 1 & (1 << 63) - 1
         return digest
 
@@ -782,7 +782,7 @@ class MeanPath(GradientPath, MeanReader):
                 if bucket.id not in differ:
                     differ[bucket.id] = self._differs(bucket, slice(None))
                 piece = bucket.pieces[i]
-                if differ[bucket.id] and self._differs(bucket, slice(piece.lo - bucket.lo, piece.hi - bucket.lo)):
+                if differ[bucket.id] and self._differs(bucket, bucket.place(piece)):
                     bits |= self._gradients.model.piece_bit(bucket, i)
         return bits
 

@@ -416,7 +416,7 @@ class ReturnedMeans(BackwardMeans):
             self._doubtful |= {at} if mask else set()
             for i, piece in enumerate(bucket.pieces):
                 if mask >> i & 1:
-                    part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                    part = bucket.place(piece)
                     target[part] = self._edits[bucket.id][part]
         return True
 
@@ -495,7 +495,7 @@ class SharedMemoryMeans(BackwardMeans):
         for at, bucket in enumerate(self._buckets):
             views = [self._buffers.view(f"grad {worker}", bucket) for worker in workers]
             for i, piece in enumerate(bucket.pieces):
-                first, *others = (view[piece.lo - bucket.lo : piece.hi - bucket.lo] for view in views)
+                first, *others = (view[bucket.place(piece)] for view in views)
                 same = [same_bits(first, other) for other in others if self._present[at] >> i & 1]
                 if not all(same):
                     pieces = per_piece(self._buckets, {at: 1 << i})

@@ -59,7 +59,7 @@ class PushedTensors:
         source, piece = self._sources[group], bucket.pieces[at]
         if not source.present(bucket) >> at & 1:
             return None
-        return source.gradient(bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        return source.gradient(bucket)[bucket.place(piece)]
 
     def product(self, tensor: int, left: int, right: int) -> float:
         """Return the inner product of two groups' tensors on this shard."""
@@ -146,7 +146,7 @@ class RadialGradient(RoundGradient):
             out = self._scratch.like(2, like).zero_()
         for at, factors in found:
             piece = bucket.pieces[at]
-            part = out[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            part = out[bucket.place(piece)]
             write_sum(self._parts_of(factors, bucket, at), part, self._scratch)
         return out
 
