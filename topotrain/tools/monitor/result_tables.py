@@ -4,7 +4,8 @@ Numbers are rounded for readability. The JSON has the exact numbers.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -33,28 +34,55 @@ def console(stderr: bool = False) -> Console:
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of reports, each with a `label` and perhaps a `curve`."""
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    # Accuracy first; the sort keeps the others in their order.
-    names.sort(key=lambda name: name != "accuracy")
-    table = Table(box=box.SIMPLE_HEAVY)
+    table, columns = Table(box=box.SIMPLE_HEAVY), list(_columns(rows))
     table.add_column("framework")
-    apart = any(row["server_groups_apart"] for row in rows)
-    loss = common_loss([_curve(row) for row in rows])
-    # Where a part of the bytes stays inside hosts, what the links carry is another number.
-    links = any(0 < row["bytes_link"] < row["bytes_out"] for row in rows)
-    reached = [] if loss is None else [f"time to loss {loss:.3g}"]
-    rounds = any(row.get("rounds") for row in rows)
-    groups = [*(["server groups apart"] if apart else []), *(["rounds", "lost steps"] if rounds else [])]
-    sent = ["MB sent", *(["MB over TCP"] if links else [])]
-    titles = ["held-out accuracy" if name == "accuracy" else name for name in names]
-    numbers = ["units", "samples/s", "time", *reached, *titles, "staleness mean", "max", *groups, *sent]
-    for title in numbers:
+    for title, _ in columns:
         table.add_column(title, justify="right")
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
         # As Text: rich would read brackets in a name as markup.
-        table.add_row(Text(label), *map(Text, _cells(row, names, loss, apart, rounds, links)))
+        table.add_row(Text(label), *(Text(cell(row)) for _, cell in columns))
     return table
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Callable[[Mapping[str, Any]], str]]]:
+    """Yield the columns of a comparison: each with its title, and its cell of a row."""
+    yield "units", lambda row: str(row["layout"]["nprocs"])
+    yield "samples/s", lambda row: f"{row['samples_per_s']:,.0f}"
+    yield "time", lambda row: f"{row['seconds']:.1f} s"
+    loss = common_loss([_curve(row) for row in rows])
+    if loss is not None:
+        yield f"time to loss {loss:.3g}", partial(_seconds_to, loss)
+    names = dict.fromkeys(name for row in rows for name in row["metrics"])
+    # Accuracy first; the sort keeps the others in their order.
+    for name in sorted(names, key=lambda name: name != "accuracy"):
+        yield "held-out accuracy" if name == "accuracy" else name, partial(_metric, name)
+    yield "staleness mean", lambda row: f"{row['staleness_mean']:.2f}"
+    yield "max", lambda row: str(row["staleness_max"])
+    if any(row["server_groups_apart"] for row in rows):
+        yield "server groups apart", distance
+    if any(row.get("rounds") for row in rows):
+        yield "rounds", _rounds_made
+        yield "lost steps", lambda row: f"{row['rounds']['lost_steps']:.4g}" if row.get("rounds") else "–"
+    yield "MB sent", lambda row: f"{row['bytes_out'] / MB:,.1f}"
+    # Where a part of the bytes stays inside hosts, what the links carry is another number.
+    if any(0 < row["bytes_link"] < row["bytes_out"] for row in rows):
+        yield "MB over TCP", lambda row: f"{row['bytes_link'] / MB:,.1f}"
+
+
+def _seconds_to(loss: float, row: Mapping[str, Any]) -> str:
+    reached = seconds_to(_curve(row), loss)
+    return "–" if reached is None else f"{reached:.1f} s"
+
+
+def _metric(name: str, row: Mapping[str, Any]) -> str:
+    return _value(name, row["metrics"].get(name))
+
+
+def _rounds_made(row: Mapping[str, Any]) -> str:
+    """Return the number of rounds with the mean number of groups in one."""
+    found = row.get("rounds")
+    return f"{found['count']} of {found['members_mean']:.3g}" if found and found["count"] else "–"
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -111,34 +139,6 @@ def distance(data: Mapping[str, Any]) -> str:
         return "–"
     share = "not finite" if found["share"] is None else f"{found['share']:.1%}"
     return f"{found['updates_mean']:.1f} updates (max {found['updates_max']}), {share}"
-
-
-def _round_cells(row: Mapping[str, Any]) -> list[str]:
-    """Return rounds with the mean number of groups, and lost steps."""
-    found = row.get("rounds")
-    if not found:
-        return ["–", "–"]
-    made = f"{found['count']} of {found['members_mean']:.3g}" if found["count"] else "–"
-    return [made, f"{found['lost_steps']:.4g}"]
-
-
-def _cells(
-    row: Mapping[str, Any], names: Sequence[str], loss: float | None, apart: bool, rounds: bool, links: bool
-) -> list[str]:
-    reached = None if loss is None else seconds_to(_curve(row), loss)
-    return [
-        str(row["layout"]["nprocs"]),
-        f"{row['samples_per_s']:,.0f}",
-        f"{row['seconds']:.1f} s",
-        *([] if loss is None else ["–" if reached is None else f"{reached:.1f} s"]),
-        *(_value(name, row["metrics"].get(name)) for name in names),
-        f"{row['staleness_mean']:.2f}",
-        str(row["staleness_max"]),
-        *([distance(row)] if apart else []),
-        *(_round_cells(row) if rounds else []),
-        f"{row['bytes_out'] / MB:,.1f}",
-        *([f"{row['bytes_link'] / MB:,.1f}"] if links else []),
-    ]
 
 
 def _curve(row: Mapping[str, Any]) -> Sequence[Point]:

@@ -82,6 +82,11 @@ class JobHistory:
         return self._job.ended is not None
 
     @property
+    def elapsed_s(self) -> float:
+        """The seconds of all its starts up to the last event."""
+        return self._job.at
+
+    @property
     def start(self) -> HistoryStart:
         """The present start."""
         return self._start

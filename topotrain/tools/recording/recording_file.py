@@ -8,12 +8,12 @@
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from topotrain.config.private_files import make_folder, open_file, open_for_reading, write_text
 from topotrain.core.events import NO_NOTICES, Notifier
@@ -37,12 +37,6 @@ _MOST_WAITING = 20_000
 """Events that wait for the disk. Of more the oldest ones are dropped."""
 _READ_BYTES = 1 << 20
 _TICK = 1e-6
-
-
-class RecordingClock(Protocol):
-    """Returns seconds that never decrease."""
-
-    def __call__(self) -> float: ...
 
 
 class NewestSamples:
@@ -119,7 +113,7 @@ class RecordingWriter:
     Args:
         path: of the file.
         header: of the start. `resumed`: an existing recording is continued.
-        clock: gives the time.
+        clock: returns seconds that never decrease.
         notifier: is told once when the file cannot be written. It is called on the thread of the writer.
         detailed: the history gets all samples, for the curves of exports. Else it gets those of the file and the newest
             ones.
@@ -129,7 +123,7 @@ class RecordingWriter:
         self,
         path: Path,
         header: RecordingHeader,
-        clock: RecordingClock,
+        clock: Callable[[], float],
         notifier: Notifier = NO_NOTICES,
         detailed: bool = False,
     ) -> None:
@@ -137,10 +131,11 @@ class RecordingWriter:
         self.history = JobHistory()
         """With the earlier starts of the job. It has no job before the first event, and is replaced then."""
         self._header, self._newest = header, NewestSamples(path)
-        self._began, self._last, self._known = clock(), 0.0, -1.0
+        self._began, self._last = clock(), 0.0
         self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
-        self._slots = SampleSlots(_recorded_s(path, header))
         self._file: RecordingFile | None = None
+        self._owed: list[TimedEvent] = []
+        """Headers that could not be written yet."""
         self._told = False
         self._closing, self._wakes, self._asked, self._flushed = Flag(), Flag(), Flag(), Flag()
         self._lock = Lock()
@@ -182,59 +177,55 @@ class RecordingWriter:
             self._waiting.append(TimedEvent(self._last, event))
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        history, closes = self._earlier(), False
+        slots, known = SampleSlots(history.elapsed_s), -1.0
+        while not closes:
             self._wakes.wait(WRITE_S)
             self._wakes.clear()
-            asked = self._asked.is_set()
+            closes, asked = self._closing.is_set(), self._asked.is_set()
             self._asked.clear()
-            self._drain(whole=asked)
+            come, due = self._take(slots)
+            newest = slots.newest(self._clock() - self._began, whole=asked or closes)
+            # Samples that were held when the newest ones were asked for are known already.
+            for timed in come if self._detailed else [each for each in (*due, *newest) if each.at > known]:
+                history.add(timed)
+            known = max((timed.at for timed in newest), default=known)
+            # Only now: without its earlier starts the figures of a job are not right.
+            self.history = history
+            self._append(due, newest)
             if asked:
                 self._flushed.set()
-        # The end has let all held samples go.
-        self._drain(whole=True)
         with suppress(OSError):
             self._newest.remove()
         if self._file is not None:
             self._file.close()
 
-    def _drain(self, whole: bool) -> None:
-        """Write what has come since the last call; whole: also all samples that are held."""
-        found, come = list[TimedEvent](), list[TimedEvent]()
+    def _take(self, slots: SampleSlots) -> tuple[list[TimedEvent], list[TimedEvent]]:
+        """Return what has come since the last call, and what is due in the file."""
+        come, due = list[TimedEvent](), list[TimedEvent]()
         while self._waiting:
             timed = self._waiting.popleft()
             come.append(timed)
-            found += [*self._slots.due(timed.at), *self._slots.add(timed)]
-        now = self._clock() - self._began
-        found += self._slots.due(now)
-        newest = self._slots.newest(now, whole)
-        if self._detailed:
-            self._remember(come)
-        else:
-            # Samples that were held when the newest ones were asked for are known already.
-            self._remember([timed for timed in (*found, *newest) if timed.at > self._known])
-            self._known = max((timed.at for timed in newest), default=self._known)
+            due += [*slots.due(timed.at), *slots.add(timed)]
+        return come, due + slots.due(self._clock() - self._began)
+
+    def _append(self, due: Sequence[TimedEvent], newest: Sequence[TimedEvent]) -> None:
+        lines = [*self._owed, *due]
+        # Without its header a recording says nothing.
+        self._owed = [timed for timed in lines if isinstance(timed.event, RecordingHeader)]
         try:
             if self._file is None:
                 self._file = self._opened()
-            self._file.write("".join(map(to_line, found)))
+            self._file.write("".join(map(to_line, lines)))
+            self._owed = []
             if newest:
                 self._newest.write(self._header.started, newest)
         except OSError as error:
-            # Without its header a recording says nothing.
-            headers = [timed for timed in found if isinstance(timed.event, RecordingHeader)]
-            self._waiting.extendleft(reversed(headers))
             if not self._told:
                 self._told = True
                 self._notifier.notify(
                     f"the recording {self._path} cannot be written ({error.strerror}); the job continues"
                 )
-
-    def _remember(self, found: Iterable[TimedEvent]) -> None:
-        history = self.history if self.history.has_job else self._earlier()
-        for timed in found:
-            history.add(timed)
-        # Only now: without its earlier starts the figures of a job are not right.
-        self.history = history
 
     def _earlier(self) -> JobHistory:
         """Return the history of what the recording has already."""
@@ -252,16 +243,6 @@ class RecordingWriter:
         file.write("".join(map(to_line, left)))
         self._newest.remove()
         return file
-
-
-def _recorded_s(path: Path, header: RecordingHeader) -> float:
-    """Return the seconds since the first start in a recording that is continued."""
-    if header.resumed:
-        with suppress(OSError, RecordingError):
-            first = next(read_recording(path), None)
-            if first is not None and isinstance(first.event, RecordingHeader):
-                return max(0.0, header.started - first.event.started)
-    return 0.0
 
 
 def read_recording(path: Path) -> Iterator[TimedEvent]:

@@ -17,15 +17,17 @@ class LossCurve:
     limit: int = 2048
     points: list[Point] = field(default_factory=list)
     _stride: int = 1
-    _open: list[Point] = field(default_factory=list)
+    _open: tuple[int, float, float] = (0, 0.0, 0.0)
+    """The points that are not added yet: their number, and the sums of their times and losses."""
 
     def add(self, time: float, loss: float) -> None:
         """Add a point; `time` (seconds) never decreases."""
-        self._open.append((time, loss))
-        if len(self._open) < self._stride:
+        count, times, losses = self._open[0] + 1, self._open[1] + time, self._open[2] + loss
+        if count < self._stride:
+            self._open = count, times, losses
             return
-        self.points.append(mean_point(self._open))
-        self._open.clear()
+        self.points.append((times / count, losses / count))
+        self._open = 0, 0.0, 0.0
         if len(self.points) >= self.limit:
             # The whole curve stays, with half the points: dropping old ones would lose its beginning.
             self.points = [mean_point(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
