@@ -33,14 +33,17 @@ def _pair(inside: str = "", top: str = "") -> str:
     return cluster(workers=2, servers=2, separate=False, inside=inside, top=top)
 
 
+def _islands(inside: str = "") -> str:
+    return cluster(workers=1, servers=2, groups=2, separate=False, inside=f"sync_freq: {ROUND} {OUTER} {inside}")
+
+
 JOBS: Mapping[str, str] = {
     "topotrain": _pair(),
     "topotrain, kFp16": _pair("compression: kFp16"),
     "topotrain, kHidden": _pair(top="grads: kHidden"),
     "topotrain, kHidden, kFp16": _pair("compression: kFp16", "grads: kHidden"),
-    f"topotrain, islands of {ROUND} steps": cluster(
-        workers=1, servers=2, groups=2, separate=False, inside=f"sync_freq: {ROUND} {OUTER}"
-    ),
+    f"topotrain, islands of {ROUND} steps": _islands(),
+    f"topotrain, islands of {ROUND} steps, kInt8": _islands("compression: kInt8"),
 }
 
 
