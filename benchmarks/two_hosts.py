@@ -19,6 +19,7 @@ from benchmarks.sides import STEPPER, Side, Sides, cluster, gather
 PEERS = {
     "DDP": "ddp",
     "the link alone": "link",
+    "no exchange": "alone",
     "DDP, 4 MB buckets": "ddp+4mb",
     "DDP, fp16 hook": "ddp+fp16",
     "averager, 16 steps": "averager",
