@@ -86,10 +86,11 @@ LIBRARIES = {
     "pytorch_lightning": ("compat/integrations/lightning.py",),
     "lightning_utilities": ("compat/integrations/lightning.py",),
     "ray": ("launch/launchers/ray.py",),
+    "prometheus_client": ("tools/exporters/prometheus_metrics.py",),
     "tensorboard": ("tools/exporters/curve_files.py",),
 }
 # optional extras: imported inside the function that needs them
-LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray", "tensorboard"})
+LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray", "prometheus_client", "tensorboard"})
 ONE_FILE = frozenset({"safetensors"})
 
 

@@ -23,7 +23,7 @@ from topotrain.config.job import ConfigError
 from topotrain.tools import http_server
 from topotrain.tools.exporters import metrics_server, prometheus_metrics
 from topotrain.tools.exporters.metrics_server import MetricsServer
-from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, exposition
+from topotrain.tools.exporters.prometheus_metrics import ALL, STATES, metrics_answer
 from topotrain.tools.recording.recorded_lines import TimedEvent
 
 ROOT = Path(__file__).parents[3]
@@ -80,22 +80,28 @@ def test_prometheus_reads_the_figures_of_a_job() -> None:
 
 
 def test_every_metric_has_help_and_its_type() -> None:
-    text = exposition(sampled().summary())
+    text = metrics_answer(sampled().summary()).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for metric in ALL:
         family = families[metric.name.removesuffix("_total")]
         assert family.documentation == metric.help and metric.help.endswith(".")
-        assert family.type == (metric.kind)
+        assert family.type == ("counter" if metric.is_counter else "gauge")
     assert len(families) == len(ALL)
 
 
 def test_what_is_not_known_yet_is_left_out() -> None:
-    text = exposition({})
+    text = metrics_answer({}).body.decode()
     assert {name for name, *_ in values(text)} == {
         "topotrain_job_info",
         "topotrain_job_running",
         "topotrain_job_incidents_total",
     }
+
+
+def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
+    with served() as export:
+        _, text, kind = fetch(export.url, Accept="application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
 
 
 def test_requests_see_the_last_state_of_the_job() -> None:
@@ -178,6 +184,12 @@ def test_ipv6_and_names_of_this_machine() -> None:
                 assert fetch(export.url)[0] == 200 and "[::1]" in export.url
         except ConfigError as error:
             pytest.skip(f"no loopback of IPv6: {error}")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_metrics, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[metrics\]'"):
+        MetricsServer("9400", {})
 
 
 # ---- who names them --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_fi
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.run_comparison import compared
 from topotrain.tools.dashboard.run_folders import named_runs
-from topotrain.tools.exporters.prometheus_metrics import metrics_answer
+from topotrain.tools.exporters.prometheus_metrics import MISSING, available, metrics_answer
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
 from topotrain.tools.recording.job_history import HistorySource
 
@@ -93,7 +93,9 @@ class PageRoutes:
                 case "/api/log":
                     return self._log(query)
                 case "/metrics":
-                    return metrics_answer(self._run(query)[1].read().summary())
+                    if not available():
+                        raise HttpError(404, f"the page {MISSING}")
+                    return metrics_answer(self._run(query)[1].read().summary(), request.header("accept"))
         except ConfigError as error:  # a recording that cannot be read any further
             raise HttpError(500, str(error)) from None
         return self._file(path.removeprefix("/static/"))

@@ -23,7 +23,7 @@ LIBRARIES = (
     *("numpy", "protobuf", "rich", "typer", "safetensors"),
     *("matplotlib", "pyyaml", "redis", "cryptography", "submitit", "accelerate", "transformers"),
     *("pytorch-lightning", "ray", "scikit-learn"),
-    *("tensorboard", "plotly"),
+    *("prometheus-client", "tensorboard", "plotly"),
 )
 """The packages that topotrain uses besides torch; all behind the first line are optional."""
 SHARED_MEMORY = Path("/dev/shm")

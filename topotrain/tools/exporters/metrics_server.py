@@ -10,7 +10,7 @@ from dataclasses import replace
 from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
-from topotrain.tools.exporters.prometheus_metrics import metrics_answer
+from topotrain.tools.exporters.prometheus_metrics import MISSING, available, metrics_answer
 from topotrain.tools.http_server import (
     HttpAnswer,
     HttpError,
@@ -82,7 +82,8 @@ class MetricsServer:
             return replace(refusal, headers={"www-authenticate": "Bearer"})
         if request.path != PATH:
             raise HttpError(404, f"the metrics are at {PATH}")
-        return metrics_answer({} if self._source is None else self._source.read().summary())
+        summary = {} if self._source is None else self._source.read().summary()
+        return metrics_answer(summary, request.header("accept"))
 
 
 def _token(environ: Mapping[str, str]) -> str:
@@ -95,6 +96,8 @@ def _token(environ: Mapping[str, str]) -> str:
 def _bind(text: str, has_token: bool) -> ListeningSocket:
     host, port = split_address(text)
     try:
+        if not available():
+            raise ConfigError(OPTION, text, MISSING)
         address = local_address(host.strip("[]") or "127.0.0.1")
         if not has_token and not address.loopback:
             raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")

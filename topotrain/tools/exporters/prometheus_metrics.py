@@ -6,12 +6,13 @@ counters. The label `process` is the name of a worker or server, and `group` the
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from topotrain.tools.http_server import HttpAnswer
 
+MISSING = "needs prometheus_client: pip install 'topotrain[metrics]'"
 STATES = ("starting", "computes", "waits", "applies", "stopped", "dead", "restarts", "away", "finished")
-_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,8 @@ class JobMetric:
     of: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> str:
-        """The type of the metric."""
-        return "counter" if self.name.endswith("_total") else "gauge"
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
 
 
 _W, _S = ("workers",), ("servers",)
@@ -81,19 +81,40 @@ LOGGED = JobMetric("topotrain_worker_logged_value", "The last value that the scr
 ALL = (*METRICS, INFO, RUNNING, INCIDENTS, STATE, LOGGED)
 
 
-def metrics_answer(summary: Mapping[str, Any]) -> HttpAnswer:
-    """Return the metrics of a job, which has this summary of its `JobHistory`."""
-    return HttpAnswer(200, exposition(summary).encode(), _TYPE)
+def available() -> bool:
+    """Return whether prometheus_client is installed, without importing it."""
+    return find_spec("prometheus_client") is not None
 
 
-def exposition(summary: Mapping[str, Any]) -> str:
-    """Return the metrics that have a value, as text."""
-    lines = []
-    for metric in ALL:
-        samples = [f"{metric.name}{_braced(labels)} {float(value)}" for labels, value in _rows(metric, summary)]
-        if samples:
-            lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *samples]
-    return "\n".join(lines) + "\n"
+def metrics_answer(summary: Mapping[str, Any], accept: str = "") -> HttpAnswer:
+    """Return the metrics of a job that have a value.
+
+    summary: of its `JobHistory`. accept: the header of the request; "": the text format.
+    """
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry()
+    registry.register(_SummaryCollector(summary))
+    encode, content_type = choose_encoder(accept)
+    return HttpAnswer(200, encode(registry), content_type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # the registry keeps it by identity
+class _SummaryCollector:
+    """A collector of prometheus_client for one summary."""
+
+    summary: Mapping[str, Any]
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in ALL:
+            family: Any = (CounterMetricFamily if metric.is_counter else GaugeMetricFamily)(metric.name, metric.help)
+            for labels, value in _rows(metric, self.summary):
+                family.add_sample(metric.name, labels, float(value))
+            if family.samples:
+                yield family
 
 
 def _rows(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], float]]:
@@ -119,11 +140,3 @@ def _rows(metric: JobMetric, summary: Mapping[str, Any]) -> Iterator[tuple[dict[
 
 def _labels(process: str) -> dict[str, str]:
     return {"process": process, "group": process.partition(" ")[2].partition("/")[0]}
-
-
-def _braced(labels: Mapping[str, str]) -> str:
-    """Return labels as the format has them."""
-    if not labels:
-        return ""
-    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-    return "{" + ",".join(f'{name}="{labels[name].translate(escapes)}"' for name in sorted(labels)) + "}"
