@@ -39,7 +39,6 @@ class JobMonitor:
 
     @property
     def report(self) -> Report:
-        """The report of the job."""
         return self._display.report
 
     def end(self, code: int) -> None:
@@ -51,7 +50,6 @@ class JobMonitor:
                 self._display(notice)
 
     def __call__(self, event: Event) -> None:
-        """Pass on one event."""
         if isinstance(event, Saved):
             self.saved = event
         exported = () if self._exports is None else self._exports.notices()

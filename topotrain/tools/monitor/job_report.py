@@ -118,16 +118,13 @@ class Report:
 
     @property
     def topology(self) -> Topology:
-        """The present layout."""
         return self.states.topology
 
     @property
     def stragglers(self) -> list[Straggler]:
-        """The slow workers."""
         return stragglers(self.topology, self._own_s())
 
     def __call__(self, event: Event) -> None:
-        """Record one event."""
         for process in self.states.on_event(event, monotonic()):
             self._tallies[process.who].take(process.pid, event)
         kept = self._kept.get(type(event))
@@ -152,7 +149,6 @@ class Report:
                 pass
 
     def _all(self, kind: type[_E]) -> list[_E]:
-        """Return the events of a kind."""
         return cast(list[_E], self._kept[kind])
 
     def _tally_all(self) -> None:
@@ -303,7 +299,6 @@ def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
 
 
 def _change(found: Left | Joined) -> dict[str, Any]:
-    """Return a worker group that left or joined."""
     what = found.how if isinstance(found, Left) else f"joins (incarnation {found.incarnation})"
     return {"group": found.group, "what": what, "at_s": found.at_s}
 
@@ -316,7 +311,6 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
-    """Return a curve over the steps."""
     return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
 
 

@@ -171,7 +171,6 @@ def complaining_of(path: Path) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr."""
     print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 

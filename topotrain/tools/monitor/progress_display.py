@@ -69,7 +69,6 @@ class QuietProgress:
         self._name_slow()
 
     def wait(self) -> LongestWait | None:
-        """Return what the job waits for."""
         return longest(self.report.states.shown(), self.report.topology.cluster, monotonic())
 
     def _name_slow(self) -> None:
@@ -77,7 +76,6 @@ class QuietProgress:
             self._say(f"topotrain: {slow.words()}")
 
     def _say(self, text: str) -> None:
-        """Print a line of the display."""
         with self._writing:
             # Else the line would go on behind the program's progress bar.
             if self._inside_line:
@@ -107,7 +105,6 @@ class PlainProgress(QuietProgress):
         self._wait_lines = WaitLines()
 
     def __call__(self, event: Event) -> None:
-        """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
         # By events and not by a timer: a job that stands still has no new numbers.
         if isinstance(event, StepDone) and self.run.elapsed(monotonic()) - self._last_line >= self._interval():

@@ -19,14 +19,12 @@ class LiveRendezvousNotice(RendezvousNotice):
         self._shown_at, self._shown = time.monotonic() + SHOWN_S, False
 
     def show(self, text: str, now: float) -> None:
-        """Replace the line."""
         if now >= self._shown_at:
             self._shown = True
             sys.stderr.write(f"{_CLEAR}{text}")
             sys.stderr.flush()
 
     def end(self) -> None:
-        """Remove the line."""
         if self._shown:
             self._shown = False
             sys.stderr.write(_CLEAR)

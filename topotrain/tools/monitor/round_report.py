@@ -15,7 +15,6 @@ class RoundReport:
         self._states = {True: 0, False: 0}  # those that were taken from another group, and those that were not
 
     def record(self, event: Rounds | StateTaken) -> None:
-        """Record one event."""
         if isinstance(event, Rounds):
             self._rounds = event
         else:

@@ -22,16 +22,13 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """The ratio of its time to the others'."""
         return self.own_s / self.others_s
 
     def words(self) -> str:
-        """Describe the straggler in one line."""
         times = f"{self.own_s:.3g} s of its own for a step, {self.factor:.1f} times the median of the others"
         return f"{self.who} is slow: it takes {times} ({self.others_s:.3g} s)"
 
     def as_data(self) -> dict[str, Any]:
-        """Return the data for the report."""
         return {"who": self.who, "own_s": self.own_s, "group_s": self.others_s, "factor": self.factor}
 
 

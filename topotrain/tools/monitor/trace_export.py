@@ -85,7 +85,6 @@ def _tracks(spans: Sequence[Span]) -> list[str]:
 
 
 def shares(processes: Sequence[ProcessSpans]) -> list[ProcessShare]:
-    """Return how each process spent its step."""
     return [_share(process) for process in processes]
 
 

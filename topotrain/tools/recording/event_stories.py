@@ -80,19 +80,16 @@ class EventStories:
 
 
 def moved(found: Resized) -> str:
-    """Describe how many workers have left or joined."""
     count, verb = abs(found.workers - found.former), "join" if found.workers > found.former else "leave"
     return f"1 worker {verb}s" if count == 1 else f"{count} workers {verb}"
 
 
 def _recovery(event: Recovered, what: str) -> str:
-    """Describe the cost of a recovery."""
     others = f", the others were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
     return f"training again {event.waited_s:.1f} s after that {what}{others}"
 
 
 def _skip(event: Skipped) -> str:
-    """Describe a skipped step."""
     whose = f"of {event.parameter}" if event.parameter else "of a table's rows"
     what = "the gradient" if event.by else "its group's sum of the gradients"
     many = f" (its skipped step number {event.total})" if event.total > 1 else ""

@@ -63,7 +63,6 @@ class ThinnedSeries:
             self._stride *= 2
 
     def since(self, number: int) -> list[SeriesPoint]:
-        """Return the points with higher numbers, in order."""
         if self._recent and self._recent[0].number > number:
             at = bisect_right(self._whole, number, key=lambda point: point.number)
             return [*self._whole[at:], *self._recent]
@@ -77,12 +76,10 @@ class ThinnedSeries:
         return new
 
     def has_since(self, number: int) -> bool:
-        """Return whether there are points with higher numbers."""
         return bool(self._recent) and self._recent[-1].number > number
 
     @property
     def last(self) -> SeriesPoint | None:
-        """The last point."""
         return self._recent[-1] if self._recent else None
 
     def as_data(self, name: str, number: int) -> dict[str, Any]:
@@ -162,7 +159,6 @@ class StoryEntry:
     text: str
 
     def as_data(self) -> dict[str, Any]:
-        """Return the entry as in the view."""
         return {"at": round(self.at, 3), "kind": self.kind, "of": self.of, "text": self.text}
 
 
@@ -173,7 +169,6 @@ class StoryTrack:
     _entries: list[StoryEntry] = field(default_factory=list)
 
     def add(self, entry: StoryEntry) -> None:
-        """Add a moment."""
         self._entries.append(entry)
         if len(self._entries) > MOST_STORIES:
             old = self._entries[: MOST_STORIES // 2]

@@ -45,7 +45,6 @@ class JobCurves:
         self.add_loss(process, now)
 
     def add_test(self, event: Tested, now: Moment) -> None:
-        """Add the values of an evaluation."""
         for metric, value in event.values.items():
             self._series.add(now, "job", f"{event.kind}:{metric}", value, event.step)
 

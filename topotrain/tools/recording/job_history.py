@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
-from topotrain.core.events import (
-    Event,
-    Incident,
-    Recovered,
-    Saved,
-    Serving,
-    Slices,
-    Started,
-    Tested,
-)
+from topotrain.core.events import Event, Serving, Slices, Started, Tested
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
 from topotrain.tools.recording.job_curves import JobCurves
@@ -73,7 +64,6 @@ class JobHistory:
 
     @property
     def has_job(self) -> bool:
-        """Whether a header has come."""
         return self._job.header is not None
 
     @property
@@ -106,7 +96,6 @@ class JobHistory:
             return True
 
     def add(self, timed: TimedEvent) -> None:
-        """Add one event."""
         event = timed.event
         with self._lock:
             self._number += 1
@@ -121,7 +110,6 @@ class JobHistory:
 
     @property
     def _now(self) -> Moment:
-        """The event that is being added."""
         return Moment(self._number, self._job.at)
 
     # ---- what is returned --------------------------------------------------------------------------------------------
@@ -143,7 +131,6 @@ class JobHistory:
             return self._as_data(cursor, whole=False)
 
     def summary(self) -> dict[str, Any]:
-        """Return the present state of the job."""
         with self._lock:
             return self._job.summary(self._processes.all())
 
@@ -212,7 +199,9 @@ class JobHistory:
         told = self._stories.of(event)
         if told is not None:
             self._tell(told.kind, told.of if told.of in known else "", told.text[:_LONGEST])
-        self._on_job_event(event, now)
+        self._job.on_event(event, now.at)
+        if isinstance(event, Tested):
+            self._curves.add_test(event, now)
         process = known.get(name)
         if process is not None:
             # Before the event: it may be the end of the process.
@@ -235,19 +224,6 @@ class JobHistory:
         """Give the servers inside a worker's process its state."""
         for server in self._processes.inside(process):
             server.states.enter(now, process.states.now)
-
-    def _on_job_event(self, event: Event, now: Moment) -> None:
-        match event:
-            case Incident():
-                self._job.on_incident(event, now.at)
-            case Recovered():
-                self._job.on_recovered(event)
-            case Saved():
-                self._job.on_saved(event, now.at)
-            case Tested():
-                self._curves.add_test(event, now)
-            case _:
-                pass
 
     def _tell(self, kind: str, of: str, text: str) -> None:
         self._story.add(StoryEntry(self._number, self._job.at, kind, of or "job", text))

@@ -68,24 +68,7 @@ class JobStart:
         )
 
 
-class _Notices(Notifier):
-    """Keeps texts for the thread of the launcher."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def notify(self, text: str) -> None:
-        self._texts.append(text)
-
-    def take(self) -> Sequence[Notice]:
-        """Return the texts as events, once."""
-        if not self._texts:
-            return ()
-        found, self._texts = self._texts, []
-        return [Notice("launcher", text) for text in found]
-
-
-class JobRecorder(JobWatch):
+class JobRecorder(JobWatch, Notifier):
     """Records one start of a job that this process leads, and keeps its history.
 
     As a context manager it ends the recording of a job that has ended by an exception.
@@ -101,7 +84,8 @@ class JobRecorder(JobWatch):
         self._led: tuple[bool, Sequence[str]] | None = None
         self._start: JobStart | None = None
         self._writer: RecordingWriter | None = None
-        self._notices, self._empty = _Notices(), JobHistory()
+        self._notices: list[Notice] = []
+        self._empty = JobHistory()
         # A unit is elected on another thread.
         self._lock = Lock()
 
@@ -126,10 +110,9 @@ class JobRecorder(JobWatch):
                 # Absolute: the program of a notebook may change the folder.
                 path = Path(job.workspace).absolute() / FILE
                 self._start = JobStart(job, topology, time.time(), *led)
-                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self._notices, self._detailed)
+                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self, self._detailed)
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
         writer, start = self._writer, self._start
         if writer is not None and start is not None:
             writer.write(event)
@@ -141,7 +124,12 @@ class JobRecorder(JobWatch):
 
     def notices(self) -> Sequence[Notice]:
         """Return what the user must know, once."""
-        return self._notices.take()
+        found, self._notices = self._notices, []
+        return found
+
+    def notify(self, text: str) -> None:
+        # On the thread of the writer; the launcher's takes it.
+        self._notices.append(Notice("launcher", text))
 
     def summary(self) -> Mapping[str, Any] | None:
         if self._writer is not None:

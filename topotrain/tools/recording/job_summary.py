@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from topotrain.core.events import Incident, Recovered, Saved
+from topotrain.core.events import Event, Incident, Recovered, Saved
 from topotrain.tools.recording.process_table import ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.run_progress import JobProgress
@@ -49,31 +49,32 @@ class JobFigures:
         self.at, self.lost = max(self.at, at), False
 
     def lose(self) -> None:
-        """Note that the job has ended without a word."""
         self.lost = True
 
     def end(self, code: int | None) -> None:
-        """Note that the job has ended now."""
         self.ended, self.code = self.at, code
 
-    def on_incident(self, event: Incident, at: float) -> None:
-        """Record an incident."""
-        found = {"number": event.number, "at_s": at, "what": event.what, "action": event.action, "recovered_s": None}
-        self.incidents = [*self.incidents, found][-MOST_INCIDENTS:]
+    def on_event(self, event: Event, at: float) -> None:
+        """Record what an event tells of the job."""
+        match event:
+            case Incident(number=number, what=what, action=action):
+                found = {"number": number, "at_s": at, "what": what, "action": action, "recovered_s": None}
+                self.incidents = [*self.incidents, found][-MOST_INCIDENTS:]
+            case Recovered():
+                self._on_recovered(event)
+            case Saved(number=number, step=step, why=why):
+                found = {"number": number, "step": step, "why": why, "at_s": round(at, 3)}
+                self.snapshots = [*self.snapshots, found][-LAST_SNAPSHOTS:]
+            case _:
+                pass
 
-    def on_recovered(self, event: Recovered) -> None:
-        """Record that the job trains again."""
+    def _on_recovered(self, event: Recovered) -> None:
         for at, each in reversed([*enumerate(self.incidents)]):
             # An incident with a time is of an earlier start. The numbers of both starts are the same.
             if each["number"] == event.number and each["recovered_s"] is None:
                 # Replaced: a summary that was made before has the former one.
                 self.incidents[at] = {**each, "recovered_s": event.waited_s}
                 return
-
-    def on_saved(self, event: Saved, at: float) -> None:
-        """Record a snapshot."""
-        found = {"number": event.number, "step": event.step, "why": event.why, "at_s": round(at, 3)}
-        self.snapshots = [*self.snapshots, found][-LAST_SNAPSHOTS:]
 
     def as_data(self, processes: Iterable[ProcessTrack]) -> dict[str, Any]:
         """Return the job as in the view, with the figures of all its workers."""

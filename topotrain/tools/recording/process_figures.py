@@ -67,7 +67,6 @@ class WorkerFigures:
     _rates: RateWindow = field(default_factory=RateWindow)
 
     def on_step(self, at: float, event: StepDone) -> None:
-        """Record a step."""
         # Figures are made when they are read: jobs of hundreds of processes have a thousand events a second.
         self._last, self.step = event, event.step
         if event.loss is not None:
@@ -76,7 +75,6 @@ class WorkerFigures:
         self._rates.add(at, *self._totals)
 
     def on_finished(self, event: Finished) -> None:
-        """Record the end of the script."""
         # The totals of the end are no figures of the last seconds.
         if not isinstance(self._last, StepDone) or len(self._last.recent) != 3:
             self._last = event
@@ -139,7 +137,6 @@ class ServerFigures:
             self.works = False
 
     def on_load(self, at: float, event: ServerLoad) -> None:
-        """Record a sample."""
         self.loaded_at = at
         self.works = event.updates > self.updates
         self.updates = event.updates

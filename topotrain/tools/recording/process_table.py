@@ -81,7 +81,6 @@ class ProcessTrack:
 
     @property
     def is_server(self) -> bool:
-        """Whether this is a server."""
         return self.address.role is Role.SERVER
 
     @property
@@ -179,16 +178,13 @@ class ProcessTrack:
         self._reach(ProcessPhase.STARTED, now)
 
     def place(self, unit: int, host: str) -> None:
-        """Record the place of the process in the present layout."""
         self.unit, self.host = unit, host
 
     def begin(self, now: float) -> None:
-        """Record that the unit of the process has started."""
         if self.phase is ProcessPhase.ABSENT:
             self.since = now
 
     def join(self, now: float) -> None:
-        """Record that its group is back."""
         self.again = False
         self._reach(ProcessPhase.STARTED, now)
 
@@ -209,7 +205,6 @@ class ProcessTrack:
         return None if grown is None or grown[0] <= 0 else grown[1][0] / grown[0]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the process as in the view."""
         of = {"role": "server" if self.is_server else "worker", "group": self.group, "index": self.address.index}
         place = {"unit": self.unit, "host": self.host, "pid": self.pid}
         return {"name": self.who, **of, **place, **({"slices": self.slices} if self.is_server else {})}
@@ -231,11 +226,9 @@ class ProcessTable:
         return self._processes
 
     def all(self) -> Collection[ProcessTrack]:
-        """Return all processes."""
         return self._processes.values()
 
     def group(self, number: int) -> Sequence[ProcessTrack]:
-        """Return the workers of a group."""
         return self._groups.get(number, ())
 
     def use(self, layout: RecordedLayout, now: float) -> None:

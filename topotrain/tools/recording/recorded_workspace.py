@@ -72,7 +72,6 @@ class RecordedWorkspace:
             return self.history
 
     def close(self) -> None:
-        """Close the file."""
         self._follower.close()
 
     def _read_on(self) -> None:

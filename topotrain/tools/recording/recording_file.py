@@ -101,7 +101,6 @@ class RecordingFile:
         self._broken = False
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -283,7 +282,6 @@ class RecordingFollower:
         return [timed for timed in found if self._seen.is_new(timed)]
 
     def close(self) -> None:
-        """Close the file."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -318,7 +316,6 @@ class _Lines:
         return []
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -74,7 +74,6 @@ class JobProgress:
         self._shares.clear()
 
     def on_event(self, event: Event, now: float) -> None:
-        """Record an event."""
         match event:
             case StepDone() | Finished() if 0 <= event.progress <= 1:
                 self._shares[event.who] = event.progress
@@ -108,7 +107,6 @@ class JobProgress:
         return None if end is None else max(0.0, end - min(now, self._stepped + _COUNTED_S))
 
     def words(self, now: float) -> str:
-        """Return the figures as a text."""
         left = self.left_s(now)
         epoch = str(self.epoch + 1) if self.epoch >= 0 else UNKNOWN
         # Rounded down: 100 % are the end.
@@ -116,11 +114,9 @@ class JobProgress:
         return f"epoch {epoch}  done {done}  ETA {UNKNOWN if left is None else duration(left)}"
 
     def header(self, now: float) -> str:
-        """Return the elapsed time and the figures."""
         return f"elapsed {duration(self.elapsed(now))}  {self.words(now)}"
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the job began."""
         return now - self._began
 
 

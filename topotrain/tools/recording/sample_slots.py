@@ -81,7 +81,6 @@ class SampleSlots:
         return list(self._held.values())
 
     def flush(self) -> list[TimedEvent]:
-        """Return all held samples."""
         found, self._interval_ends, self._slot_ends = list(self._held.values()), None, None
         self._held.clear()
         return found

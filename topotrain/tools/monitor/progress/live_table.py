@@ -109,7 +109,6 @@ def progress(report: Report, console: Console, quiet: bool = False, out: IO[str]
 
 
 def draw(workers: Iterable[ProcessTrack]) -> Table:
-    """Return the table of a live job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("unit", justify="right")
     table.add_column("worker")

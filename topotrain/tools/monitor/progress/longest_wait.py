@@ -30,7 +30,6 @@ class LongestWait:
     more: str = ""
 
     def words(self) -> str:
-        """Return the wait as a text."""
         return f"waiting for {self.what}{self.more}, {self.seconds:.0f} s"
 
 

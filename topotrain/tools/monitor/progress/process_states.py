@@ -31,7 +31,6 @@ class ProcessStates(ProcessTable):
         return [process for process in self.all() if not (process.is_server and self.servers_in_workers)]
 
     def workers(self) -> Sequence[ProcessTrack]:
-        """Return the workers, in layout order."""
         return [process for process in self.all() if not process.is_server]
 
     def on_event(self, event: Event, now: float) -> Collection[ProcessTrack]:

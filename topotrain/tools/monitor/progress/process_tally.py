@@ -61,7 +61,6 @@ class ProcessCounts:
     waited_s: float = 0.0
 
     def and_then(self, more: "ProcessCounts") -> "ProcessCounts":
-        """Return the counters of a process followed by those of its successor."""
         both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
         most = max(self.staleness_max, more.staleness_max)
         # Not the sum of both: a restarted process reports the steps of its group, with those of former processes.

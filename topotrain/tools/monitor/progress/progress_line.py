@@ -30,7 +30,6 @@ class ProgressLine:
         self._next = time.monotonic() + (LINES_S if self._status is None else late_s)
 
     def stage(self, text: str) -> None:
-        """Show what begins now."""
         if self._status is None:
             self.note(text)
         elif not self._quiet:
@@ -47,12 +46,10 @@ class ProgressLine:
             self.stage(text)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
         if not self._quiet:
             say(text)  # above the line that is redrawn
 
     def end(self) -> None:
-        """Clear the line that is redrawn."""
         if self._status is not None:
             self._status.stop()
 
