@@ -7,7 +7,7 @@ from made_probe import made_probe
 
 from topotrain.config.job import Grads, Job
 from topotrain.config.topology import Topology
-from topotrain.tools.prediction.failures import HostFailures
+from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
@@ -69,7 +69,7 @@ class ArithmeticPredictor:
             (ProcessMemory("worker 0/0", 1000), ProcessMemory("server 0/0", 2000)),
             Staleness(groups - 1.0, groups - 1.0, groups - 1.0),
             probe.start_s,
-            HostFailures(job, topology, machines, probe, step).goodput(),
+            goodput(job, topology, machines, probe, step),
             self.error,
             same_as_one_process(job),
         )

@@ -16,7 +16,7 @@ from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, 
 from topotrain.config.topology import layout
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.advice import trial_runs
-from topotrain.tools.advice.advice import Advice, Rehearsed, Wishes, advise
+from topotrain.tools.advice.advice import Advice, Rehearsed, advise
 from topotrain.tools.advice.advice_text import explain, job_text
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.advice.candidate_list import OWN, CandidateSource, LeftOut
@@ -26,7 +26,7 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import same_as_one_process
-from topotrain.tools.prediction.speed_bounds import BoundEstimate
+from topotrain.tools.prediction.speed_bounds import speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
 EIGHT = Machines(hosts=8, link=Link(bandwidth=100.0, delay=1.0))
@@ -44,7 +44,7 @@ def candidates(machines: Machines = EIGHT, job: Job = BARE, **probe: int) -> lis
 
 
 def advised(machines: Machines = EIGHT, sync: bool = False, job: Job = BARE) -> Advice:
-    return advise(timed_probe(), machines, job, Wishes(sync), ArithmeticPredictor())
+    return advise(timed_probe(), machines, job, sync, predictor=ArithmeticPredictor())
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_both_numbers() -> None:
     # Also of those that have a bound only.
     many = replace(EIGHT, hosts=40, memory_bytes=7_900_000)
     refused = {each.what for each in advised(many).refused}
-    assert refused & {each.candidate.label for each in advised(replace(many, memory_bytes=None)).bounded}
+    assert refused & {each.label for each, _ in advised(replace(many, memory_bytes=None)).bounded}
     with pytest.raises(ConfigError, match="--memory: no layout fits"):
         advised(replace(EIGHT, memory_bytes=1000))
 
@@ -179,7 +179,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
         if each.job.cluster.compression is not Compression.kNone:
             continue
         prediction = predict(each.job, probe, each.machines)
-        bound = BoundEstimate(each.job, each.topology, each.machines, probe).bound()
+        bound = speed_bound(each.job, each.topology, each.machines, probe)
         assert prediction.samples_per_s <= bound.samples_per_s * 1.001, each.label
         assert prediction.same_as_one_process is not bool(each.changes)
         compared += 1
@@ -189,7 +189,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
 def test_after_its_time_an_advice_has_bounds() -> None:
     seen: list[str] = []
     predictor = ArithmeticPredictor()
-    found = advise(timed_probe(), EIGHT, BARE, Wishes(within_s=0.0), predictor, seen.append)
+    found = advise(timed_probe(), EIGHT, BARE, within_s=0.0, predictor=predictor, show=seen.append)
     every = candidates()
     # One worker is the first one, so nothing slower is ever advised.
     assert seen == [f"rehearsing 1 of {len(every)}: {found.winner.candidate.label}"]
@@ -204,10 +204,10 @@ def test_after_its_time_an_advice_has_bounds() -> None:
 
 def test_many_hosts_have_bounds_and_as_many_as_can_be_rehearsed_a_prediction() -> None:
     machines, began = Machines(hosts=1000, link=Link(bandwidth=1000.0)), time.process_time()
-    found = advise(timed_probe(batch=10_000), machines, BARE, Wishes(within_s=1e9), ArithmeticPredictor())
+    found = advise(timed_probe(batch=10_000), machines, BARE, within_s=1e9, predictor=ArithmeticPredictor())
     assert time.process_time() - began < 10
     assert {each.candidate.used for each in found.rehearsed} == {1, 16}
-    assert all(each.candidate.used == 1000 for each in found.bounded)
+    assert all(each.used == 1000 for each, _ in found.bounded)
     speeds = [each["at_most_samples_per_s"] for each in found.as_data()["bounds"]]
     assert len(speeds) > 10 and speeds == sorted(speeds, reverse=True)
 

@@ -1,17 +1,21 @@
 """`cluster { auto: true }`: what it excludes, what it chooses, and that nothing runs a job without a layout."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
-from arithmetic_predictor import ArithmeticPredictor, timed_probe
 
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
+from topotrain.core.events import Resources, StepDone
+from topotrain.tools.advice import automatic_layout
 from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS, without_layout
-from topotrain.tools.advice.automatic_layout import choose
+from topotrain.tools.advice.automatic_layout import AutomaticLayout, choose
+from topotrain.tools.advice.trial_runs import ShortRun
 from topotrain.tools.cli import app
 from topotrain.tools.cli.run import chosen
 
@@ -70,55 +74,110 @@ def test_a_cluster_without_a_layout_cannot_be_laid_out() -> None:
         layout(AUTO.cluster)
 
 
-def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand() -> None:
+class Machine:
+    """Pretends to run jobs: a number of steps per second for each number of workers of a group.
+
+    ran: the jobs, in order.
+    """
+
+    def __init__(self, steps: dict[int, float], samples: int = 8, failure: str = "", memory: int = 1000) -> None:
+        self.steps, self.samples, self.failure, self.memory = steps, samples, failure, memory
+        self.ran: list[Job] = []
+
+    def run(self, processes: object, job: Job, seconds: float) -> ShortRun:
+        self.ran.append(job)
+        run, workers = ShortRun(), job.cluster.nworkers_per_group
+        if self.failure:
+            run.failed, run.note = True, self.failure
+            return run
+        run.add(Resources("worker 0/0", 1, self.memory, 1.0))
+        rate = self.steps.get(workers, 0.0)
+        for second in (0, 1) if rate else ():
+            step = 10 + round(second * rate)
+            for index in range(workers):
+                samples = step * self.samples // workers
+                run.add(StepDone(f"worker 0/{index}", float(second), step, samples, None, 0.0, 0, 0, 0))
+        run.note = "too short"
+        return run
+
+
+@pytest.fixture
+def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AutomaticLayout]:
+    """Chooses a layout on a made-up machine."""
+
+    def choose_on(machine: Machine, job: Job = AUTO, cores: int = 2) -> AutomaticLayout:
+        monkeypatch.setattr(automatic_layout, "forked_processes", lambda served: nullcontext(None))
+        monkeypatch.setattr(automatic_layout, "run_for", machine.run)
+        monkeypatch.setattr(automatic_layout, "allowed_cores", lambda: cores)
+        return choose(job)
+
+    return choose_on
+
+
+def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand(chooses) -> None:  # type: ignore[no-untyped-def]
     job = replace(AUTO, cluster=replace(AUTO.cluster, transport="kTcp", slice_bytes=65536))  # type: ignore[arg-type]
-    found = choose(job, timed_probe(cores=2), ArithmeticPredictor())
+    found = chooses(Machine({1: 10.0, 2: 18.0}), job)
     by_hand = Cluster(
         nworkers_per_group=2,
         nworkers_per_procs=2,
-        nservers_per_group=2,
-        nservers_per_procs=2,
+        nservers_per_group=1,
         workspace="w",
         transport="kTcp",  # type: ignore[arg-type]
         slice_bytes=65536,
     )
-    chosen_counts = (found.job.cluster.nworkers_per_group, found.job.cluster.nworker_groups)
-    assert chosen_counts == (2, 1)
-    # Of equally fast layouts the one without a process for servers.
-    assert found.advice.winner.candidate.processes == 3
+    # Of equally fast layouts one with few processes.
+    assert (found.job.cluster.nworkers_per_group, found.job.cluster.nworker_groups) == (2, 1)
     assert not found.job.cluster.auto
-    assert (found.job.cluster.workspace, found.job.cluster.slice_bytes) == ("w", 65536)
     written = replace(by_hand, **{name: getattr(found.job.cluster, name) for name in LAYOUT_FIELDS})
     assert found.job.cluster == written
     assert found.job.digest() == replace(job, cluster=written).digest()
 
 
-def test_the_block_that_is_shown_gives_the_same_job() -> None:
-    found = choose(AUTO, timed_probe(cores=4), ArithmeticPredictor())
+def test_the_block_that_is_shown_gives_the_same_job(chooses) -> None:  # type: ignore[no-untyped-def]
+    found = chooses(Machine({1: 10.0, 2: 12.0, 4: 30.0}), cores=4)
     first, second = found.explain().splitlines()
-    assert first.startswith(f"auto: {found.advice.winner.candidate.label}: ")
-    assert "samples/s ± 8 %" in first and "; next: " in first
-    block = second.removeprefix("auto: by hand this is ")
-    again = job_file.loads(block).cluster
+    assert first.startswith(
+        "auto: in-memory Sandblaster, 4 workers, 4 servers: 240 samples/s, measured here for 3 s; next: "
+    )
+    again = job_file.loads(second.removeprefix("auto: by hand this is ")).cluster
     assert replace(again, workspace="w") == found.job.cluster
 
 
-def test_only_layouts_that_compute_the_same_are_looked_at() -> None:
-    predictor = ArithmeticPredictor()
-    choose(AUTO, timed_probe(cores=8), predictor)
-    assert predictor.asked
-    assert {job.cluster.nworker_groups for job in predictor.asked} == {1}
+def test_only_layouts_that_compute_the_same_are_run(chooses) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine({1: 10.0, 8: 20.0}, samples=32)
+    chooses(machine, cores=8)
+    assert [job.cluster.nworkers_per_group for job in machine.ran] == [1, 8, 8, 8, 8, 4]
+    assert {job.cluster.nworker_groups for job in machine.ran} == {1}
     # The block by hand is all that is chosen: the script decides whether gradients may be hidden.
-    assert {without_layout(job) for job in predictor.asked} == {without_layout(AUTO)}
-    assert all(job.cluster.outer is None and job.cluster.compression.value == "kNone" for job in predictor.asked)
+    assert {without_layout(job) for job in machine.ran} == {without_layout(AUTO)}
+    assert all(job.cluster.outer is None and job.cluster.compression.value == "kNone" for job in machine.ran)
 
 
-def test_an_emulated_link_is_taken_into_account() -> None:
-    job = replace(AUTO, cluster=job_file.loads("cluster { auto: true link { bandwidth: 1 } }").cluster)
-    found = choose(job, timed_probe(cores=2), ArithmeticPredictor())
-    # One unit needs no link.
-    assert len(layout(found.job.cluster).units) == 1
-    assert found.job.cluster.link == job.cluster.link
+@pytest.mark.parametrize(("samples", "memory", "most"), [(3, 1000, 3), (32, 1 << 60, 1), (0, 1000, 8)])
+def test_workers_are_as_many_as_the_batch_and_the_memory_allow(chooses, samples: int, memory: int, most: int) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine({1: 10.0}, samples, memory=memory)
+    chooses(machine, cores=8)
+    assert max(job.cluster.nworkers_per_group for job in machine.ran) == most
+
+
+def test_a_program_without_a_loader_is_compared_by_its_steps(chooses) -> None:  # type: ignore[no-untyped-def]
+    found = chooses(Machine({1: 10.0, 2: 9.0}, samples=0))
+    assert found.explain().startswith("auto: in-memory Sandblaster, 2 workers, 2 servers: 18 steps/s, measured here")
+
+
+def test_a_program_that_is_too_short_to_compare_has_one_worker(chooses) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine({})
+    found = chooses(machine)
+    assert len(machine.ran) == 1
+    assert found.job.cluster == replace(AUTO.cluster, auto=False)
+    assert "because nothing could be compared: too short" in found.explain()
+
+
+def test_a_program_that_fails_is_refused_after_its_first_run(chooses) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine({}, failure="it failed: no data")
+    with pytest.raises(ConfigError, match=r"program = 'train\.py': it failed: no data"):
+        chooses(machine)
+    assert len(machine.ran) == 1
 
 
 def test_a_job_with_a_layout_is_not_measured() -> None:

@@ -14,7 +14,7 @@ from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, processes_of
-from topotrain.tools.prediction.speed_bounds import BoundEstimate, SpeedBound
+from topotrain.tools.prediction.speed_bounds import SpeedBound, speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
 VERSION = 1
@@ -106,33 +106,20 @@ class Rehearsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
-    """A candidate that was not rehearsed, and how fast it is at most."""
-
-    candidate: Candidate
-    bound: SpeedBound
-
-    @property
-    def in_words(self) -> str:
-        """The bound in words."""
-        return f"at most {self.bound.samples_per_s:,.0f} samples/s: {self.bound.limit}"
-
-
-@dataclass(frozen=True, slots=True)
 class Advice:
     """The rehearsed layouts, the fastest first, and those that were not rehearsed.
 
     Attributes:
         machines: where the job is to run.
         rehearsed: with predictions; never empty.
-        bounded: of more processes than can be rehearsed, or after the time. The fastest first.
+        bounded: candidates of more processes than can be rehearsed, or after the time, with how fast they are at most.
         refused: layouts that do not fit into memory.
         left_out: layouts and settings that were not considered.
     """
 
     machines: Machines
     rehearsed: tuple[Rehearsed, ...]
-    bounded: tuple[Bounded, ...]
+    bounded: tuple[tuple[Candidate, SpeedBound], ...]
     refused: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
 
@@ -166,12 +153,8 @@ class Advice:
             "fastest_exact": None if exact is None else exact.candidate.label,
             "candidates": [each.as_data() for each in self.rehearsed],
             "bounds": [
-                {
-                    "layout": each.candidate.label,
-                    "at_most_samples_per_s": each.bound.samples_per_s,
-                    "limit": each.bound.limit,
-                }
-                for each in self.bounded
+                {"layout": candidate.label, "at_most_samples_per_s": bound.samples_per_s, "limit": bound.limit}
+                for candidate, bound in self.bounded
             ],
             "refused": [{"layout": each.what, "why": each.why} for each in self.refused],
             "not_considered": [{"what": each.what, "why": each.why} for each in self.left_out],
@@ -181,26 +164,12 @@ class Advice:
 Predictor = Callable[[Job, Probe, Machines], Prediction]
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """The wishes of a user for an advice.
-
-    Attributes:
-        sync: only layouts with the updates of one process.
-        own_fields: the fields of the job around its block stay as they are.
-        within_s: seconds after which no further candidate is rehearsed. The first one always is.
-    """
-
-    sync: bool = False
-    own_fields: bool = False
-    within_s: float = 60.0
-
-
 def advise(
     probe: Probe,
     machines: Machines,
     job: Job,
-    wishes: Wishes | None = None,
+    sync: bool = False,
+    within_s: float = 60.0,
     predictor: Predictor = predict,
     show: Callable[[str], None] = lambda text: None,
 ) -> Advice:
@@ -210,28 +179,28 @@ def advise(
         probe: of the program.
         machines: where the job is to run.
         job: its other fields are kept, and its block is a candidate unless it is `auto`.
-        wishes: of the user.
+        sync: only layouts with the updates of one process.
+        within_s: seconds after which no further candidate is rehearsed. The first one always is.
         predictor: of the layouts; it raises ConfigError for a job that it cannot predict.
         show: shows which layout is rehearsed.
 
     Raises:
         ConfigError: no layout fits, or a straggler is none of the hosts.
     """
-    wanted = wishes or Wishes()
     began = time.monotonic()
     left_out: list[LeftOut] = []
     refused: list[LeftOut] = []
     rehearsed: list[Rehearsed] = []
-    bounded: list[Bounded] = []
-    found = [each for each in CandidateSource(probe, machines, job).candidates(left_out) if _is_wanted(each, wanted)]
+    bounded: list[tuple[Candidate, SpeedBound]] = []
+    found = [each for each in CandidateSource(probe, machines, job).candidates(left_out) if not (sync and each.changes)]
     for number, each in enumerate(found, 1):
-        bound = BoundEstimate(each.job, each.topology, each.machines, probe).bound()
-        is_late = bool(rehearsed) and time.monotonic() - began >= wanted.within_s
+        bound = speed_bound(each.job, each.topology, each.machines, probe)
+        is_late = bool(rehearsed) and time.monotonic() - began >= within_s
         try:
             if is_late or processes_of(each.topology) > MOST_PROCESSES:
                 if machines.memory_bytes is not None:
                     planned_memory(each.job, probe, each.machines, each.topology)
-                bounded.append(Bounded(each, bound))
+                bounded.append((each, bound))
                 continue
             show(f"rehearsing {number} of {len(found)}: {each.label}")
             rehearsed.append(Rehearsed(each, predictor(each.job, probe, each.machines), bound))
@@ -242,14 +211,10 @@ def advise(
     return Advice(
         machines,
         rehearsed=tuple(sorted(rehearsed, key=lambda one: -one.samples_per_s)),
-        bounded=tuple(sorted(bounded, key=lambda one: -one.bound.samples_per_s)),
+        bounded=tuple(sorted(bounded, key=lambda one: -one[1].samples_per_s)),
         refused=tuple(refused),
         left_out=(*left_out, *not_considered(machines)),
     )
-
-
-def _is_wanted(candidate: Candidate, wishes: Wishes) -> bool:
-    return not (wishes.sync and candidate.changes) and not (wishes.own_fields and candidate.needs)
 
 
 def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:

@@ -9,6 +9,7 @@ from topotrain.tools.advice.candidate_list import LeftOut
 from topotrain.tools.plan.layout_plan import MB, columns
 from topotrain.tools.prediction.measured_errors import error_in_words
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
+from topotrain.tools.prediction.speed_bounds import SpeedBound
 
 WIDTH = 120
 _HEAD = ("layout", "samples/s", "±", "memory MB", "traffic MB", "staleness", "changes")
@@ -30,10 +31,14 @@ def explain(advice: Advice) -> str:
         "changes: what makes the updates others than those of one process"
     )
     lines += ["", *_wrapped(text, ""), ""]
-    lines += _section(_BOUNDS, [LeftOut(each.candidate.label, each.in_words) for each in advice.bounded])
+    lines += _section(_BOUNDS, [LeftOut(candidate.label, _at_most(bound)) for candidate, bound in advice.bounded])
     lines += _section("does not fit into memory:", advice.refused)
     lines += _section("not considered:", _grouped(advice.left_out))
     return "\n".join([*lines, *_verdict(advice)])
+
+
+def _at_most(bound: SpeedBound) -> str:
+    return f"at most {bound.samples_per_s:,.0f} samples/s: {bound.limit}"
 
 
 def _cells(one: Rehearsed, is_marked: bool) -> tuple[str, ...]:
@@ -67,7 +72,7 @@ def _grouped(found: Sequence[LeftOut]) -> list[LeftOut]:
 
 def _verdict(advice: Advice) -> Iterator[str]:
     winner, exact = advice.winner, advice.best_exact
-    if advice.bounded and advice.bounded[0].bound.samples_per_s > winner.samples_per_s:
+    if advice.bounded and advice.bounded[0][1].samples_per_s > winner.samples_per_s:
         yield "a layout that was not rehearsed may be faster: see its bound"
     yield from _wrapped(f"advised: {winner.candidate.label}: {speed(winner)}; {winner.reason}", "")
     for text in _conditions(winner):

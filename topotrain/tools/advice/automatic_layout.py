@@ -1,53 +1,113 @@
-"""The layout of a job with `cluster { auto: true }`.
+"""The layout of a job with `cluster { auto: true }`: the fastest synchronous one in short runs on this machine."""
 
-It is the fastest synchronous layout on this machine.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from topotrain.config.job import Job
+from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.advice import Advice, Predictor, Wishes, advise
-from topotrain.tools.advice.advice_text import speed
+from topotrain.config.topology import layout
+from topotrain.launch.agent.worker_threads import allowed_cores
+from topotrain.parallel.estimate.memory_check import memory_limits
+from topotrain.tools.advice.advice import EVEN
 from topotrain.tools.advice.auto_rules import without_layout
-from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.predict import predict
-from topotrain.tools.probe.probe_file import Probe
+from topotrain.tools.advice.candidate import Candidate
+from topotrain.tools.advice.named_blocks import on_one_host
+from topotrain.tools.advice.trial_runs import ShortRun, run_for
+from topotrain.tools.probe.forked_processes import forked_processes
 
-WISHES = Wishes(sync=True, own_fields=True, within_s=10.0)
-"""The job waits for the rehearsals."""
+RUN_S = 3.0
+"""Seconds of steps that a run measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLayout:
+    """A layout, and how fast it was. speed: in samples per second, or in steps where samples are not counted."""
+
+    candidate: Candidate
+    speed: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.candidate.label}: {self.speed:,.0f} {self.unit}/s"
 
 
 @dataclass(frozen=True, slots=True)
 class AutomaticLayout:
-    """The chosen layout. job: as if its cluster block had been written by hand."""
+    """The chosen layout, and what else was measured.
+
+    job: as if its cluster block had been written by hand. reason: why this layout was chosen.
+    """
 
     job: Job
-    advice: Advice
+    reason: str
 
     def explain(self) -> str:
         """Return two lines: which layout and why, and the block to write by hand."""
-        winner = self.advice.winner
         kept = dumps_cluster(without_layout(self.job).cluster).splitlines()
         # Each field of a synchronous layout is a line below "cluster {".
         lines = [line for line in dumps_cluster(self.job.cluster).splitlines()[1:-1] if line not in kept]
         block = " ".join(["cluster {", *(line.strip() for line in lines), "}"])
-        following = "".join(f"; next: {each.candidate.label}, {speed(each)}" for each in self.advice.preferred[1:2])
-        return (
-            f"auto: {winner.candidate.label}: {speed(winner)}; {winner.reason}{following}\n"
-            f"auto: by hand this is {block}"
-        )
+        return f"auto: {self.reason}\nauto: by hand this is {block}"
 
 
-def choose(
-    job: Job, probe: Probe, predictor: Predictor = predict, show: Callable[[str], None] = lambda text: None
-) -> AutomaticLayout:
-    """Choose the layout of a job on the machine of the probe.
+def choose(job: Job, served: str = "", show: Callable[[str], None] = lambda text: None) -> AutomaticLayout:
+    """Run the synchronous layouts of this machine for some seconds each, and choose the fastest.
 
-    Raises ConfigError where none fits.
+    served: the socket of a running forkserver; "": one is started. show: shows which layout runs.
+
+    Raises:
+        ConfigError: the program fails with one worker.
     """
-    memory = probe.machine.memory_bytes or None
-    machines = replace(Machines(hosts=0, cores=probe.machine.cores).with_job(job), memory_bytes=memory)
-    advice = advise(probe, machines, job, WISHES, predictor, show)
-    return AutomaticLayout(advice.winner.candidate.job, advice)
+    with forked_processes(served) as processes:
+
+        def measure(candidate: Candidate) -> ShortRun:
+            show(f"measuring {candidate.label}")
+            return run_for(processes, candidate.job, RUN_S)
+
+        (alone,) = _candidates(job, 1)
+        first = measure(alone)
+        if first.failed:
+            raise ConfigError("program", job.program, first.note)
+        unit = "samples" if first.samples_per_s else "steps"
+        speed = first.samples_per_s or first.steps_per_s
+        if not speed:
+            return AutomaticLayout(alone.job, f"{alone.label}, because nothing could be compared: {first.note}")
+        found = [MeasuredLayout(alone, speed, unit)]
+        for candidate in list(_candidates(job, _workers(job, first)))[1:]:
+            run = measure(candidate)
+            speed = run.samples_per_s if unit == "samples" else run.steps_per_s
+            if speed:
+                found.append(MeasuredLayout(candidate, speed, unit))
+    return _fastest(found)
+
+
+def _candidates(job: Job, workers: int) -> Iterator[Candidate]:
+    """Yield the layouts that compute the same as one process, one worker first."""
+    bare = without_layout(job)
+    for block in on_one_host(workers):
+        # Whether gradients may be hidden, only the script knows.
+        if block.job:
+            continue
+        its = replace(bare, cluster=replace(bare.cluster, **block.cluster))
+        candidate = Candidate(its, layout(its.cluster), setting=block.setting)
+        if not candidate.changes:
+            yield candidate
+
+
+def _workers(job: Job, alone: ShortRun) -> int:
+    """Return how many workers this machine has cores, memory and samples for, as one worker has shown."""
+    most, memory = allowed_cores(), memory_limits().machine
+    if alone.step_samples and not job.per_worker_batch:
+        most = min(most, alone.step_samples)
+    if memory is not None and alone.process_bytes:
+        most = min(most, memory // alone.process_bytes)
+    return max(1, most)
+
+
+def _fastest(found: list[MeasuredLayout]) -> AutomaticLayout:
+    best = max(each.speed for each in found)
+    even = [each for each in found if each.speed >= best * (1 - EVEN)]
+    winner = min(even, key=lambda each: (each.candidate.processes, -each.speed))
+    others = sorted((each for each in found if each is not winner), key=lambda each: -each.speed)
+    following = "".join(f"; next: {each}" for each in others[:1])
+    return AutomaticLayout(winner.candidate.job, f"{winner}, measured here for {RUN_S:g} s{following}")

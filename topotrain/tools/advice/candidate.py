@@ -1,7 +1,7 @@
 """A candidate of an advice: a whole job with a named block, placed on machines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from topotrain.config.job import Agreement, Compression, Job
 from topotrain.config.topology import Topology
@@ -27,7 +27,7 @@ class Candidate:
 
     job: Job
     topology: Topology
-    machines: Machines
+    machines: Machines = field(default_factory=Machines)
     setting: str = ""
     needs: str = ""
     given: int = 1

@@ -1,19 +1,17 @@
-"""Short runs of advised layouts on this machine.
+"""Short runs of layouts on this machine, which take a few seconds each.
 
-They take a few seconds, and show predicted beside measured figures.
-
-Each is a job of its own, in a workspace that is deleted. Units that would be hosts are processes of this
-machine, with the link that was asked for between them. The prediction beside it is of these processes.
+Each is a job of its own, in a workspace that is deleted. Units that would be hosts are processes of this machine, with
+the link that was asked for between them. The prediction beside a run is of these processes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from topotrain.config.job import Job
-from topotrain.core.events import Event, StepDone
+from topotrain.core.events import Event, Resources, StepDone
 from topotrain.tools.advice.advice import Predictor, Rehearsed
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
@@ -24,6 +22,7 @@ WARM_STEPS = 3
 """Steps of each worker that do not count: in these buffers are allocated."""
 START_S = 60.0
 """Seconds within which the workers of a trial must have begun."""
+NO_SAMPLES = "its samples are not counted, because it gives tt.prepare no loader"
 _LINES = 5
 
 
@@ -73,21 +72,28 @@ def tried(
         for each in rehearsed:
             job, machines = here(each.candidate.job, each.candidate.machines)
             predicted = predictor(job, probe, machines).samples_per_s
-            with TemporaryDirectory(dir=processes.folder) as folder:
-                rate, note = _measure(processes, job, folder, seconds)
-            yield Trial(each.candidate.label, predicted, rate, note)
+            run = run_for(processes, job, seconds)
+            rate, note = run.samples_per_s, run.note
+            yield Trial(each.candidate.label, predicted, rate or None, NO_SAMPLES if rate == 0 else note)
 
 
-class StepRates:
-    """Adds up the samples of workers, each from its first warm step to its last."""
+class ShortRun:
+    """The figures of one run: each worker counts from its first warm step to its last."""
 
     def __init__(self) -> None:
         self._first: dict[str, StepDone] = {}
         self._last: dict[str, StepDone] = {}
+        self.process_bytes = 0
+        """Of the largest process."""
+        self.failed = False
+        self.note = ""
+        """Why there is no figure."""
 
-    def add(self, event: StepDone) -> None:
-        """Take note of a step."""
-        if event.step > WARM_STEPS:
+    def add(self, event: Event) -> None:
+        """Take note of a step, and of memory."""
+        if isinstance(event, Resources):
+            self.process_bytes = max(self.process_bytes, event.memory_bytes)
+        if isinstance(event, StepDone) and event.step > WARM_STEPS:
             self._first.setdefault(event.who, event)
             self._last[event.who] = event
 
@@ -96,12 +102,25 @@ class StepRates:
         """The shortest time of any worker that has begun; 0: none has."""
         return min((self._last[who].time - self._first[who].time for who in self._first), default=0.0)
 
+    @property
+    def step_samples(self) -> int:
+        """The samples of a step of one worker; 0: not known."""
+        return min((last.samples // last.step for last in self._last.values()), default=0)
+
+    @property
     def samples_per_s(self) -> float | None:
-        """Return the sum of the workers' rates; None: too few steps."""
+        """The sum of the workers' rates; None: too few steps."""
+        return self._rate(lambda event: event.samples)
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The same for steps."""
+        return self._rate(lambda event: event.step)
+
+    def _rate(self, count: Callable[[StepDone], int]) -> float | None:
+        pairs = [(self._first[who], self._last[who]) for who in self._first]
         rates = [
-            (last.samples - first.samples) / (last.time - first.time)
-            for first, last in ((self._first[who], self._last[who]) for who in self._first)
-            if last.time > first.time
+            (count(last) - count(first)) / (last.time - first.time) for first, last in pairs if last.time > first.time
         ]
         return sum(rates) if rates else None
 
@@ -110,27 +129,25 @@ class _Over(Exception):
     """Enough steps are measured, or none has come in time."""
 
 
-def _measure(processes: ForkedProcesses, job: Job, folder: str, seconds: float) -> tuple[float | None, str]:
-    """Run a job for some seconds of steps; return its samples per second, or None and why there is no figure."""
-    # Snapshots and evaluations would be measured, too.
-    cluster = replace(job.cluster, workspace=f"{folder}/workspace")
-    job = replace(job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous="")
-    rates, began = StepRates(), time.monotonic()
+def run_for(processes: ForkedProcesses, job: Job, seconds: float) -> ShortRun:
+    """Run a job for some seconds of steps."""
+    run, began = ShortRun(), time.monotonic()
 
     def on_event(event: Event) -> None:
-        if isinstance(event, StepDone):
-            rates.add(event)
-        late = rates.seconds == 0.0 and time.monotonic() - began > START_S
-        if late or rates.seconds >= seconds:
+        run.add(event)
+        late = run.seconds == 0.0 and time.monotonic() - began > START_S
+        if late or run.seconds >= seconds:
             raise _Over
 
-    try:
-        failed = processes.run_job(job, on_event)
-        why = f"it failed: {' / '.join(failed.splitlines()[-_LINES:])}" if failed else ""
-        why = why or "the program has ended after too few steps"
-    except _Over:
-        why = f"no worker has made {WARM_STEPS + 2} steps within {START_S:g} s"
-    found = rates.samples_per_s()
-    if found == 0:
-        return None, "its samples are not counted, because it gives tt.prepare no loader"
-    return found, why if found is None else ""
+    with TemporaryDirectory(dir=processes.folder) as folder:
+        # Snapshots and evaluations would be measured, too.
+        cluster = replace(job.cluster, workspace=f"{folder}/workspace")
+        job = replace(job, cluster=cluster, snapshot_s=0.0, checkpoint_freq=0, resume=False, rendezvous="")
+        try:
+            failed = processes.run_job(job, on_event)
+            run.note = "the program has ended after too few steps"
+            if failed:
+                run.failed, run.note = True, f"it failed: {' / '.join(failed.splitlines()[-_LINES:])}"
+        except _Over:
+            run.note = f"no worker has made {WARM_STEPS + 2} steps within {START_S:g} s"
+    return run

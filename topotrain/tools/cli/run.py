@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 LECTURE = (
     "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
 )
-_PROBE_S = 10.0
-"""Seconds of the probe for `auto: true`."""
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
@@ -136,11 +134,9 @@ def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -
     if snapshot:
         return _as_before(job, snapshot)
     from topotrain.tools.advice.automatic_layout import choose
-    from topotrain.tools.cli.performance.measured_probe import probe_of
 
-    probe = probe_of(job.program, job.args, _PROBE_S, quiet, forkserver)
     with progress_line(quiet) as line:
-        found = choose(job, probe, show=line.show)
+        found = choose(job, forkserver, line.show)
     for text in () if quiet else found.explain().splitlines():
         say(text)
     return found.job

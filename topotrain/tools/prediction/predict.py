@@ -15,7 +15,7 @@ from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, proces
 from topotrain.tools.prediction.rehearsal import Rehearsal, Stepped
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
-from topotrain.tools.prediction.speed_bounds import BoundEstimate
+from topotrain.tools.prediction.speed_bounds import speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
 
@@ -48,7 +48,7 @@ def predict(
     # First: a job that does not fit need not be rehearsed.
     planned_memory(job, probe, machines, topology)
     if processes_of(topology) > MOST_PROCESSES:
-        bound = BoundEstimate(job, topology, machines, probe).bound()
+        bound = speed_bound(job, topology, machines, probe)
         accepted = (
             f"must be at most {MOST_PROCESSES} to be rehearsed. By arithmetic this job makes at most "
             f"{bound.samples_per_s:,.4g} samples per second: {bound.limit}"
@@ -81,7 +81,7 @@ def _write_trace(rehearsal: Rehearsal, path: Path) -> None:
     processes: dict[tuple[str, int, int], list[Span]] = {}
     names: dict[tuple[str, int, int], str] = {}
     for me, recorder in rehearsal.recorders.items():
-        process = rehearsal.routes.process_of(me)
+        process = rehearsal.hosts.process_of(me)
         names.setdefault(process, str(me))
         processes.setdefault(process, []).extend(recorder.kept())
     with TemporaryDirectory() as folder:

@@ -24,9 +24,9 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import HandledMessage, ProcessWork, ScriptWaiter, VirtualClock
-from topotrain.tools.prediction.rehearsed.rehearsed_network import HostLinks, MachineCores, RehearsedTransport, Routes
-from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepObserver
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.rehearsed_network import Hosts, RehearsedTransport
+from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, StillRuns
@@ -68,30 +68,14 @@ class RehearsedServer(SimServer):
         self.work = work
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Handle a message, also one of the server's own timer."""
+        """Handle a message. One of the server's own timer, which has not traveled, waits for its turn."""
         if self.work.handling:
             super().handle(sender, message)
         else:
-            self.work.receive(0.0, _OwnMessage(self, sender, message))
-
-    def handle_now(self, sender: Address, message: Message) -> None:
-        """Handle a message for which the process has taken its time."""
-        super().handle(sender, message)
+            self.work.receive(0.0, lambda: self.handle(sender, message))
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnMessage(HandledMessage):
-    """A message of a server's own timer, which has not traveled."""
-
-    server: RehearsedServer
-    sender: Address
-    message: Message
-
-    def handle(self) -> None:
-        self.server.handle_now(self.sender, self.message)
-
-
-class Rehearsal(SimCluster, StepObserver):
+class Rehearsal(SimCluster):
     """The rehearsal of one job.
 
     Args:
@@ -122,7 +106,6 @@ class Rehearsal(SimCluster, StepObserver):
         self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
         self._shares = job.cluster.transport is not TransportChoice.kTcp
         super().__init__(job, seed, None, probe.schema())
-        factors = self._factors()
         self.scripts = [
             RehearsedWorker(
                 me=me,
@@ -131,16 +114,14 @@ class Rehearsal(SimCluster, StepObserver):
                 client=self.clients[me],
                 work=self.work[me],
                 probe=probe,
-                factor=factors[me],
+                factor=machines.stragglers.get(number, 1.0),
                 seed=seed,
             )
-            for me in self.workers
+            for number, me in enumerate(self.workers)
         ]
-        for script in self.scripts:
-            if traced:
-                recorder = WorkerRecorder(traced, script.clock)
-                self.recorders[script.me] = recorder
-                self.clients[script.me].channel.record_spans(recorder)
+        for script in self.scripts if traced else ():
+            recorder = self.recorders[script.me] = WorkerRecorder(traced, script.clock)
+            self.clients[script.me].channel.record_spans(recorder)
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -154,27 +135,17 @@ class Rehearsal(SimCluster, StepObserver):
 
     def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
         topology = self.topology
-        self.links = HostLinks(self.sim, topology, self.machines.link)
-        self.cores = MachineCores(self.sim, topology, self.machines, self.probe)
-        self.routes = Routes(topology, self.probe, self.links, self.cores)
+        self.hosts = Hosts(self.sim, topology, self.machines, self.probe)
         self.messages = MessageRecords(topology.worker_groups == 1)
-        transport = RehearsedTransport(self.sim, self.probe, self.routes, self.messages)
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
-                transport.employ(me, self._employ(me))
-        return transport
-
-    def _employ(self, me: Address) -> ProcessWork:
-        inline = self.topology.inline
-        if inline and me.role is Role.SERVER:
-            # The worker's thread does the work of its server.
-            me = Address(Role.WORKER, 0, me.index)
-        if me not in self.work:
-            self.work[me] = ProcessWork(str(me), self.sim, self.cores.of(me), self._costs, on_script=inline)
-        work = self.work[me]
-        if inline:
-            self.work[Address(Role.SERVER, 0, me.index)] = work
-        return work
+                # With inline servers the worker's thread does the work of its server.
+                process = Address(Role.WORKER, 0, me.index) if topology.inline else me
+                if process not in self.work:
+                    cores = self.hosts.cores_of(process)
+                    self.work[process] = ProcessWork(str(process), self.sim, cores, self._costs, topology.inline)
+                self.work[me] = self.work[process]
+        return RehearsedTransport(self.sim, self.probe, self.hosts, self.work, self.messages)
 
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
         sender = SimSender(self.transport, me)
@@ -198,9 +169,6 @@ class Rehearsal(SimCluster, StepObserver):
             self.transport.connect(me, server, "")
         return client
 
-    def _factors(self) -> dict[Address, float]:
-        return {me: float(self.machines.stragglers.get(number, 1.0)) for number, me in enumerate(self.workers)}
-
     # --- how it runs -----------------------------------------------------------------------------------------------
 
     @property
@@ -213,7 +181,7 @@ class Rehearsal(SimCluster, StepObserver):
         first = -(-WARM_UP // period) * period
         return range(first, first + -(-few // period) * period)
 
-    def step_over(self, worker: RehearsedWorker) -> None:
+    def _step_over(self) -> None:
         self._made += 1
         self._stepped(self._made, self._most(self.measured.stop))
         if self.warm is None and self._is_over(self.measured.start):
@@ -231,16 +199,14 @@ class Rehearsal(SimCluster, StepObserver):
     def use(self) -> Use:
         """Return for how long each resource was busy so far."""
         # Of several cores each counts its part.
-        found = {
-            self._host_name(host, "cores"): cores.busy() / cores.count for host, cores in self.cores.by_host.items()
-        }
-        for (host, direction), meter in self.links.meters.items():
-            found[self._host_name(host, f"link {direction}")] = meter.busy_s
+        found = {self._name(host, "cores"): cores.busy() / cores.count for host, cores in self.hosts.cores.items()}
+        for (host, direction), meter in self.hosts.meters.items():
+            found[self._name(host, f"link {direction}")] = meter.busy_s
         for me in self.sim_servers:
             found[f"{me}'s thread"] = self.work[me].busy_s
         return Use(self.sim.now, found)
 
-    def _host_name(self, host: int, what: str) -> str:
+    def _name(self, host: int, what: str) -> str:
         if what == "cores" and self.machines.emulated:
             return "the machine's cores"
         residents = [
@@ -257,7 +223,7 @@ class Rehearsal(SimCluster, StepObserver):
         Raises ConfigError where its steps take years.
         """
         for script in self.scripts:
-            self.sim.actor(str(script.me), lambda script=script: script.run(self))  # type: ignore[misc]
+            self.sim.actor(str(script.me), lambda script=script: script.run(self._step_over))  # type: ignore[misc]
         try:
             with suppress(_Enough):
                 self.sim.run(_LIMIT_S)

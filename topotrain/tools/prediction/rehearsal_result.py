@@ -8,17 +8,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from topotrain.config.topology import Address, Role
-from topotrain.tools.prediction.failures import HostFailures
+from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.measured_errors import expected_error
 from topotrain.tools.prediction.planned_memory import planned_memory
-from topotrain.tools.prediction.prediction import (
-    BusyResource,
-    LinkLoad,
-    Prediction,
-    Staleness,
-    StepParts,
-    Wait,
-)
+from topotrain.tools.prediction.prediction import BusyResource, LinkLoad, Prediction, Staleness, StepParts, Wait
 from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
 from topotrain.tools.prediction.rehearsal import Rehearsal
 from topotrain.tools.prediction.rehearsed.message_records import Moment
@@ -47,7 +40,6 @@ class RehearsalResult:
         begun = max(script.records[0].begun for script in rehearsal.scripts if script.records)
         start_s = rehearsal.probe.start_s + begun
         step_s = median(times)
-        failures = HostFailures(job, topology, rehearsal.machines, rehearsal.probe, step_s)
         return Prediction(
             framework=topology.framework,
             processes=processes_of(topology),
@@ -61,7 +53,7 @@ class RehearsalResult:
             memory=tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
             staleness=self._staleness(),
             start_s=start_s,
-            goodput=failures.goodput(),
+            goodput=goodput(job, topology, rehearsal.machines, rehearsal.probe, step_s),
             error=expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
             same_as_one_process=same_as_one_process(job),
             seed=rehearsal.sim.seed,
@@ -145,19 +137,19 @@ class RehearsalResult:
         begun = rehearsal.warm.time if rehearsal.warm is not None else 0.0
         mean = len(self._steps) / len(rehearsal.scripts)
         scripts = {script.me: script for script in rehearsal.scripts}
-        for me, to in sorted(messages.pairs.keys() | messages.others.keys()):
+        for me, to in sorted(messages.sizes.keys() | messages.others.keys()):
             # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
             worker = next((end for end in (me, to) if end.role is Role.WORKER), rehearsal.workers[0])
             measured = self._measured(scripts[worker])
             # A worker that makes steps alone exchanges in some of them only.
-            exchanged = sorted({record.number for record in measured if record.exchanged})
-            numbered = messages.pairs[me, to].of_steps(exchanged) if (me, to) in messages.pairs and measured else (0, 0)
-            rest = [size for time, size in messages.others.get((me, to), ()) if time >= begun]
+            exchanged = {record.number for record in measured if record.exchanged}
+            numbered = [size for step, sizes in messages.sizes[me, to].items() if step in exchanged for size in sizes]
+            rest = [size for time, size in messages.others[me, to] if time >= begun]
             steps = max(1, len(measured))
-            nbytes = numbered[0] / steps + sum(rest) / mean
-            count = numbered[1] / steps + len(rest) / mean
+            count = len(numbered) / steps + len(rest) / mean
             if count:
-                yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.routes.far(me, to))
+                nbytes = sum(numbered) / steps + sum(rest) / mean
+                yield LinkLoad(f"{me} > {to}", nbytes, count, rehearsal.hosts.far(me, to))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -1,24 +1,20 @@
 """Upper bounds of the speed of a layout, by arithmetic.
 
-They count the computing, and the bytes that links must carry.
-
-A bound leaves out all that only a rehearsal knows: waiting, the work of servers, messages. So a layout is never faster
-than its bound. A layout with a bound below the speed of another layout needs no rehearsal.
+They count the computing, and the bytes that links must carry. A bound leaves out all that only a rehearsal knows:
+waiting, the work of servers, messages. So a layout is never faster than its bound.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
-from topotrain.config.job import Compression, Job, Pull
+from topotrain.config.job import Compression, Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.host_resources import least_slowdown, sharing_on
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.probe.probe_file import Probe
 
 _BITS = {Compression.kFp16: 16, Compression.kBf16: 16, Compression.kInt8: 8, Compression.kE3M0: 4}
-_MBIT_BYTES = 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,139 +25,78 @@ class SpeedBound:
     limit: str
 
 
-@dataclass(frozen=True)
-class BoundEstimate:
-    """The arithmetic of one layout on certain machines."""
+def speed_bound(job: Job, topology: Topology, machines: Machines, probe: Probe) -> SpeedBound:
+    """Return the upper bound of the speed of one layout on certain machines."""
+    members = topology.workers_per_group
+    samples = probe.batch.size * (members if job.per_worker_batch else 1)
+    computing = [probe.batch.compute_s(-(-samples // members)) * slow for slow in _slowest(topology, machines, probe)]
+    bounds = [SpeedBound(sum(samples / seconds for seconds in computing), "computing")]
+    link = machines.link
+    # Several server groups with values of their own exchange them seldom.
+    if link is not None and link.bandwidth is not None and not topology.synced:
+        model_s = _exchanged_bytes(job, probe) / (link.bandwidth * 1e6 / 8)
+        pushing = [share * model_s for share in _pushed(topology)]
+        limited = [max(each) for each in zip(computing, pushing, strict=True)]
+        bounds.append(SpeedBound(sum(samples / each for each in limited), "the links of its workers"))
+        for host, copies in _sent_values(topology):
+            total = samples * topology.worker_groups / (copies * model_s)
+            bounds.append(SpeedBound(total, f"the link of host {host}, which has servers"))
+    # Of equal bounds the first one: the links limit nothing where they are not slower than the computing.
+    return min(bounds, key=lambda bound: bound.samples_per_s)
 
-    job: Job
-    topology: Topology
-    machines: Machines
-    probe: Probe
 
-    @cached_property
-    def bytes_per_exchange(self) -> float:
-        """The fewest bytes of all gradients, or of all values, on their way."""
-        trained = sum(parameter.nbytes for parameter in self.probe.model if parameter.trainable)
-        cluster = self.job.cluster
-        if cluster.compression is Compression.kTopK:
-            # Each element that is sent has an index.
-            return trained * min(1.0, cluster.compression_ratio)
-        return trained * _BITS.get(cluster.compression, 32) / 32
+def _slowest(topology: Topology, machines: Machines, probe: Probe) -> Iterator[float]:
+    """Yield for each group how many times longer than alone its slowest worker computes, at least."""
+    slow, members = machines.stragglers, topology.workers_per_group
+    # A slow worker is slow by itself, and leaves the cores to others meanwhile.
+    residents = Counter(
+        machines.host_of(topology, worker)
+        for unit in topology.units
+        for worker in unit.workers
+        if slow.get(worker.group * members + worker.index, 1.0) <= 1
+    )
+    sharing = sharing_on(machines, probe)
+    for group in range(topology.worker_groups):
+        beside = residents[machines.host_of(topology, topology.workers(group)[0])]
+        own = max(slow.get(group * members + index, 1.0) for index in range(members))
+        yield max(own, least_slowdown(max(1, beside), *sharing))
 
-    @property
-    def steps_per_exchange(self) -> int:
-        """Local steps for each time that all parameters are exchanged."""
-        cluster = self.job.cluster
-        return cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
 
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        """Of a link in each direction; None: not limited."""
-        link = self.machines.link
-        return None if link is None or link.bandwidth is None else link.bandwidth * _MBIT_BYTES
+def _exchanged_bytes(job: Job, probe: Probe) -> float:
+    """Return the fewest bytes of all gradients, or of all values, for one step."""
+    cluster = job.cluster
+    share = _BITS.get(cluster.compression, 32) / 32
+    if cluster.compression is Compression.kTopK:
+        # Each element that is sent has an index.
+        share = min(1.0, cluster.compression_ratio)
+    steps = cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
+    return share * sum(parameter.nbytes for parameter in probe.model if parameter.trainable) / steps
 
-    def bound(self) -> SpeedBound:
-        """Return the upper bound."""
-        groups = [self._group(group) for group in range(self.topology.worker_groups)]
-        total = sum(bound.samples_per_s for bound in groups)
-        slowest = min(groups, key=lambda bound: bound.samples_per_s)
-        return min((SpeedBound(total, slowest.limit), *self._servers()), key=lambda bound: bound.samples_per_s)
 
-    def _samples(self) -> int:
-        """Samples of a group's step."""
-        members = self.topology.workers_per_group
-        return self.probe.batch.size * (members if self.job.per_worker_batch else 1)
+def _places(topology: Topology) -> tuple[list[frozenset[int]], list[Counter[int]]]:
+    """Return the hosts of each worker group, and the servers of each server group by their hosts."""
+    workers = [frozenset(map(topology.host_of, topology.workers(group))) for group in range(topology.worker_groups)]
+    servers = [Counter(map(topology.host_of, topology.servers(group))) for group in range(topology.server_groups)]
+    return workers, servers
 
-    def _group(self, group: int) -> SpeedBound:
-        """Return the bound of one worker group, with servers that cost nothing."""
-        topology, slow = self.topology, self.machines.stragglers
-        members, samples = topology.workers_per_group, self._samples()
-        slowest = max(slow.get(group * members + index, 1.0) for index in range(members))
-        # A slow worker is slow by itself, and leaves the cores to others meanwhile.
-        slowest = max(slowest, least_slowdown(self._beside(group), *sharing_on(self.machines, self.probe)))
-        compute_s = self.probe.batch.compute_s(samples // members) * slowest
-        rate = self.link_bytes_per_s
-        if rate is None or topology.synced:
-            return SpeedBound(samples / compute_s, "computing")
-        link_s = max(self._away(group).values()) * self.bytes_per_exchange / self.steps_per_exchange / rate
-        if self._waits:
-            # The replies of a step come after its forward, and before the next one.
-            link_s += (
-                compute_s * self.probe.batch.forward_s / (self.probe.batch.forward_s + self.probe.batch.backward_s)
-            )
-        if link_s > compute_s:
-            return SpeedBound(samples / link_s, "the links of its workers")
-        return SpeedBound(samples / compute_s, "computing")
 
-    @property
-    def _waits(self) -> bool:
-        """Whether each step waits for the values of the one before."""
-        job = self.job
-        return job.pull is Pull.kStep and job.cluster.outer is None and self.steps_per_exchange == 1
+def _pushed(topology: Topology) -> Iterator[float]:
+    """Yield for each group the share of its gradients that leaves one of its hosts, where most does."""
+    workers, servers = _places(topology)
+    for group, hosts in enumerate(workers):
+        here = servers[topology.server_group_of(group)]
+        yield 1.0 - min(here[host] for host in hosts) / topology.shards
 
-    def _beside(self, group: int) -> int:
-        """Count the workers on the host of a group's first worker, without slow ones."""
-        topology = self.topology
-        return max(1, self._residents[self.machines.host_of(topology, topology.workers(group)[0])])
 
-    @cached_property
-    def _residents(self) -> Counter[int]:
-        """Workers of each host, without slow ones."""
-        topology, slow, members = self.topology, self.machines.stragglers, self.topology.workers_per_group
-        workers = (worker for unit in topology.units for worker in unit.workers)
-        return Counter(
-            self.machines.host_of(topology, worker)
-            for worker in workers
-            if slow.get(worker.group * members + worker.index, 1.0) <= 1
-        )
-
-    @cached_property
-    def _shards(self) -> dict[int, Counter[int]]:
-        """Servers of each host, by the server group."""
-        topology = self.topology
-        return {
-            group: Counter(topology.host_of(server) for server in topology.servers(group))
-            for group in range(topology.server_groups)
-        }
-
-    @cached_property
-    def _group_hosts(self) -> list[frozenset[int]]:
-        """The hosts with workers of each worker group."""
-        topology = self.topology
-        return [
-            frozenset(topology.host_of(worker) for worker in topology.workers(group))
-            for group in range(topology.worker_groups)
-        ]
-
-    def _away(self, group: int) -> dict[int, float]:
-        """Return the share of the parameters that other hosts have.
-
-        It is given for each host with workers of the group.
-        """
-        topology = self.topology
-        servers = self._shards[topology.server_group_of(group)]
-        return {host: 1.0 - servers[host] / topology.shards for host in self._group_hosts[group]}
-
-    def _servers(self) -> Iterator[SpeedBound]:
-        """Yield the bound of the busiest host with servers."""
-        topology, rate = self.topology, self.link_bytes_per_s
-        if rate is None or topology.synced or topology.implicit or topology.collective:
-            return
-        # Of each server group: hosts with workers that pull, over its groups, and how often each host is one of them.
-        pulls: Counter[int] = Counter()
-        own: dict[int, Counter[int]] = {group: Counter() for group in range(topology.server_groups)}
-        for group, hosts in enumerate(self._group_hosts):
-            serving = topology.server_group_of(group)
-            pulls[serving] += len(hosts)
-            own[serving].update(hosts)
-        # Copies of all parameters that the servers of each host send while each group makes one step.
-        loads: dict[int, float] = {}
-        for serving, servers in self._shards.items():
-            for place, count in servers.items():
-                sent = count * (pulls[serving] - own[serving][place]) / topology.shards
-                loads[place] = loads.get(place, 0.0) + sent
-        busiest = max(loads, key=lambda host: loads[host])
-        seconds = loads[busiest] * self.bytes_per_exchange / self.steps_per_exchange / rate
-        if seconds:
-            samples = self._samples() * topology.worker_groups
-            yield SpeedBound(samples / seconds, f"the link of host {busiest}, which has servers")
+def _sent_values(topology: Topology) -> Iterator[tuple[int, float]]:
+    """Yield the busiest host with servers, and the copies of all values that leave it while each group makes a step."""
+    if topology.implicit or topology.collective:
+        return
+    workers, servers = _places(topology)
+    copies: Counter[int] = Counter()
+    for group, hosts in enumerate(workers):
+        for host, count in servers[topology.server_group_of(group)].items():
+            copies[host] += count * (len(hosts) - (host in hosts))
+    busiest = max(copies, key=lambda host: copies[host])
+    if copies[busiest]:
+        yield busiest, copies[busiest] / topology.shards

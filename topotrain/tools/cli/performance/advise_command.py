@@ -16,7 +16,7 @@ from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, M
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
-    from topotrain.tools.advice.advice import Advice, Wishes
+    from topotrain.tools.advice.advice import Advice
     from topotrain.tools.advice.trial_runs import Trial
     from topotrain.tools.prediction.machines import Machines
     from topotrain.tools.probe.probe_file import Probe
@@ -86,18 +86,20 @@ def advise(
     """
     if running is not None:  # for the users of an earlier version
         raise BadInput(RUNNING)
-    from topotrain.tools.advice.advice import Wishes
+    from topotrain.tools.advice.advice import advise as advised
     from topotrain.tools.amounts import seconds
     from topotrain.tools.prediction.machines import parse_machines
 
     machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
-    wishes = Wishes(sync, within_s=seconds("--within", within))
+    within_s = seconds("--within", within)
     given = _job(job, program, args)
     _check_options(given, probe, machines, out, tried)
     found = _probe(given, probe, tried, forkserver)
     # Without a job file there is no block to compare with.
     base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
-    _advise(found, machines, base, wishes, out, tried, as_json, forkserver)
+    with progress_line() as line:
+        advice = advised(found, machines, base, sync, within_s, show=line.show)
+    _tell(advice, found, out, tried, as_json, forkserver)
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -140,22 +142,10 @@ def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
     return found
 
 
-def _advise(
-    probe: "Probe",
-    machines: "Machines",
-    job: Job,
-    wishes: "Wishes",
-    out: Path | None,
-    tried: int,
-    as_json: bool,
-    forkserver: str,
-) -> None:
+def _tell(advice: "Advice", probe: "Probe", out: Path | None, tried: int, as_json: bool, forkserver: str) -> None:
     """Print the advice, and write and try what is asked for."""
-    from topotrain.tools.advice.advice import advise
     from topotrain.tools.advice.advice_text import explain, job_text
 
-    with progress_line() as line:
-        advice = advise(probe, machines, job, wishes, show=line.show)
     if not as_json:
         print(explain(advice))
     if out is not None:

@@ -3,9 +3,7 @@
 They have the bytes and messages of each step, and the times at which contributions were there.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
 from enum import Enum, auto
 
 from topotrain.config.topology import Address, Role
@@ -13,6 +11,9 @@ from topotrain.core import protocol as m
 
 _CONTRIBUTIONS = (m.Push, m.BackwardEnd, m.GradientOverride)
 _MEANS = (m.ReducedGradient, m.BackwardReduced)
+
+Pair = tuple[Address, Address]
+"""Sender and receiver."""
 
 
 class Moment(Enum):
@@ -29,22 +30,6 @@ class Moment(Enum):
     ANSWERED = auto()
 
 
-@dataclass(slots=True)
-class PairTraffic:
-    """The bytes and messages from one endpoint to another one, by step.
-
-    A step is that to which the messages belong (-1: to none).
-    """
-
-    nbytes: Counter[int] = field(default_factory=Counter)
-    messages: Counter[int] = field(default_factory=Counter)
-
-    def of_steps(self, steps: Iterable[int]) -> tuple[int, int]:
-        """Return bytes and messages of these steps."""
-        numbers = tuple(steps)
-        return sum(self.nbytes[step] for step in numbers), sum(self.messages[step] for step in numbers)
-
-
 class MessageRecords:
     """The messages of a rehearsal.
 
@@ -53,9 +38,9 @@ class MessageRecords:
 
     def __init__(self, one_group: bool) -> None:
         self._one_group = one_group
-        self.pairs: dict[tuple[Address, Address], PairTraffic] = defaultdict(PairTraffic)
-        """Messages with a step's number, by sender and receiver."""
-        self.others: dict[tuple[Address, Address], list[tuple[float, int]]] = defaultdict(list)
+        self.sizes: dict[Pair, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        """Bytes of each message with a step's number, by that number."""
+        self.others: dict[Pair, list[tuple[float, int]]] = defaultdict(list)
         """Time and bytes of messages without one."""
         self._times: dict[tuple[Moment, Address, int], float] = {}
         self._there: dict[tuple[Moment, int, int], dict[Address, float]] = defaultdict(dict)
@@ -66,10 +51,8 @@ class MessageRecords:
         between_servers = me.role is to.role is Role.SERVER
         if step is None or (between_servers and not self._one_group):
             self.others[me, to].append((now, nbytes))
-            return
-        pair = self.pairs[me, to]
-        pair.nbytes[step] += nbytes
-        pair.messages[step] += 1
+        else:
+            self.sizes[me, to][step].append(nbytes)
 
     def left(self, me: Address, to: Address, message: m.Message, now: float) -> None:
         """A message has left its process."""

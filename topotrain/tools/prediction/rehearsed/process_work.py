@@ -3,7 +3,6 @@
 A process handles messages one after another, and may have a script.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,22 +14,6 @@ from topotrain.tools.prediction.rehearsed.counted_operations import CountedOpera
 from topotrain.tools.simulator.sim_network import Simulation
 
 Action = Callable[[], None]
-
-
-class HandledMessage(ABC):
-    """A message that a process handles when its turn has come."""
-
-    @abstractmethod
-    def handle(self) -> None:
-        """Handle it now."""
-
-
-class SentMessage(HandledMessage):
-    """A message that a process sends to another one."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Leave the sender now."""
 
 
 class SerialWork:
@@ -91,43 +74,43 @@ class ProcessWork:
         """Seconds for which it has worked."""
         self._sim, self._on_script = sim, on_script
         self._operations = CountedOperations(self.meter)
-        self._queue: deque[tuple[float, HandledMessage]] = deque()
-        self._out: list[tuple[float, SentMessage]] = []
+        self._queue: deque[tuple[float, Action]] = deque()
+        self._out: list[tuple[float, Action]] = []
         self._script_runs = on_script
         self._since = self._elapsed = 0.0
         self._news = True
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def receive(self, seconds: float, message: HandledMessage) -> None:
+    def receive(self, seconds: float, handle: Action) -> None:
         """A message is here, and is handled after its receipt. seconds: of that."""
-        self._queue.append((seconds, message))
+        self._queue.append((seconds, handle))
         self._next()
 
     def _next(self) -> None:
         if self.busy or self._script_runs or not self._queue:
             return
         self.busy, self._since = True, self._sim.now
-        seconds, message = self._queue.popleft()
-        self.cores.run(seconds, lambda: self._handle(message))
+        seconds, handle = self._queue.popleft()
+        self.cores.run(seconds, lambda: self._handle(handle))
 
-    def _handle(self, message: HandledMessage) -> None:
+    def _handle(self, handle: Action) -> None:
         self.handling, self._elapsed = True, 0.0
         try:
             with self._operations:
-                message.handle()
+                handle()
         finally:
             self.handling, self._news = False, True
         out, self._out = deque(self._out), []
         self._finish(out, self.meter.take())
 
-    def _finish(self, out: deque[tuple[float, SentMessage]], rest: float) -> None:
+    def _finish(self, out: deque[tuple[float, Action]], rest: float) -> None:
         """Let what was sent leave, each behind the work before it."""
         if out:
-            seconds, message = out.popleft()
+            seconds, leave = out.popleft()
 
             def left() -> None:
-                message.leave()
+                leave()
                 self._finish(out, rest)
 
             self.cores.run(seconds, left)
@@ -140,17 +123,17 @@ class ProcessWork:
         self._news = True
         self._next()
 
-    def send(self, seconds: float, message: SentMessage) -> None:
-        """Send a message from what is running now. seconds: of the sender's thread."""
+    def send(self, seconds: float, leave: Action) -> None:
+        """Send a message from what is running now, and call `leave`. seconds: of the sender's thread."""
         if not self.handling:
             self.script_meter.add(seconds)
             self.spend()
-            message.leave()
+            leave()
             return
         self.meter.add(seconds)
         before = self.meter.take()
         self._elapsed += before
-        self._out.append((before, message))
+        self._out.append((before, leave))
 
     # --- the script ------------------------------------------------------------------------------------------------
 

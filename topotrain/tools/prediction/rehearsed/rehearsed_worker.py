@@ -6,7 +6,7 @@ It runs the product's worker on a model without memory, with the probed times.
 import inspect
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,32 +59,24 @@ class RehearsedModel(nn.Module):
 
 
 class _Ready(torch.autograd.Function):
-    """A node of the graph that gives one parameter its gradient, at its time."""
+    """A node of the graph that is reached at its time in the backward, and gives one parameter its gradient.
+
+    The one without a parameter ends the backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, chain: torch.Tensor, parameter: torch.Tensor, step: "ComputedStep", share: float) -> Any:
-        ctx.state = step, share, parameter.shape, parameter.dtype
+    def forward(
+        ctx: Any, chain: torch.Tensor, parameter: torch.Tensor | None, step: "ComputedStep", share: float
+    ) -> Any:
+        ctx.step, ctx.share = step, share
+        ctx.like = None if parameter is None else (parameter.shape, parameter.dtype)
         return chain.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        step, share, shape, dtype = ctx.state
-        step.backward_until(share)
-        return gradients[0], torch.zeros(shape, dtype=dtype), None, None
-
-
-class _Rest(torch.autograd.Function):
-    """The node at which a backward ends."""
-
-    @staticmethod
-    def forward(ctx: Any, chain: torch.Tensor, step: "ComputedStep") -> Any:
-        ctx.step = step
-        return chain.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.step.backward_until(1.0)
-        return gradients[0], None
+        ctx.step.backward_until(ctx.share)
+        gradient = None if ctx.like is None else torch.zeros(ctx.like[0], dtype=ctx.like[1])
+        return gradients[0], gradient, None, None
 
 
 class ComputedStep:
@@ -189,8 +181,8 @@ class RehearsedWorker:
         lo, hi = cut(size, workers, self._job.cluster.shares)[self.me.index]
         return hi - lo
 
-    def run(self, observer: "StepObserver") -> None:
-        """Make steps. observer: is told of each."""
+    def run(self, step_over: Callable[[], None]) -> None:
+        """Make steps. step_over: is called at the end of each."""
         with CountedOperations(self._work.script_meter):
             worker = self._open()
             order = self._order(worker.parts)
@@ -202,7 +194,7 @@ class RehearsedWorker:
                 worker.drawn(stream, number, float(max(1, self.samples)), self.samples)
                 self.records.append(self._step(worker, order))
                 number += 1
-                observer.step_over(self)
+                step_over()
 
     def _open(self) -> Worker:
         cluster = self._job.cluster
@@ -250,7 +242,7 @@ class RehearsedWorker:
         # background brings (`overlap`, a quorum) is no value that a forward waits for.
         if worker.lazy:
             self._client.values.settle()
-        chain = _Rest.apply(torch.zeros((), requires_grad=True), step)  # type: ignore[no-untyped-call]
+        chain = _Ready.apply(torch.zeros((), requires_grad=True), None, step, 1.0)  # type: ignore[no-untyped-call]
         for parameter, share in order:
             chain = _Ready.apply(chain, parameter, step, share)  # type: ignore[no-untyped-call]
         spans.since("forward")
@@ -280,11 +272,3 @@ class RehearsedWorker:
             return 1.0
         sigma = math.sqrt(math.log(1 + spread * spread))
         return self._random.lognormvariate(-sigma * sigma / 2, sigma)
-
-
-class StepObserver:
-    """Is told of the steps of all workers."""
-
-    def step_over(self, worker: RehearsedWorker) -> None:
-        """A worker has ended a step."""
-        raise NotImplementedError
