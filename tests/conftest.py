@@ -4,9 +4,11 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; child processes inherit it
 
+import json
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,11 +16,18 @@ from typing import Any
 
 import process_pool
 import pytest
+import seeds
 import unpickle_audit
 from hypothesis import HealthCheck, settings
 
 # A shared machine is slow at times; a failing example is printed in a form that can be run again.
-settings.register_profile("topotrain", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "topotrain",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=200 if seeds.SOAK else 30,
+)
 settings.load_profile("topotrain")
 
 unpickle_audit.in_tests()
@@ -34,10 +43,44 @@ def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
 sys.addaudithook(_on_audit_event)
 
 
+SECONDS = Path(__file__).with_name("seconds.json")
+"""The seconds of the files that take longest, from `make test ARGS=--record-seconds`."""
+RECORD = "--record-seconds"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(RECORD, action="store_true", help=f"write the seconds of each long file to {SECONDS.name}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with whole jobs come first: they take longest, and all who run files shall end at about the same time."""
-    long = {item.path for item in items if item.get_closest_marker("journey")}
-    items.sort(key=lambda item: item.path not in long)
+    """The longest files come first, so that all processes of the run end at about the same time."""
+    known = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -known.get(_file_of(item.nodeid), 0))
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """One line says what was not tested here, and why."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    if skipped:
+        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+        named = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"not tested here: {named}", yellow=True)
+    if config.getoption(RECORD):
+        _record_seconds(terminalreporter)
+
+
+def _record_seconds(terminalreporter: Any) -> None:
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[_file_of(report.nodeid)] += report.duration
+    long = {name: round(took) for name, took in sorted(seconds.items()) if took >= 2}
+    SECONDS.write_text(json.dumps(long, indent=0) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +116,12 @@ def nothing_kept_in_stores() -> Iterator[None]:
             look_after.__self__.close()
 
 
-@pytest.fixture
-def on_one_core() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of all threads of a simulation one runs at a time: on one core the turn is handed over several times as fast."""
+    if not request.node.get_closest_marker("simulated"):
+        yield
+        return
     from seeded_runs import one_core
 
     with one_core():

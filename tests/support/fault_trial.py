@@ -683,14 +683,6 @@ class Trial(SimCluster):
         ]
 
 
-def goes_wrong(run: Callable[[], Trial]) -> bool:
-    """Return whether a trial is wrong, or ends with an error."""
-    try:
-        return bool(run().wrong())
-    except (Exception, Killed):
-        return True
-
-
 def _call(trial: Trial, me: Address, peer: Address) -> None:
     """Connect a server to another one."""
     trial.transport.connect(me, peer, "")

@@ -1,6 +1,7 @@
 """The two-phase commit over the shards: a step is applied everywhere or nowhere, in one order, whatever goes wrong."""
 
 import pytest
+from seeds import seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, books, job, same, total
 
 from topotrain.config.topology import Address, Role
@@ -32,18 +33,18 @@ def steps(cluster: ScriptedCluster, count: int, start: float = 3.0) -> list:
 
 def test_all_shards_apply_the_same_steps_in_the_same_order():
     orders = set()
-    for seed in range(60):
+    for seed in seeds(60):
         cluster = ScriptedCluster(job(3, 1 + seed % 2, 3), seed, STORM)
         written = books(cluster)
         cluster.play(steps(cluster, 3)[0])
         assert written[0].applied == written[1].applied == written[2].applied, f"seed {seed}"
         assert sorted(written[0].applied) == [(group, step) for group in range(3) for step in range(3)]
         orders.add(tuple(written[0].applied))
-    assert len(orders) > 10, "the network must mix the groups, or this test shows nothing"
+    assert len(orders) > len(seeds(60)) // 6, "the network must mix the groups, or this test shows nothing"
 
 
 def test_every_message_twice_is_every_message_once():
-    for seed in range(60):
+    for seed in seeds(60):
         groups = 1 + seed % 3
         cluster = ScriptedCluster(
             job(groups, 1 + seed % 2, 1 + seed % 3, max_staleness=(None, 0, 2)[seed % 3]), seed, TWICE
@@ -60,7 +61,7 @@ def test_every_message_twice_is_every_message_once():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_dies_between_its_commits_leaves_no_half_step(sent, workers):
     """Its COMMIT of step 1 reaches `sent` of three shards: step 0 counts on all, step 1 on none."""
-    for seed in range(6):
+    for seed in seeds(6):
         cluster = ScriptedCluster(job(1, workers, 3), seed, STORM)
         written = books(cluster)
         cluster.transport.crash(Address(Role.WORKER, 0, 0), after=3 + sent, kind=Commit)
@@ -73,7 +74,7 @@ def test_a_worker_that_dies_between_its_commits_leaves_no_half_step(sent, worker
 
 
 def test_the_other_groups_go_on_when_a_worker_dies_between_its_commits():
-    for seed in range(12):
+    for seed in seeds(12):
         cluster = ScriptedCluster(job(2, 1, 3), seed, STORM)
         written = books(cluster)
         dead = Address(Role.WORKER, 1, 0)
@@ -113,7 +114,7 @@ def reconnect(cluster: ScriptedCluster, who: Address) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_coordinator_cut_between_its_apply_messages_has_decided(sent, groups):
     """Of three shards it told itself and `sent` others. Revived, and asked, all have applied it, in one order."""
-    for seed in range(15):
+    for seed in seeds(15):
         cluster = ScriptedCluster(job(groups, 2, 3), seed, STORM)
         written = books(cluster)
         cluster.transport.crash(COORDINATOR, after=2 + sent, kind=StepDecision)  # in the middle of its second decision
@@ -133,7 +134,7 @@ def test_a_coordinator_cut_between_its_apply_messages_has_decided(sent, groups):
 
 
 def test_a_shard_cut_after_staging_asks_and_never_guesses():
-    for seed in range(15):
+    for seed in seeds(15):
         cluster = ScriptedCluster(job(2, 1, 3), seed, STORM)
         written, shard = books(cluster), Address(Role.SERVER, 0, 2)
         cluster.transport.crash(shard, after=1, kind=StepVote)
@@ -152,7 +153,7 @@ def test_a_shard_cut_after_staging_asks_and_never_guesses():
 
 
 def test_a_step_that_is_never_committed_is_never_applied():
-    for seed in range(20):
+    for seed in seeds(20):
         cluster, kept = ScriptedCluster(job(1, 1, 2), seed, STORM), []
 
         def script(worker: ScriptedWorker, kept=kept) -> None:
@@ -188,7 +189,7 @@ def test_the_same_batches_pushed_twice_count_once():
 
 def test_pushes_of_a_dead_step_do_not_reach_the_next_one():
     """A message of step 0, kept by the network until step 1 is under way, changes nothing."""
-    for seed in range(10):
+    for seed in seeds(10):
         cluster = ScriptedCluster(job(1, 2, 2), seed, STORM)
         old = []
 

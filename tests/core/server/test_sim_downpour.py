@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import seeds
 from simulated_downpour import downpour
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, parameters, same, total
 from torch.utils.data import DataLoader
@@ -12,12 +13,12 @@ from topotrain.tools.simulator.sim_network import NetworkFaults
 pytestmark = pytest.mark.simulated
 
 LAYOUTS = [(groups, workers, shards) for groups, workers in ((2, 1), (2, 2), (3, 2)) for shards in (1, 2, 3)]
-SEEDS = 112  # times nine layouts: more than a thousand
+SEEDS = 112  # times nine layouts: more than a thousand in `make soak`
 
 
 @pytest.mark.parametrize(("groups", "workers", "shards"), LAYOUTS)
 def test_every_update_counts_exactly_once(groups, workers, shards):
-    for seed in range(SEEDS):
+    for seed in seeds(SEEDS):
         cluster = ScriptedCluster(job(groups, workers, shards), seed, STORM)
         wanted, final = downpour(cluster)
         assert same(cluster.values(), wanted), f"seed {seed}: an update was lost or counted twice"
@@ -25,7 +26,7 @@ def test_every_update_counts_exactly_once(groups, workers, shards):
 
 
 def test_every_update_counts_exactly_once_where_bodies_are_views():
-    for seed in range(40):
+    for seed in seeds(40):
         cluster = ScriptedCluster(job(*LAYOUTS[seed % len(LAYOUTS)]), seed, VIEWS)
         wanted, final = downpour(cluster)
         assert same(cluster.values(), wanted) and same(final, wanted), f"seed {seed}"
@@ -42,7 +43,7 @@ def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
     monkeypatch.setattr(sim_cluster, "cut", small)
     monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
-    for seed in range(20):
+    for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM, schema)
         assert len(cluster.map.buckets) > 3
         wanted, final = downpour(cluster, steps=2)
@@ -51,7 +52,7 @@ def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
 
 def test_defect_1_no_gradient_of_two_groups_in_one_sum():
     """Group 1 pushes multiples of 1024 only, group 0 smaller numbers only: a mixed sum shows in any element."""
-    for seed in range(60):
+    for seed in seeds(60):
         cluster, seen = ScriptedCluster(job(2, 2, 2), seed, STORM), []
 
         def look(sender, to, message, cluster=cluster, seen=seen):
@@ -75,7 +76,7 @@ def test_defect_1_no_gradient_of_two_groups_in_one_sum():
 
 def test_defect_1_a_2x2_downpour_ends_on_every_seed():
     """Worst cases of timing: one worker a thousand times slower than the others. A hang is a Deadlock here."""
-    for seed in range(60):
+    for seed in seeds(60):
         cluster = ScriptedCluster(job(2, 2, 1 + seed % 3), seed, STORM)
         slow = cluster.workers[seed % 4]
 
@@ -115,7 +116,7 @@ def race(
 def test_the_clock_lead_stays_within_max_staleness(bound):
     worst = oldest = 0
     groups = 3
-    for seed in range(40):
+    for seed in seeds(40):
         written, outcomes = race(seed, groups, bound)
         worst = max(worst, *(lead for book in written for lead in book.leads))
         oldest = max(oldest, *(old for _, _, outcome in outcomes for old in outcome.staleness))
@@ -124,11 +125,11 @@ def test_the_clock_lead_stays_within_max_staleness(bound):
 
 
 def test_without_max_staleness_the_lead_has_no_bound():
-    assert max(lead for seed in range(10) for book in race(seed, 3, None)[0] for lead in book.leads) > 3
+    assert max(lead for seed in seeds(10) for book in race(seed, 3, None)[0] for lead in book.leads) > 3
 
 
 def test_staleness_is_what_an_independent_count_finds():
-    for seed in range(40):
+    for seed in seeds(40):
         written, outcomes = race(seed, 2 + seed % 2, (None, 2)[seed % 2])
         for shard, book in enumerate(written):
             counted = dict(zip(book.applied, book.staleness, strict=True))
@@ -140,7 +141,7 @@ def test_staleness_is_what_an_independent_count_finds():
 def test_with_a_bound_of_0_the_updates_come_in_group_order_and_the_result_is_one():
     """Gradients depend on what was read, in real numbers: any other order or moment of reading gives other bits."""
     results = []
-    for seed in range(40):
+    for seed in seeds(40):
         cluster = ScriptedCluster(job(3, 1, 2, max_staleness=0), seed, STORM, rate=0.1)
         written = books(cluster)
 
@@ -182,7 +183,7 @@ def test_groups_of_different_speed_finish_independently():
 
 
 def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
-    for seed in range(8):
+    for seed in seeds(8):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
         batches: dict[tuple[int, int], list[list[int]]] = {}
 
@@ -208,7 +209,7 @@ def test_leases_give_the_slow_group_fewer_batches_and_every_batch_once():
 
 
 def test_defect_6_servers_go_on_when_group_0_ends():
-    for seed in range(20):
+    for seed in seeds(20):
         cluster, pushed = ScriptedCluster(job(2, 1 + seed % 2, 2), seed, STORM), []
 
         def script(scripted: ScriptedWorker, cluster=cluster, pushed=pushed) -> None:
@@ -230,7 +231,7 @@ def test_defect_6_servers_go_on_when_group_0_ends():
 
 def test_defect_7_share_memory_false_does_not_leave_groups_stale():
     """Two groups in one unit, no memory in common: at each step a group sees all that the servers had by then."""
-    for seed in range(20):
+    for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 1, 2, nworkers_per_procs=2, share_memory=False), seed, STORM)
         assert cluster.topology.sharing(0) == ()
         last = {}
@@ -255,7 +256,7 @@ def test_a_group_that_waits_for_batches_holds_no_other_up(bound):
 
     Nor may a group come back with values older than the bound allows, or its workers with different ones.
     """
-    for seed in range(12):
+    for seed in seeds(12):
         cluster = ScriptedCluster(job(2, 1 + seed % 2, 2, max_staleness=bound), seed, STORM)
         seen: list[list[int]] = []
         read: dict[tuple[int, int], torch.Tensor] = {}

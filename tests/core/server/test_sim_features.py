@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, same, total, trace
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,7 +32,7 @@ WARM = [(1, None), *((2, agreement) for agreement in Agreement)]
 @pytest.mark.parametrize("bound", [None, 0])
 def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agreement, bound):
     warmup = 3
-    for seed in range(15):
+    for seed in seeds(15):
         more = {"agreement": agreement} if agreement else {}
         made = job(2, 1, 2, nserver_groups=server_groups, warmup_steps=warmup, max_staleness=bound, **more)
         cluster, started = ScriptedCluster(made, seed, STORM), {}
@@ -70,7 +71,7 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
 
 def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
     for server_groups in (1, 2):
-        for seed in range(8):
+        for seed in seeds(8):
             cluster, pushed = (
                 ScriptedCluster(job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), seed, STORM),
                 [],
@@ -94,7 +95,7 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
 
 
 def test_a_worker_that_commits_early_joins_the_backwards_of_another():
-    for seed in range(12):
+    for seed in seeds(12):
         cluster = ScriptedCluster(job(1, 2, 2), seed, STORM)
         versions: list[int] = []
 
@@ -128,7 +129,7 @@ def test_a_worker_that_commits_early_joins_the_backwards_of_another():
 @pytest.mark.parametrize("grads", list(Grads))
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_worker_that_ends_before_the_others_of_its_group_is_named(grads, leaver):
-    for seed in range(12):
+    for seed in seeds(12):
         cluster = ScriptedCluster(job(2, 2, 2, grads=grads), seed, STORM)
 
         def script(scripted: ScriptedWorker, leaver=leaver, grads=grads) -> None:
@@ -144,7 +145,7 @@ def test_a_worker_that_ends_before_the_others_of_its_group_is_named(grads, leave
 
 
 def test_a_last_backward_without_a_step_is_no_error():
-    for seed in range(20):
+    for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
 
         def script(scripted: ScriptedWorker) -> None:
@@ -299,7 +300,7 @@ def test_buffers_are_averaged_over_the_groups_at_the_drain():
 
 def test_in_memory_hogwild_shares_values_and_loses_no_update():
     """Two groups of one unit whose parameters are the same memory; integers, so every lost update shows."""
-    for seed in range(10):
+    for seed in seeds(10):
         cluster, pushed = ScriptedCluster(job(2, 1, 1, nworkers_per_procs=2), seed, STORM), []
         assert len(cluster.topology.sharing(0)) == 1
         shared = {0: torch.zeros(64)}
@@ -325,7 +326,7 @@ def test_in_memory_hogwild_shares_values_and_loses_no_update():
 
 
 def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
-    for seed in range(10):
+    for seed in seeds(10):
         cluster, sums = ScriptedCluster(job(2, 1, 2, n_push=2, n_fetch=3), seed, STORM), []
 
         def script(scripted: ScriptedWorker, cluster=cluster, sums=sums) -> None:
@@ -365,7 +366,7 @@ def repeat(cluster: ScriptedCluster, kind: type, delay: float) -> None:
 
 @pytest.mark.parametrize(("kind", "delay"), [(Values, 0.013), (Applied, 0.013), (Fetch, 0.05), (Commit, 0.005)])
 def test_late_answers_change_neither_parameters_nor_counts(kind, delay):
-    for seed in range(10):
+    for seed in seeds(10):
         cluster, pushed = ScriptedCluster(job(2, 1, 2), seed, None), []
         written, outcomes = books(cluster), {}
         repeat(cluster, kind, delay)

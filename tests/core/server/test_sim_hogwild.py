@@ -1,6 +1,7 @@
 """Distributed Hogwild on the simulated network: server groups agree, and no update is lost or counted twice."""
 
 import pytest
+from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, job, parameters, same
 
 from topotrain.config.job import Agreement
@@ -24,7 +25,7 @@ CASES = [(groups, shards, freq) for groups in (2, 3) for shards in (1, 2) for fr
 
 @pytest.mark.parametrize(("groups", "shards", "freq"), CASES)
 def test_the_master_view_has_every_update_exactly_once(groups, shards, freq):
-    for seed in range(40):
+    for seed in seeds(40):
         cluster = ScriptedCluster(job(groups, 1, shards, nserver_groups=groups, sync_freq=freq), seed, STORM, DOUBLE)
         start, pushed, final = cluster.train(4, SCALE)
         assert same(final, [a - b for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
@@ -33,7 +34,7 @@ def test_the_master_view_has_every_update_exactly_once(groups, shards, freq):
 @pytest.mark.parametrize("agreement", MEANS)
 @pytest.mark.parametrize(("groups", "shards", "freq"), CASES)
 def test_averaging_in_pairs_keeps_the_sum_over_the_groups(groups, shards, freq, agreement):
-    for seed in range(20):
+    for seed in seeds(20):
         made = job(groups, 1, shards, nserver_groups=groups, sync_freq=freq, agreement=agreement, seed=seed)
         cluster = ScriptedCluster(made, seed, STORM, DOUBLE)
         start, pushed, final = cluster.train(4, SCALE)
@@ -42,7 +43,7 @@ def test_averaging_in_pairs_keeps_the_sum_over_the_groups(groups, shards, freq, 
 
 
 def test_several_worker_groups_on_each_server_group():
-    for seed in range(30):
+    for seed in seeds(30):
         cluster = ScriptedCluster(
             job(4, 1 + seed % 2, 2, nserver_groups=2, sync_freq=1 + seed % 3), seed, STORM, DOUBLE
         )
@@ -52,7 +53,7 @@ def test_several_worker_groups_on_each_server_group():
 
 @pytest.mark.parametrize("agreement", SUMS)
 def test_groups_agree_where_bodies_are_views(agreement):
-    for seed in range(20):
+    for seed in seeds(20):
         cluster = ScriptedCluster(job(3, 1, 2, nserver_groups=3, agreement=agreement), seed, VIEWS, DOUBLE)
         start, pushed, final = cluster.train(4, SCALE)
         share = 3 if agreement in MEANS else 1
@@ -81,7 +82,7 @@ def slow_neighbors(cluster: ScriptedCluster) -> dict[tuple[Address, int], int]:
 @pytest.mark.parametrize("agreement", SUMS)
 def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
     """A dozen updates are applied while one exchange is under way; all must be in the result."""
-    for seed in range(10):
+    for seed in seeds(10):
         cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2, agreement=agreement), seed, STORM, DOUBLE)
         asked = slow_neighbors(cluster)
         between: list[int] = []

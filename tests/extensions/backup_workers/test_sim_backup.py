@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from fault_trial import Trial
+from seeds import seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -190,7 +191,7 @@ def test_every_batch_counts_once_whichever_worker_is_late_when(workers, spare, a
 
 @pytest.mark.parametrize("weather", [STORM, TWICE])
 def test_a_bad_network_changes_which_worker_is_late_and_nothing_else(weather):
-    for seed in range(20):
+    for seed in seeds(20):
         workers = 2 + seed % 3
         cluster = ScriptedCluster(group(workers, 1 + seed % (workers - 1), 1 + seed % 3), seed, weather, SMALL)
 
@@ -373,12 +374,12 @@ def drawn(seed: int, workers: int) -> tuple[Fault, ...]:
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 3), (4, 2, 1), (5, 1, 2)])
 def test_whichever_process_dies_when_every_batch_counts_once_and_a_snapshot_is_true(shape):
     kills = snapshots = 0
-    for seed in range(30):
+    for seed in seeds(30):
         found = tormented(seed, drawn(seed, shape[0]), shape=shape).run()
         assert not found.wrong(), f"seed {seed}: {found.wrong()[:5]}"
         kills, snapshots = kills + found.kills, snapshots + found.disks.published
-    assert kills >= 30
-    assert snapshots >= 10
+    assert kills >= len(seeds(30))
+    assert snapshots >= len(seeds(30)) // 3
 
 
 def test_the_others_go_on_while_one_is_away():
@@ -405,7 +406,7 @@ def test_a_worker_that_dies_at_every_message_of_its_start_and_of_its_first_steps
 
 
 def test_all_die_at_once():
-    for seed in range(6):
+    for seed in seeds(6):
         fates = tuple(Fault(0, index=index, at=0.03, away=0.02 * index) for index in range(3))
         found = tormented(seed, fates).run()
         assert found.kills == 3

@@ -6,6 +6,7 @@ import pytest
 import torch
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
 from seeded_runs import LAYOUTS
+from seeds import seeds
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage, StepMade
@@ -13,7 +14,7 @@ from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.simulator.fault_schedule import Fault
 
-pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
+pytestmark = pytest.mark.simulated
 
 STEPPING = (
     "downpour",
@@ -57,20 +58,21 @@ def recorded(name: str, seed: int, **more: object) -> tuple[DecisionFile, FloatT
 @pytest.mark.parametrize("name", [*STEPPING, *ISLANDS])
 def test_a_replay_under_another_network_has_the_same_bits(name: str) -> None:
     others = 0
-    for seed in range(6):
+    for seed in seeds(6):
         lease = seed % 3 > 0
         record, trial = recorded(name, seed, lease=lease)
         replayed = run(name, seed + 101, Replayer(record), lease=lease)
         assert same_bits(trial.final, replayed.final), f"seed {seed}"
         # Without the replay the network of the other seed leads to other bits.
         others += not same_bits(trial.final, run(name, seed + 101, lease=lease).final)
-    assert others >= (0 if name in ("islands in step", "islands that wait", "outer optimizer") else 3), others
+    ordered = name in ("islands in step", "islands that wait", "outer optimizer")
+    assert others >= (0 if ordered else len(seeds(6)) // 2), others
 
 
 @pytest.mark.parametrize("name", ["downpour", "downpour on three shards", "hogwild", "quorum", "islands of a quorum"])
 def test_a_worker_that_was_killed_is_killed_again(name: str) -> None:
     deaths = others = 0
-    for seed in range(6):
+    for seed in seeds(6):
         faults = (Fault(1, at=0.02 + 0.004 * seed, away=0.05),)
         record, trial = recorded(name, seed, faults=faults, batches=18)
         replayed = run(name, seed + 101, Replayer(record), batches=18)
@@ -78,7 +80,7 @@ def test_a_worker_that_was_killed_is_killed_again(name: str) -> None:
         assert replayed.kills == trial.kills
         deaths += trial.kills
         others += not same_bits(trial.final, run(name, seed + 101, faults=faults, batches=18).final)
-    assert deaths >= 5 and others >= 3
+    assert deaths > 0.8 * len(seeds(6)) and others >= len(seeds(6)) // 2
 
 
 def test_a_recording_is_a_few_bytes_for_each_step() -> None:

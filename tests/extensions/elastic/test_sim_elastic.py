@@ -1,17 +1,14 @@
 """Worker groups that leave a job and come to it, whenever and in whatever order: every batch counts once, all end."""
 
+import itertools
 import random
-from functools import partial
 
 import pytest
 from elastic_trial import ElasticTrial
-from fault_trial import TrialScript, goes_wrong
+from fault_trial import TrialScript
+from seeds import seeds
 from simulation import job
 
-from topotrain.core.server.consistency import AWAY
-from topotrain.core.server.group_exchange import Shutdown
-from topotrain.core.server.server import Server
-from topotrain.core.server.server_context import WorkerGroups
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 
@@ -53,10 +50,9 @@ def one(name: str, seed: int) -> ElasticTrial:
     return ElasticTrial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_batch_counts_once_whichever_group_leaves_and_comes_when(name):
+def test_every_batch_counts_once_whichever_group_leaves_and_comes_when():
     done = []
-    for seed in range(12):
+    for name, seed in itertools.product(LAYOUTS, seeds(12)):
         found = one(name, seed)
         assert not found.wrong(), f"{name}, seed {seed}: {found.wrong()[:5]}"
         done += [each.what.value for each in found.moves]
@@ -118,37 +114,3 @@ def test_an_order_to_leave_is_not_for_workers_that_came_after_the_dead():
     found.sim.at(0.08, lambda: found._send(GroupLeaveRequest(1, 0)))
     assert not found.run().wrong()
     assert max(found.commits[1]) > 0.13
-
-
-# --- rules left out ----------------------------------------------------------------------------------------------
-
-
-def missed_at_the_end(patch):
-    """The coordinator waits for the model's buffers of a worker that has left."""
-    patch.setattr(Shutdown, "away", lambda self, group: None)
-
-
-def waited_for(patch):
-    """Other groups wait for its clock."""
-    patch.setattr(WorkerGroups, "runs", lambda self, group: not self.ended(group))
-
-
-def before_its_last_step(patch):
-    """It is gone at once, and what was decided or staged of its steps is not."""
-
-    def leave(self, group, incarnation):
-        self._server.decisions.decree(group, incarnation, AWAY)
-
-    patch.setattr("topotrain.extensions.elastic.group_departure.GroupDeparture.leave", leave)
-    patch.setattr(Server, "lost", lambda self, worker: [])
-
-
-MUTANTS = [missed_at_the_end, waited_for, before_its_last_step]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
-def test_each_rule_is_needed(mutant, monkeypatch):
-    mutant(monkeypatch)
-    names = ("downpour of pairs", "downpour", "in step", "downpour on three shards")
-    trials = (partial(one, name, seed) for name in names for seed in range(15))
-    assert any(map(goes_wrong, trials)), "the rule makes no difference"

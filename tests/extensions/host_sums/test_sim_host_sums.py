@@ -8,17 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from fault_trial import Trial
+from seeds import seeds
 from simulation import ScriptedCluster, ScriptedWorker, same, total
 
 from topotrain.config.job import Cluster, Grads, Job, Link, Reduce
-from topotrain.config.topology import Address
-from topotrain.core.protocol import NO_REVISION, Values
-from topotrain.core.server.server_extension import Outbox
-from topotrain.extensions.host_sums import host_sum_server
+from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.host_sums.host_reduction import HostReduction
-from topotrain.extensions.host_sums.host_sum_server import HostSumServer
 from topotrain.tools.simulator.fault_schedule import VIEWS, Fault, FaultSchedule
-from topotrain.tools.simulator.sim_network import Deadlock
 
 pytestmark = pytest.mark.simulated
 
@@ -84,36 +80,6 @@ def test_a_whole_group_restarts_and_sends_sums_again(name: str) -> None:
     assert again > 0
 
 
-class WithoutRepeatedValues(HostSumServer):
-    """Does not keep what went to the lead alone."""
-
-    def route_values(self, worker: Address, values: Values) -> Outbox:
-        found = super().route_values(worker, values)
-        if worker in self._of:
-            self._of[worker].shown.clear()
-        return found
-
-
-class WithoutAnEnd(HostSumServer):
-    """Does not tell the others of a unit that the sums are over."""
-
-    def reset_worker(self, worker: Address) -> None:
-        if worker in self._of:
-            self._of[worker].forget()
-
-
-@pytest.mark.parametrize("mutant", [WithoutRepeatedValues, WithoutAnEnd])
-def test_each_rule_is_needed(mutant: type[HostSumServer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_sum_server, "HostSumServer", mutant)
-
-    def deaths() -> None:
-        for after in (95, 104, 107, 110, 113):
-            trial(TWO_HOSTS, after, Fault(0, 0, 1, after, away=0.02))
-
-    with pytest.raises(Deadlock):
-        deaths()
-
-
 def play_drops(seed: int) -> bool:
     """One worker commits without what it has pushed. Whether the servers have the sum of all other gradients."""
     cluster = ScriptedCluster(HIDDEN, seed, VIEWS)
@@ -135,11 +101,8 @@ def play_drops(seed: int) -> bool:
     return same(cluster.values(), [3.0 - part for part in total(counted)])
 
 
-def test_the_commits_say_which_gradients_are_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(play_drops(seed) for seed in range(20))
-    # Without the last word of the leads a server may know all commits before the sum that they ask for.
-    monkeypatch.setattr(HostSumServer, "may_stage", lambda *_: True)
-    assert not all(play_drops(seed) for seed in range(20))
+def test_the_commits_say_which_gradients_are_in_a_sum() -> None:
+    assert all(play_drops(seed) for seed in seeds(20))
 
 
 def play_weights(seed: int) -> bool:
@@ -165,4 +128,4 @@ def play_weights(seed: int) -> bool:
 
 
 def test_a_server_asks_for_gradients_whatever_comes_last() -> None:
-    assert all(play_weights(seed) for seed in range(25))
+    assert all(play_weights(seed) for seed in seeds(25))

@@ -1,18 +1,11 @@
 """Deaths in synchronous groups on the simulated network: the survivors repeat one step, and every batch counts once."""
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
-from fault_trial import Trial, TrialScript, goes_wrong
+from fault_trial import Trial
 from seeded_runs import LAYOUTS, run_trial, schedule_of
+from seeds import seeds
 
-from topotrain.core.server.consistency import DecisionLog
-from topotrain.core.server.gradients.gradient_source import GradientSource
-from topotrain.extensions.in_place_recovery.group_members import GroupMembers
 from topotrain.tools.simulator.fault_schedule import STORM, Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.sim_processes import Killed
-from topotrain.training.data.map_dataset import LeaseIterator
 
 pytestmark = pytest.mark.simulated
 
@@ -51,7 +44,7 @@ def test_the_first_worker_dies_and_the_last_one_and_the_middle_one():
 
 def test_two_of_three_die_and_the_third_goes_on():
     faults = (Fault(0, 0, 1, 60, away=0.05), Fault(0, 0, 2, 61, away=0.08))
-    for seed in range(6):
+    for seed in seeds(6):
         found = death("sandblaster of three", seed, *faults)
         assert not found.wrong() and incarnations(found) == [0, *incarnations(found)[1:]]
 
@@ -71,7 +64,7 @@ def test_a_new_process_dies_before_it_has_joined_and_after():
 
 def test_the_last_survivor_dies_and_the_whole_group_restarts():
     faults = (Fault(0, 0, 1, 60, away=0.5), Fault(0, 0, 0, 75, away=0.01))
-    for seed in range(6):
+    for seed in seeds(6):
         found = death("sandblaster", seed, *faults)
         assert not found.wrong() and incarnations(found) == [2, 2]
 
@@ -84,7 +77,7 @@ def test_a_connection_of_a_worker_ends_and_only_this_worker_restarts():
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_random_schedules_with_crashes_snapshots_and_groups_that_leave(name):
-    for seed in range(1000, 1012):
+    for seed in (1000 + each for each in seeds(12)):
         verdict = run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
         assert not verdict.wrong, f"{name}, seed {seed}: {verdict.wrong}"
 
@@ -105,61 +98,6 @@ def test_a_step_with_an_assignment_is_not_repeated_and_the_group_restarts(name, 
             assert len(set(ours)) == 1, "all of the group, once more"
             wholly += 1
     assert wholly > 3
-
-
-def test_without_this_rule_an_assignment_is_lost_or_the_group_waits_forever(monkeypatch):
-    monkeypatch.setattr(TrialScript, "_repeat", lambda self, outcome: self._worker.go_on_at(outcome.next))
-    monkeypatch.setattr(TrialScript, "_members", property(lambda self: range(self._workers)))
-    found = []
-    for after in range(40, 60):
-        try:
-            fault = Fault(0, 0, 1, after, away=0.02)
-            found.append(bool(death("sandblaster of three", after, fault, assigns=True).wrong()))
-        except (Exception, Killed):
-            found.append(True)
-    assert any(found)
-
-
-# --- each rule is needed ------------------------------------------------------------------------------------------
-
-
-def votes_stay(patch):
-    """A vote for the dropped step still counts."""
-    patch.setattr(DecisionLog, "abort", lambda self, group: None)
-
-
-def contributions_stay(patch):
-    """The step is not dropped: what the survivors have sent for it stays."""
-
-    step = GradientSource.next_step
-
-    def keep(self, participants=None):
-        if participants is None:
-            step(self)
-        else:
-            self.participants = tuple(participants)
-
-    patch.setattr(GradientSource, "next_step", keep)
-
-
-def nothing_is_said(patch):
-    """The survivors are not told."""
-    change = GroupMembers._change
-    patch.setattr(GroupMembers, "_change", lambda self, *args: change(self, *args) and [])
-
-
-def leases_from_their_beginning(patch):
-    """A new process reads what its group has applied without it."""
-    make = LeaseIterator.__init__
-    patch.setattr(LeaseIterator, "__init__", lambda self, *args: make(self, *args[:4]))
-
-
-@pytest.mark.parametrize("mutant", [votes_stay, contributions_stay, nothing_is_said, leases_from_their_beginning])
-def test_each_rule_is_needed(mutant, monkeypatch):
-    mutant(monkeypatch)
-    fault = Fault(0, 0, 1, away=0.02)
-    found = (partial(death, GROUPS[1], at, replace(fault, after=at), mode="lease") for at in range(40, 90))
-    assert any(map(goes_wrong, found)), "the rule makes no difference"
 
 
 def test_a_death_that_is_not_survived_restarts_the_group():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from seeds import seeds
 from simulated_islands import STEP_S, IslandTrial, islands
 
 from topotrain.config.job import Pace, Shard
@@ -19,6 +20,8 @@ from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRo
 from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
 from topotrain.extensions.outer_optimizer.rounds import fragment_to_push, rearmost
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
+
+pytestmark = pytest.mark.simulated
 
 SERVER = Address(Role.SERVER, 0, 0)
 
@@ -143,7 +146,7 @@ def assert_in_turn(trial: IslandTrial) -> None:
 def test_a_worker_that_comes_back_pushes_what_the_others_push(victim: int, overlap: int) -> None:
     """Killed at any step of a turn, and for any time, it is in step again: each round has one fragment, in turn."""
     job = islands(3, 6, 3, overlap=overlap)
-    for n in range(0, 12, 2):
+    for n in (2 * each for each in seeds(6)):
         fault = Fault(victim, at=(8.3 + n) * STEP_S, away=0.7 * (n % 6) * STEP_S)
         trial = IslandTrial(job, 3 * 30, [fault]).run()
         assert len(trial.restarts) == 1
@@ -172,7 +175,7 @@ def test_workers_that_lease_their_batches_stay_in_step(fragments: int) -> None:
 
 def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
     job = replace(islands(3, 6, 3), shard=Shard.kLease)
-    for n in range(6):
+    for n in seeds(6):
         trial = IslandTrial(job, 120, [Fault(1, at=(10.4 + n) * STEP_S, away=3 * STEP_S)], lease=True).run()
         assert_in_turn(trial)
         assert int(trial.cells().max()) == 1
@@ -182,7 +185,7 @@ def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
 def test_a_worker_that_is_given_up_and_another_that_joins(quorum: int) -> None:
     """The others go on, and the one that joins pushes what they push."""
     job = replace(islands(3, 6, 3, quorum=quorum), shard=Shard.kLease)
-    for n in range(4):
+    for n in seeds(4):
         away = Fault(1, at=(8.4 + n) * STEP_S, what=FaultKind.LOSE)
         back = Fault(1, at=(15.7 + 2 * n) * STEP_S, what=FaultKind.JOIN)
         trial = IslandTrial(job, 120, [away, back], lease=True).run()
@@ -205,7 +208,7 @@ def waits(trial: IslandTrial, group: int, since: float = 0.0) -> list[int]:
 def test_a_worker_that_comes_back_has_a_part_in_the_next_round(pace: Pace) -> None:
     """It pushes what the others push, and does not begin with the first fragment again."""
     job, found = islands(3, 16, 8, quorum=2, pace=pace), []
-    for n in range(6):
+    for n in seeds(6):
         fault = Fault(1, at=(10.3 + 3 * n) * STEP_S, away=3 * STEP_S)
         trial = IslandTrial(job, 150, [fault], lease=True).run()
         ((since, _),) = trial.restarts

