@@ -14,6 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_tables import with_tables
+from seeds import examples
 
 from topotrain.config import job as words
 from topotrain.config.combinations import contributed
@@ -381,7 +382,7 @@ def blocks(cls: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # of re, for a pattern such as "[["
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(blocks(Job))
 def test_what_is_written_is_read_again(job: Job) -> None:
     assert loads(dumps(job)) == job

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.job import Slicing
 from topotrain.config.sharding import ALIGN, ITEM_BYTES, Parameter, SchemaError, SliceMap, cut, describe, parse
@@ -123,7 +124,7 @@ def check_balance(m: SliceMap) -> None:
 
 
 @given(maps())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_every_map_follows_the_rules(made):
     m, bucket_bytes = made
     check_parameters_lie_apart(m)
@@ -135,7 +136,7 @@ def test_every_map_follows_the_rules(made):
 
 
 @given(schemas(), st.integers(1, 16), st.integers(1, 4), st.sampled_from(list(Slicing)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_same_schema_gives_the_same_map_everywhere(schema, shards, groups, slicing):
     here, there = cut(schema, shards, groups, slicing), cut(parse(describe(schema)), shards, groups, slicing)
     assert here == there

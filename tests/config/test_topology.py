@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.job import Cluster, ConfigError, TransportChoice
 from topotrain.config.topology import MOST, Address, Role, Topology, layout, validate
@@ -142,7 +143,7 @@ def test_all_legal_counts_follow_the_rules(apart):
 
 
 @given(clusters())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_legal_cluster_follows_the_rules(cluster):
     topology = layout(cluster)
     for check in CHECKS:
@@ -154,7 +155,7 @@ def test_every_legal_cluster_follows_the_rules(cluster):
 
 
 @given(st.lists(st.integers(1, 9), min_size=6, max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_cluster_is_refused_exactly_where_its_counts_do_not_fit(counts):
     gw, gs, nw, ns, pw, ps = counts
     workers = gw * nw % pw == 0 and (nw % pw == 0 or pw % nw == 0)

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from every_message import every_message
+from seeds import examples
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.protocol import Message, ProtocolError, decode, encode
 
-COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", "20000"))
+COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", str(examples(20_000))))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))
 
 KINDS = every_message()

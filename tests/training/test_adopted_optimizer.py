@@ -21,6 +21,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import pairwise
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -205,9 +206,9 @@ def scaled(overflow_at=None, unscale=False):
     return script
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("overflow_at", [None, 0, 3])
-@pytest.mark.parametrize("layout", ["sandblaster", "one"])
+@pytest.mark.parametrize(
+    ("layout", "overflow_at", "unscale"), pairwise(["sandblaster", "one"], [None, 0, 3], [False, True])
+)
 def test_grad_scaler(layout, overflow_at, unscale):
     script = scaled(overflow_at, unscale)
     scales = []

@@ -6,10 +6,10 @@ Synchronous jobs compute what the plain script computes, and what the one-proces
 import copy
 from functools import partial
 
-import in_process_job
 import pytest
 import torch
 from in_process_job import LAYOUTS, cross_entropy, job_of, mlp, plain, reference, run_local, vectors
+from memory_modes import BOTH, in_turns, memory  # noqa: F401
 from torch import nn
 
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
@@ -19,12 +19,6 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.gradient_hooks import StepHabits
 
 SYNCHRONOUS = [name for name in LAYOUTS if LAYOUTS[name].get("nworker_groups", 1) == 1]
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["sent", "shown"])
-def _memory(request, monkeypatch):
-    """Every job here runs twice: all that it needs travels, and residents see each other's memory."""
-    monkeypatch.setitem(globals(), "run_local", partial(in_process_job.run_local, shared=request.param))
 
 
 # --- scripts -----------------------------------------------------------------------------------------------------
@@ -153,14 +147,15 @@ def check(job, build, script, bits=True):
     return result
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("layout", SYNCHRONOUS)
+@in_turns("name, layout", SCRIPTS, SYNCHRONOUS)
 def test_a_synchronous_job_equals_the_reference_and_the_plain_script(layout, name):
     check(job_of(layout), *SCRIPTS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "clipped"])  # hidden gradients refuse edits
-@pytest.mark.parametrize("layout", [name for name in SYNCHRONOUS if LAYOUTS[name].get("nserver_groups", 1)])
+UNCLIPPED = [name for name in SCRIPTS if name != "clipped"]  # hidden gradients refuse edits
+
+
+@in_turns("name, layout", UNCLIPPED, [name for name in SYNCHRONOUS if LAYOUTS[name].get("nserver_groups", 1)])
 def test_hidden_gradients_do_as_well(layout, name):
     # The mean of a worker's sum over several backwards has other last bits than the sum of their means.
     check(job_of(layout, grads=Grads.kHidden), *SCRIPTS[name], bits=name in ("one backward", "scheduled", "phases"))
@@ -232,6 +227,7 @@ def test_what_several_optimizers_do_not_go_with_is_named(more, field):
         run_local(job_of("sandblaster", **more), *SCRIPTS["gan"])
 
 
+@BOTH
 def test_each_optimizer_has_its_own_state():
     """`state_dict` has the state of the optimizer's own parameters, as in torch, and goes back to the servers."""
 
@@ -255,6 +251,7 @@ def test_each_optimizer_has_its_own_state():
     assert float(of_g["state"][0]["step"]) == 3
 
 
+@BOTH
 def test_a_parameter_of_several_optimizers_has_a_state_in_each():
     """Read, cleared and loaded apart, as in torch."""
 
@@ -363,6 +360,7 @@ def test_one_optimizer_without_finite_gradients_ends_the_job_though_the_other_ha
         run_local(job_of("one"), parts_of_one_model, script)
 
 
+@BOTH
 def test_gradients_that_are_not_finite_skip_the_step_of_their_optimizer_only():
     def script(t):
         first, second = t.optimizer

@@ -1,8 +1,5 @@
 """Synchronous jobs compute what the plain script computes, and what the one-process reference does bit for bit."""
 
-from functools import partial
-
-import in_process_job
 import pytest
 import torch
 from in_process_job import (
@@ -23,6 +20,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from memory_modes import BOTH, in_pairs, memory  # noqa: F401
 from torch import nn
 from training_loops import (
     ALWAYS,
@@ -38,13 +36,7 @@ from topotrain.core.client.client import JobError, PeerLost
 MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adagrad": adagrad}
 LAYOUT_OF = {"sgd": "sandblaster", "adam": "allreduce", "adagrad": "two by two"}
-STEPS = 50
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["sent", "shown"])
-def _memory(request, monkeypatch):
-    """Every job here runs twice: all that it needs travels, and residents see each other's memory."""
-    monkeypatch.setitem(globals(), "run_local", partial(in_process_job.run_local, shared=request.param))
+STEPS = 20
 
 
 def check(job, build, script, near: float | None = 1e-5):
@@ -56,18 +48,16 @@ def check(job, build, script, near: float | None = 1e-5):
     return result
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@in_pairs("model, optimizer", MODELS, OPTIMIZERS)
 def test_a_synchronous_job_equals_the_reference_and_the_plain_script(model, optimizer):
     make, batches = MODELS[model]
-    script = usual_loop(batches(STEPS if model != "transformer" else 30))
+    script = usual_loop(batches(STEPS))
     # Batch statistics are a share's, so a CNN with BatchNorm computes something else than the plain script.
     near = None if model == "cnn" else 1e-5
     check(job_of(LAYOUT_OF[optimizer]), building(make, OPTIMIZERS[optimizer]), script, near)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ["in-memory", "serverless", "one"])
+@in_pairs("model, layout", MODELS, ["in-memory", "serverless", "one"])
 def test_other_layouts_and_hidden_gradients_have_the_same_bits_as_their_reference(model, layout):
     make, batches = MODELS[model]
     grads = Grads.kVisible if layout == "serverless" else Grads.kHidden
@@ -81,6 +71,7 @@ def test_a_job_has_the_same_bits_twice_and_hidden_or_not():
     assert first.same_bits(run_local(job_of(grads=Grads.kHidden), build, script))
 
 
+@BOTH
 def test_batches_that_do_not_divide_are_weighted_by_samples():
     batches = [batch for size in (7, 2, 11, 1, 3) for batch in vectors(2, size)]
     for grads in Grads:
@@ -104,6 +95,7 @@ def test_token_means_are_global_token_means():
     check(job_of(), building(Transformer), script)
 
 
+@BOTH
 def test_reduce_sum_adds():
     def summed(model, x, y):
         return nn.functional.cross_entropy(model(x), y, reduction="sum")
@@ -111,6 +103,7 @@ def test_reduce_sum_adds():
     check(job_of(reduce=Reduce.kSum), building(), usual_loop(vectors(10), summed))
 
 
+@BOTH
 def test_defect_9_tied_weights_are_summed():
     """The gradient of a tied weight is the sum over its uses, in every worker and in the group's mean."""
     seen = []
@@ -150,8 +143,7 @@ def test_defect_11_adam_bias_correction():
 # --- the loop's features -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ALWAYS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("layout", ["sandblaster", "one"])
+@in_pairs("script, layout", ALWAYS, ["sandblaster", "one"])
 def test_the_unchanged_loop_with_visible_gradients(script, layout):
     check(job_of(layout), building(), script)
 
@@ -163,8 +155,7 @@ def test_the_unchanged_loop_with_hidden_gradients(script):
     assert run_local(job, building(), script).distance(plain(building(), script)) < 1e-5
 
 
-@pytest.mark.parametrize("script", [clip_norm, clip_value, edit, edit_between_backwards], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("layout", ["allreduce", "one"])
+@in_pairs("script, layout", [clip_norm, clip_value, edit, edit_between_backwards], ["allreduce", "one"])
 def test_what_the_script_does_to_visible_gradients_counts(script, layout):
     check(job_of(layout), building(), script)
 
@@ -175,6 +166,7 @@ def test_edits_of_hidden_gradients_are_refused_with_the_remedies(script):
         run_local(job_of(grads=Grads.kHidden), building(), script)
 
 
+@BOTH
 def test_hidden_gradients_are_clipped_by_the_servers():
     norms = {}
 
@@ -195,6 +187,7 @@ def test_hidden_gradients_are_clipped_by_the_servers():
 # --- which parameters --------------------------------------------------------------------------------------------
 
 
+@BOTH
 def test_a_gradient_that_only_some_workers_have_counts_as_zero_from_the_others():
     """`.grad` is there for the union; without any it stays None and the parameter does not move."""
 
@@ -231,6 +224,7 @@ def test_frozen_parameters_stay():
     assert torch.equal(result.values["0.weight"], mlp()[0].weight)
 
 
+@BOTH
 def test_parameters_may_be_frozen_on_the_way():
     def script(t):
         for step, batch in enumerate(vectors(8)):
@@ -260,6 +254,7 @@ def thaw(t, module, trains):
         model.get_submodule(name).requires_grad_(trains)
 
 
+@BOTH
 @pytest.mark.parametrize("job", THAWING, ids=lambda job: f"{job.grads.value}-{job.pull.value}-{job.apply.value}")
 def test_layers_thaw_and_freeze_on_the_way(job):
     """A slice holds frozen and other parameters, so its last gradient is another one in each phase."""
@@ -315,6 +310,7 @@ def test_parameters_that_are_in_no_group_stay():
     assert torch.equal(result.values["0.weight"], mlp()[0].weight)
 
 
+@BOTH
 def test_two_dtypes_and_tiny_models_on_many_servers():
     """Some shards have nothing at all: they must answer all the same."""
 
@@ -395,6 +391,7 @@ def test_groups_of_their_own_servers_train_their_own_model_and_group_0_is_saved(
     assert run_local(job, building(Cnn), script).same_bits(alone)
 
 
+@BOTH
 def test_downpour_ends_and_counts_every_update_once():
     """kSum and gradients of one: the end value is the start plus every update, whatever the order."""
 
@@ -420,6 +417,7 @@ def test_downpour_ends_and_counts_every_update_once():
         assert torch.equal(result.values["weight"], torch.full((1, 70), 2.0 * (5 + 8))), layout
 
 
+@BOTH
 @pytest.mark.parametrize(("push", "fetch"), [(3, 1), (1, 3), (2, 4), (3, 2)])
 def test_n_push_and_n_fetch_apply_every_gradient_once(push, fetch):
     """Constant gradients: plain SGD from the servers gives what the local steps gave."""
@@ -442,6 +440,7 @@ def test_n_push_and_n_fetch_apply_every_gradient_once(push, fetch):
     assert torch.equal(alone.values["weight"], torch.full((1, 70), 14.0))
 
 
+@BOTH
 def test_warmup_trains_group_0_first_and_then_all():
     seen = []
 

@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.security import handshake
@@ -120,7 +121,7 @@ def test_a_later_version_without_ours_is_refused(monkeypatch):
 
 
 @given(st.integers(0, 240), st.integers(1, 255))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_changed_byte_is_noticed(position, flip):
     def change(raw, seen=[0]):  # noqa: B006  # one count for all messages of this handshake
         start, seen[0] = seen[0], seen[0] + len(raw)
@@ -167,7 +168,7 @@ def test_a_proof_cannot_be_sent_back_or_again():
 
 
 @given(st.binary(max_size=600))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_random_bytes_are_strangers(raw):
     for speak in (
         lambda s: answer(s, identity(), {SERVER}, 1),

@@ -1,6 +1,7 @@
 """Strangers: however many connect, and whatever they have overheard or stolen, none is accepted.
 
-TOPOTRAIN_FUZZ_FRAMES divided by 40 is how many come (500 if it says nothing), TOPOTRAIN_FUZZ_SEED which.
+TOPOTRAIN_FUZZ_FRAMES divided by 40 is how many come (125 if it says nothing, 500 in `make soak`),
+TOPOTRAIN_FUZZ_SEED which.
 """
 
 import socket

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
+from seeds import examples
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm import router
@@ -108,7 +109,7 @@ def test_the_own_end_wakes_a_reader():
     st.lists(st.tuples(st.integers(1, 2 * PIECE), st.booleans()), max_size=8),
     st.integers(1, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_goes_in_comes_out_however_it_is_cut(sends, receives, buffers):
     with channels(SO_SNDBUF=4096) as (here, there):  # small: often the kernel takes a part of what is sealed
         sent = over(send, here, RAW, [*sends, (len(RAW), False)], buffers)
@@ -534,7 +535,7 @@ def test_probes_get_no_answer_and_disturb_no_peer(transports, raw):
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_random_bytes_are_strangers(raw):
     for speak in (partial(server_side, certificate=CERTIFICATE, seconds=WAIT), partial(client_side, seconds=WAIT)):
         a, b = socket.socketpair()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from transport_pairs import SERVER, WORKER, Recorder, place_new, place_view
 
 from topotrain.comm.transport import TransportError
@@ -143,7 +144,7 @@ STREAM = frame(Fetch(7), 1) + frame(VALUES, 2, BODY, 40) + PAYLOAD + frame(Fail(
 
 
 @given(st.lists(st.integers(1, 5000), max_size=20))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_it_does_not_matter_how_the_stream_is_cut(sizes):
     with server() as (sock, resident, connection):
         rest = STREAM
@@ -161,7 +162,7 @@ def test_it_does_not_matter_how_the_stream_is_cut(sizes):
 
 
 @given(st.integers(0, len(STREAM) - 1))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_stream_that_ends_early_is_an_end_and_nothing_else(length):
     with server() as (sock, resident, _):
         sock.sendall(STREAM[:length])
@@ -170,7 +171,7 @@ def test_a_stream_that_ends_early_is_an_end_and_nothing_else(length):
 
 
 @given(st.one_of(st.binary(max_size=3000), st.tuples(st.integers(0, len(STREAM) - 1), st.integers(1, 255))))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_random_and_damaged_streams_end_the_connection_or_pass(noise):
     raw = noise
     if isinstance(noise, tuple):

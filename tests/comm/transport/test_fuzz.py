@@ -1,6 +1,6 @@
 """Whatever comes in: what is no true word ends its connection with a reason, and nothing else happens.
 
-TOPOTRAIN_FUZZ_FRAMES says how many frames (20,000 if it says nothing), TOPOTRAIN_FUZZ_SEED which.
+TOPOTRAIN_FUZZ_FRAMES says how many frames (5,000 if it says nothing, 20,000 in `make soak`), TOPOTRAIN_FUZZ_SEED which.
 """
 
 import gc

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.security.handshake import SocketNumber, dial
@@ -40,7 +41,7 @@ RAW = torch.arange(STRIPE * 2, dtype=torch.int32).numpy().tobytes()  # 8 stripes
     st.lists(st.tuples(st.integers(1, 3 * STRIPE), st.booleans()), max_size=8),
     st.integers(1, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_goes_in_comes_out_however_it_is_cut(lanes, sends, receives, buffers):
     here, there, _ = bundles(lanes)
     sender = threading.Thread(target=send, args=(here, RAW, [*sends, len(RAW)], buffers))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topotrain.config.sharding import ALIGN
@@ -127,7 +128,7 @@ def with_kernels_of(update: SliceUpdate, optimizer: torch.optim.Optimizer) -> No
 
 
 @given(plans())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_the_bits_are_those_of_torch_on_whole_tensors(plan: Plan) -> None:
     chance = torch.Generator().manual_seed(sum(plan.sizes))
 

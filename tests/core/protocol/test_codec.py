@@ -10,6 +10,7 @@ import torch
 from every_message import PACKAGE, every_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import hyper
@@ -40,7 +41,7 @@ def test_every_message_survives_its_bytes(message):
 
 
 @given(st.sampled_from(KINDS), st.binary(max_size=300))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_random_bytes_are_a_message_or_refused(kind, meta):
     try:
         message = m.decode(kind, meta)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.job import Cluster, NonFinite
 from topotrain.config.sharding import Bucket
@@ -301,7 +302,7 @@ def copied(component: Component, make: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 @given(seed=st.integers(0, 1 << 32), before=st.integers(0, 40))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_copy_goes_on_as_its_original(name: str, seed: int, before: int) -> None:
     case, rng = CASES[name], Random(seed)
     first, reference = case.make(), case.make()  # of the same constructor and the same events

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
@@ -353,7 +354,7 @@ def test_who_has_no_revision_counts_as_zero_also_if_something_was_pushed():
 
 
 @given(st.integers(0, 2**32), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_order_of_arrival_and_duplicates_change_no_bit(seed, visible):
     rng = random.Random(seed)
     bodies = parts_of(6, seed % 7)

@@ -7,6 +7,7 @@ import torch
 from exchanging_groups import BUCKETS, Groups, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
 from topotrain.core.server.group_sync import MasterSync, NoSync, RingSync
@@ -21,7 +22,7 @@ def ring_of(count):
 
 
 @given(st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_the_masters_have_every_update_exactly_once(freq, updates, seed, duplicates):
     rng, groups = random.Random(seed), Groups(3, master, freq)
     total = walk(groups, rng, updates, duplicates)
@@ -31,7 +32,7 @@ def test_the_masters_have_every_update_exactly_once(freq, updates, seed, duplica
 
 
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(0, 20), st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_averaging_keeps_the_sum_over_the_groups(count, freq, updates, seed, duplicates):
     rng, groups = random.Random(seed), Groups(count, ring_of(count), freq)
     for value in groups.values:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from seeds import examples
 
 from tests.support.in_process_job import (
     Result,
@@ -72,7 +73,7 @@ Plan = Mapping[int, Set[tuple[int, int]]]
 
 STEPS = 6
 SGD = optimizer_text(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
-QUICK = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ONE = {(0, 1)}
 
 
@@ -375,7 +376,7 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (3, 1, 1), (2, 2, 2)], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, int], seed: int) -> None:
     """Whole numbers: the values are the sum of exactly the steps that were finite, and each skip is counted once."""
@@ -507,7 +508,7 @@ def test_a_skip_is_reported_with_its_worker() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_whether_all_are_finite(dtype: torch.dtype, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)

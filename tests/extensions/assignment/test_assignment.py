@@ -181,9 +181,8 @@ def test_values_are_exact_where_the_pulls_are_compressed(compression):
     run_local(job_of(compression=compression), building(), script)
 
 
-@pytest.mark.parametrize("transport", ["kTcp", "kShm"])
-def test_over_the_transports_of_real_processes(transport, tmp_path: Path):
-    job = job_of("sandblaster", **TWO_BY_TWO, transport=transport)
+def test_over_the_transport_of_real_processes(tmp_path: Path):
+    job = job_of("sandblaster", **TWO_BY_TWO, transport="kTcp")
     result = run_hosted(job, building(), clamp_each_step, tmp_path)
     assert result.same_bits(reference(job, building(), clamp_each_step))
 

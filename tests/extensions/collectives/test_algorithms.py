@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.job import Algorithm
 from topotrain.core.protocol import ProtocolError
@@ -271,7 +272,7 @@ def same(a, b):
 
 @each_algorithm
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_everybody_gets_the_mean_whatever_the_order_of_arrival(algorithm, data):
     setup = data.draw(setups(algorithm))
     seeds = data.draw(st.tuples(st.integers(0, 999), st.integers(0, 999)))
@@ -297,7 +298,7 @@ def test_everybody_gets_the_mean_whatever_the_order_of_arrival(algorithm, data):
 
 @each_algorithm
 @given(st.integers(2, 8), st.integers(1, 3), st.integers(0, 999), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_bytes_are_those_of_the_arithmetic(algorithm, size, per_home, seed, viewable):
     homes = tuple(range(size)) * per_home
     numel = tuple(3 + home for home in homes)

@@ -6,7 +6,7 @@ within 1e-6. Every own algorithm has the same bits in every run and on every tra
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize(("algorithm", "workers"), [*product(OWN, (2, 3)), (Algorithm.kTree, 5)])
+@pytest.mark.parametrize(("algorithm", "workers"), [*zip(OWN, (2, 3, 3), strict=True), (Algorithm.kTree, 5)])
 def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
     job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
     result = run(job, build, script)
@@ -101,8 +101,7 @@ def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: i
     check(job, result, build, script)
 
 
-@pytest.mark.parametrize("algorithm", OWN)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("algorithm", "workers"), list(zip(OWN, (2, 3, 3), strict=True)))
 def test_the_bits_are_the_same_in_every_run_and_on_every_transport(
     algorithm: Algorithm, workers: int, tmp_path: Path
 ) -> None:
@@ -117,11 +116,11 @@ def test_the_bits_are_the_same_in_every_run_and_on_every_transport(
     assert all(other.same_bits(results[0]) for other in results)
 
 
-@pytest.mark.parametrize("algorithm", OWN)
+SCRIPTS = (*ALWAYS, clip_norm, edit, edit_between_backwards)
+
+
 @pytest.mark.parametrize(
-    "script",
-    [*ALWAYS, clip_norm, edit, edit_between_backwards],
-    ids=lambda f: f.__name__,
+    ("script", "algorithm"), list(zip(SCRIPTS, cycle(OWN), strict=False)), ids=lambda f: getattr(f, "__name__", f)
 )
 def test_the_script_sees_and_changes_the_groups_gradients(algorithm: Algorithm, script: Any) -> None:
     job = beside(algorithm=algorithm)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
+from seeds import examples
 
 from topotrain.config.job import Compression
 from topotrain.extensions.compression.codecs import (
@@ -167,7 +168,7 @@ def test_an_index_from_the_wire_is_not_trusted():
     | st.builds(lambda numel, exponent: noise(numel) * 10.0**exponent, st.sampled_from(SIZES), st.integers(-45, 3)),
     earlier=st.sampled_from(SIZES),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @example("int8", torch.float32, noise(40_001), 0)
 @example("e3m0", torch.float32, noise(40_001), 40_003)
 def test_any_numbers_there_and_back(kind, dtype, values, earlier):

@@ -9,6 +9,7 @@ import torch
 from exchanging_groups import BUCKETS, Groups, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.job import Cluster
 from topotrain.core.protocol import PairOffer, PairReply
@@ -46,7 +47,7 @@ def everything(groups):
 
 
 @given(FREQS, UPDATES, SEEDS, TWICE)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_the_sum_of_the_center_and_of_all_groups_changes_by_updates_alone(freq, updates, seed, duplicates):
     rng, groups = random.Random(seed), elastic(freq)
     total = walk(groups, rng, updates, duplicates)
@@ -55,7 +56,7 @@ def test_the_sum_of_the_center_and_of_all_groups_changes_by_updates_alone(freq, 
 
 
 @given(COUNTS, FREQS, UPDATES, SEEDS, TWICE)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_gossip_keeps_the_sum_over_the_groups(count, freq, updates, seed, duplicates):
     rng, groups = random.Random(seed), gossip(count, freq, seed)
     total = walk(groups, rng, updates, duplicates)
@@ -64,7 +65,7 @@ def test_gossip_keeps_the_sum_over_the_groups(count, freq, updates, seed, duplic
 
 
 @given(COUNTS, UPDATES, SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_missing_in_the_groups_is_in_replies_under_way(count, updates, seed):
     """At any moment, and not only at the end."""
     rng, groups = random.Random(seed), gossip(count, 1, seed)

@@ -160,9 +160,8 @@ def test_a_model_with_batch_norm_and_float64() -> None:
     assert_same_bits(found.values, expected(batches, 2, 3, model=model))
 
 
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
-def test_the_transport_changes_no_bit(transport: TransportChoice, tmp_path: Path) -> None:
+def test_the_transport_changes_no_bit(tmp_path: Path) -> None:
     batches = data(3, 4)
-    wanted = job(transport=transport, nservers_per_group=2)
+    wanted = job(transport=TransportChoice.kShm, nservers_per_group=2)
     found = run_hosted(wanted, building(mlp, adamw), script(batches, 3), tmp_path)
     assert_same_bits(found.values, expected(batches, 3, 4))

@@ -18,6 +18,7 @@ from in_process_job import mlp
 from reports import TextList
 from safetensors.torch import load, save
 from script_job import jobs, loader
+from seeds import examples, seeds
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -364,7 +365,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_on_another_layout_what_is_left_of_an_epoch_is_read_once(seed):
     rng = random.Random(seed)
     stream, n = rng.random() < 0.3, rng.randint(30, 90)
@@ -671,7 +672,7 @@ def test_hostile_bytes_are_refused():
             WorkerState.from_bytes(save(held | wrong))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40))),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))),

@@ -117,8 +117,7 @@ def test_each_worker_holds_its_own_and_the_result_is_whole(servers, shared):
     check(run_local(job_of(nworkers_per_group=2, nservers_per_group=servers), build, script, shared, split))
 
 
-@pytest.mark.parametrize("transport", ["kShm", "kTcp"])
-@pytest.mark.parametrize("servers", ["sandblaster", "allreduce"])
+@pytest.mark.parametrize(("servers", "transport"), [("sandblaster", "kShm"), ("allreduce", "kTcp")])
 def test_the_same_over_real_transports_and_into_files(servers, transport, tmp_path):
     def into_files(t):
         script(t)

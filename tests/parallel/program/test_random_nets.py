@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from seeds import SOAK
 from split_workers import Block, Group
 from torch import nn
 
@@ -189,7 +190,9 @@ def leaves(name: str) -> list[str]:
     return [n for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))]
 
 
-@settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
+@settings(
+    max_examples=20 if SOAK else 2, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # shrinking would take minutes
 @given(st.data())
 @pytest.mark.parametrize("name", NETS)
 def test_any_placement(name, data):
@@ -233,12 +236,11 @@ def test_arguments_may_be_nested():
     assert told == pytest.approx(squares(model(batch)).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(
-    "blocks",
+    ("blocks", "microbatches"),
     [
-        [Block("first|attention|drop", location=0), Block("encoder|memory|turned|last", location=1)],
-        [Block("memory", location=1), Block("first|last", 1)],
+        ([Block("first|attention|drop", location=0), Block("encoder|memory|turned|last", location=1)], 2),
+        ([Block("memory", location=1), Block("first|last", 1)], 1),
     ],
     ids=["pipeline", "by samples"],
 )
@@ -251,7 +253,7 @@ def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_
     targets = {4: y[:4], 3: y[4:]}
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     rng = torch.manual_seed(7).get_state()  # as the group's
-    for _ in range(3):
+    for _ in range(2):
         found = group.step(lambda out, mine: (out - targets[len(mine)]).square().mean())
         optimizer.zero_grad()
         torch.set_rng_state(rng)  # the group's workers are threads here, with one generator of torch's

@@ -16,6 +16,7 @@ import torch
 from divided_loaders import KINDS, LeaseServer, LoaderClient, Numbers, Stream, flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -117,7 +118,7 @@ class Job:
         return sorted(int(sample) for batch in batches for sample in batch)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.data())
 def test_every_sample_once_per_epoch(data):
     workers, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
@@ -376,7 +377,7 @@ def test_streams_of_different_length_in_each_group_end():
 # --- leases ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 2), st.integers(2, 3), st.integers(1, 8), st.booleans())
 def test_what_a_group_leaves_is_read_by_another(workers, groups, leave, stream):
     make = lambda: DataLoader(Stream(50) if stream else Numbers(50), 2)  # noqa: E731

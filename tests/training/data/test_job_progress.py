@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from in_process_job import cross_entropy, mlp, sgd
 from script_job import job as job  # a fixture
 from script_job import loader
+from seeds import examples
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -96,7 +97,7 @@ class Reader:
         return len(self.leases) - (bool(self.leases) and not whole)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 300), st.randoms(use_true_random=False))
 def test_a_lease_tells_what_the_other_groups_have_done(groups: int, total: int, rng: random.Random) -> None:
     """Also behind deaths, where what was applied counts, and behind a loop that was left early."""

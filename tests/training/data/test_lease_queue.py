@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import examples
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
@@ -104,7 +105,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
             yield None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 3),

@@ -29,6 +29,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import pairwise
 from torch import nn
 from training_loops import ALWAYS, clip_norm, clip_value, edit, edit_between_backwards
 
@@ -134,10 +135,14 @@ memory = pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
 MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
 
 
-@every_copier
-@memory
-@pytest.mark.parametrize("grads", Grads, ids=lambda g: g.name)
-@pytest.mark.parametrize("layout", ["sandblaster", "allreduce", "two by two", "in-memory", "one"])
+LAYOUTS = ["sandblaster", "allreduce", "two by two", "in-memory", "one"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "grads", "made", "shared"),
+    pairwise(LAYOUTS, list(Grads), list(COPIERS), [False, True]),
+    indirect=["made"],
+)
 def test_all_layouts_have_the_bits_of_the_reference(layout, grads, shared, made):
     job, build, script = job_of(layout, grads=grads), building(mlp, adam), usual_loop(vectors(6))
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
@@ -157,9 +162,13 @@ def test_models_with_norms_ties_and_buffers(model, made):
 either = pytest.mark.parametrize(("made", "shared"), [("bounced", False), ("late", True)], indirect=["made"])
 
 
-@either
-@pytest.mark.parametrize("layout", ["sandblaster", "one"])
-@pytest.mark.parametrize("script", ALWAYS, ids=lambda f: f.__name__)
+def in_pairs(*values):
+    """Each pair of values, also of a value and either of these."""
+    cases = [(*case[:-1], *case[-1]) for case in pairwise(*map(list, values), [("bounced", False), ("late", True)])]
+    return pytest.mark.parametrize(("script", "layout", "made", "shared"), cases, indirect=["made"])
+
+
+@in_pairs(ALWAYS, ["sandblaster", "one"])
 def test_the_unchanged_loop(script, layout, shared, made):
     assert run_local(job_of(layout), building(), script, shared).same_bits(
         reference(job_of(layout), building(), script)
@@ -169,9 +178,7 @@ def test_the_unchanged_loop(script, layout, shared, made):
 EDITS = [clip_norm, clip_value, edit, edit_between_backwards]
 
 
-@either
-@pytest.mark.parametrize("layout", ["allreduce", "one"])
-@pytest.mark.parametrize("script", EDITS, ids=lambda f: f.__name__)
+@in_pairs(EDITS, ["allreduce", "one"])
 def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made):
     assert run_local(job_of(layout), building(), script, shared).same_bits(
         reference(job_of(layout), building(), script)
