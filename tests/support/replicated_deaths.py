@@ -96,7 +96,6 @@ class CrashableCluster(ReplicatedCluster):
         def say(to: Address, message: m.Message) -> None:
             if process.over:
                 raise Killed
-            process.on_send()
             lines.send(to, message)
 
         waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
