@@ -145,7 +145,7 @@ class TrialScript:
             lo, hi = cut(len(cells), len(members))[members.index(worker.me.index)]
             outcome = self._step(observer, cells[lo:hi], marks)
             if not outcome.repeats:
-                self._process.step()
+                self._process.stepped = True
                 return outcome
             self._trial.repeats += 1
             self._repeat(outcome)
@@ -606,13 +606,13 @@ class Trial(SimCluster):
                     self.sim.sleep(opens - self.sim.now)
                 if process.over:
                     raise Killed
-                process.admit()
+                process.admitted = True
                 if process.incarnation:
                     client.rejoin.announce()
                 script = self.script_class(self, SimWorker(self, me, self.singly), process)
                 script.run()
                 self.final = script.final or self.final
-                process.finish()
+                process.over = True
             except Killed as killed:
                 forget_frames(killed)
             except PeerLost as lost:

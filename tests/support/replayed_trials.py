@@ -132,7 +132,7 @@ class FloatScript(TrialScript):
                 for at, value in enumerate(worker.values())
             ]
             worker.step(gradient, marks=(stream, seq, seq), samples=1)
-            process.step()
+            process.stepped = True
         self._finish()
 
 
@@ -202,7 +202,7 @@ class FloatIslandScript(TrialScript):
                 target = noise(tensor.numel(), at, epoch, number, trial.changed)
                 (tensor - target).square().sum().backward()
             plain.step()
-            process.step()
+            process.stepped = True
         self._finish(worker)
 
 

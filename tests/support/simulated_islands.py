@@ -68,7 +68,7 @@ class IslandScript(TrialScript):
             cell = epoch * trial.batches + number
             torch.autograd.backward([-tensor[cell] for tensor in model.values()])
             inner.step()
-            process.step()
+            process.stepped = True
             if worker.leaves:
                 trial.leave(process)
         self._finish(worker)

@@ -41,7 +41,7 @@ def test_all_are_killed_once_the_job_has_begun(sleepers):
         tormentor(FIRST_STEP)
         assert [child.wait(30) for child in sleepers] == [-signal.SIGKILL] * 3
     assert {blow.pid for blow in tormentor.injected} == {child.pid for child in sleepers}
-    assert all("killed" in str(blow) for blow in tormentor.injected)
+    assert not any(blow.frozen_s for blow in tormentor.injected)
 
 
 def test_only_workers_and_servers_and_only_those_it_is_told(sleepers):
@@ -84,7 +84,6 @@ def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
                 tormentor(Started(f"worker {number}/0", child.pid))
         assert sleepers[2].wait(30) == -signal.SIGKILL
     assert {blow.moment for blow in tormentor.injected} == {"again"}
-    assert "(again)" in str(tormentor.injected[0])
 
 
 def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there_were_enough(sleepers):
@@ -105,7 +104,8 @@ def test_the_memory_of_surviving_processes_is_looked_at_when_one_is_back(sleeper
         tormentor(Started("worker 0/0", sleepers[0].pid))
         for _ in range(2):
             tormentor(Recovered(0, 0.1, 0.0))
-    assert [held.grown for held in tormentor.held.values()] == [(0, 0)]
+    (held,) = tormentor.held.values()
+    assert held[0] == held[1] and len(held) == 2
 
 
 def test_no_descriptor_is_left(sleepers):

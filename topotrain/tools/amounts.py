@@ -25,7 +25,6 @@ _LINK_BOUNDS = {
     "delay": (0.0, MOST_DELAY_S * 1000, f"must be at most {MOST_DELAY_S:g} s"),
     "jitter": (0.0, MOST_DELAY_S * 1000, f"must be at most {MOST_DELAY_S:g} s"),
 }
-_TOO_LARGE = 1e30
 _LINK_PART = re.compile(rf"(?:([a-z]+)=)?{_NUMBER}([a-z%]*)")
 
 
@@ -47,10 +46,10 @@ def nbytes(option: str, text: str) -> int:
     Raises ConfigError for anything else, and for 0.
     """
     found = _SIZE.fullmatch(text.strip().lower())
-    size = int(_finite(found[1]) * _SIZES[found[2]]) if found else 0
-    if size < 1:
+    size = float(found[1]) * _SIZES[found[2]] if found else 0.0
+    if not 1 <= size < math.inf:
         raise ConfigError(option, text, "must be a size above 0, such as 512MB, 16GB or 16GiB")
-    return size
+    return int(size)
 
 
 def link(option: str, text: str) -> Link:
@@ -75,12 +74,3 @@ def link(option: str, text: str) -> Link:
     except ConfigError as error:
         # The user has given an option, and no field of a job.
         raise ConfigError(option, text, f"{error.field.rpartition('.')[2]} {error.accepted}") from None
-
-
-def _finite(digits: str) -> float:
-    """Return the number of these digits; 0.0 where they are too many.
-
-    0.0 is refused by all callers.
-    """
-    number = float(digits)
-    return number if number < _TOO_LARGE else 0.0

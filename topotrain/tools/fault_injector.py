@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from topotrain.core.events import Event, Exited, Finished, Recovered, Started, StepDone
@@ -58,10 +58,6 @@ class InjectedFault:
     frozen_s: float = 0.0
     moment: str = ""  # one of MOMENTS; "": the clock chose
 
-    def __str__(self) -> str:
-        what = f"frozen for {self.frozen_s:.1f} s" if self.frozen_s else "killed"
-        return f"{self.at_s:6.1f} s  {self.who} (pid {self.pid}) {what}{self.moment and f' ({self.moment})'}"
-
 
 @dataclass(frozen=True, slots=True)
 class FaultStep:
@@ -86,28 +82,11 @@ def steps(plan: FaultPlan) -> Iterator[FaultStep]:
         yield FaultStep(wait_s, pick, frozen_s if freezes else 0.0, second if pairs else -1.0)
 
 
-@dataclass(slots=True)
-class HeldResources:
-    """The numbers of descriptors and threads of a process after each recovery."""
-
-    counts: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, fds: int, threads: int) -> None:
-        """Record the present numbers."""
-        self.counts.append((fds, threads))
-
-    @property
-    def grown(self) -> tuple[int, int]:
-        """The growth of both, from the first recovery to the last."""
-        (fds, threads), (last_fds, last_threads) = self.counts[0], self.counts[-1]
-        return last_fds - fds, last_threads - threads
-
-
 class FaultInjector:
     """Injects the faults of a `FaultPlan` into a job, on a thread of its own.
 
     It receives the job's events. Processes are named after their first resident. `injected` holds the faults so far,
-    and `held` the resources of each process that is alive, see `HeldResources`.
+    and `held` the numbers of descriptors and threads of each process after each recovery, by pid.
     """
 
     def __init__(self, plan: FaultPlan) -> None:
@@ -124,7 +103,7 @@ class FaultInjector:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self.injected: list[InjectedFault] = []
-        self.held: dict[int, HeldResources] = {}
+        self.held: dict[int, list[tuple[int, int]]] = {}
 
     def __enter__(self) -> "FaultInjector":
         self._thread.start()
@@ -206,7 +185,7 @@ class FaultInjector:
             # A process may end while it is looked at.
             with contextlib.suppress(OSError):
                 fds, threads = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
-                self.held.setdefault(pid, HeldResources()).add(fds, threads)
+                self.held.setdefault(pid, []).append((fds, threads))
 
     def _run(self) -> None:
         self._began.wait()

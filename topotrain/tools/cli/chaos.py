@@ -101,7 +101,8 @@ def verdict(result: "JobResult", injector: "FaultInjector") -> dict[str, Any]:
         "frozen": sum(bool(fault.frozen_s) for fault in injector.injected),
         "faults": [asdict(fault) for fault in injector.injected],
         "incidents": report["incidents"],
-        "grown": [grown.grown for grown in injector.held.values()],
+        # From the first recovery to the last.
+        "grown": [[last - first for first, last in zip(held[0], held[-1])] for held in injector.held.values()],
         "recovery_s": {"p50": _quantile(waits, 0.5), "p99": _quantile(waits, 0.99), "max": _quantile(waits, 1.0)},
     }
 

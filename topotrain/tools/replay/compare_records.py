@@ -1,9 +1,8 @@
 """The first decision in which two recordings differ."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.job_file import dumps_cluster
@@ -35,10 +34,6 @@ class Difference:
     version: int
     first: str
     second: str
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the data for JSON."""
-        return asdict(self)
 
 
 def first_difference(first: DecisionFile, second: DecisionFile) -> Difference | None:

@@ -21,12 +21,10 @@ class JobRecord(RunFolder):
     """
 
     def __init__(self, job: Job, topology: Topology) -> None:
-        self._asked = job
-        self.job = job
+        self.drops_snapshots = topology.synced and wants_snapshots(job)
+        """Whether the job writes no snapshots: one comes by the clock, and exchanges of server groups wait for it."""
+        self.job = replace(job, snapshot_s=0.0, checkpoint_freq=0) if self.drops_snapshots else job
         """The job to run."""
-        # A snapshot comes by the clock, and exchanges of server groups wait for it.
-        if topology.synced and wants_snapshots(job):
-            self.job = replace(job, snapshot_s=0.0, checkpoint_freq=0)
         self._folder = Path()
         self._starts = 0
 
@@ -34,11 +32,6 @@ class JobRecord(RunFolder):
         self._folder = run_dir / RECORDED
         self._starts += 1
         make_folder(self._folder)
-
-    @property
-    def drops_snapshots(self) -> bool:
-        """Whether the job writes no snapshots because it is recorded."""
-        return self.job is not self._asked
 
     def collect(self, whole: bool) -> DecisionFile:
         """Return the recording of the job that has ended.

@@ -9,7 +9,8 @@ import shlex
 import sys
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +19,21 @@ from typer import Argument, Exit, Option
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.plain_text import printable
 from topotrain.tools.cli import job_arguments as arguments
-from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, completion, writing
-from topotrain.tools.monitor.monitored_run import complain, say, train
+from topotrain.tools.cli.job_arguments import (
+    BadInput,
+    CommandFailed,
+    check_program,
+    check_writable,
+    completion,
+    writing,
+)
+from topotrain.tools.monitor.monitored_run import say, train
 
 if TYPE_CHECKING:
     import torch
 
     from topotrain.tools.replay.decision_file import DecisionFile
-    from topotrain.tools.replay.replay_run import ReplayRun, Until
+    from topotrain.tools.replay.replay_run import Until
 
 _UNTIL = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 
@@ -98,20 +106,13 @@ def replay(
     from topotrain.tools.replay.replay_run import ReplayRun, ReplayStopped
 
     _warn_of_versions(record)
-    run, stopped, code = ReplayRun(record, stop), False, 0
-    try:
+    with closing(ReplayRun(record, stop)) as run, suppress(ReplayStopped):
         result = train(job, layout(job.cluster), run, quiet=quiet, as_json=as_json, forkserver=forkserver, folder=run)
-        code = result.outcome.code
-    except ReplayStopped:
-        stopped = True
-    finally:
-        run.close()
-    if code:
-        raise Exit(code)
-    if stop is not None and not stopped:
-        complain(f"the job has ended before version {stop[1]} of server group {stop[0]}")
-        raise Exit(1)
-    values = _dumped(record, job, run, stop, dump or ())
+        if result.outcome.code:
+            raise Exit(result.outcome.code)
+        if stop is not None:
+            raise CommandFailed(f"the job has ended before version {stop[1]} of server group {stop[0]}")
+    values = _dumped(record, job, run.folder, stop, dump or ())
     if out is not None:
         from topotrain.training.final_parameters import to_bytes
 
@@ -175,29 +176,29 @@ def parse_until(text: str, record: "DecisionFile") -> "Until | None":
 
 
 def _dumped(
-    record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None", names: Sequence[str]
+    record: "DecisionFile", job: Job, folder: Path, until: "Until | None", names: Sequence[str]
 ) -> "dict[str, torch.Tensor]":
-    """Return the named parameters at the end of the replay. Raises ConfigError."""
-    values = _values(record, job, run, until) if names else {}
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise ConfigError("--dump", missing[0], f"must be a parameter of the model: {', '.join(values)}")
-    return {name: values[name] for name in names}
+    """Return the named parameters at the end of the replay. Raises ConfigError.
 
-
-def _values(record: "DecisionFile", job: Job, run: "ReplayRun", until: "Until | None") -> "dict[str, torch.Tensor]":
-    """Return the parameters at the end of the replay, by name."""
+    folder: where the servers have left their values.
+    """
     from topotrain.config.private_files import read_bytes
     from topotrain.extensions.decision_record.process_order import joined_values, values_of
     from topotrain.training.final_parameters import from_bytes
 
+    if not names:
+        return {}
     if until is None:
         path = Path(job.workspace) / "final.safetensors"
-        return from_bytes(read_bytes(path), str(path))
-    servers = [server for server in record.servers if server.group == until[0]]
-    paths = [run.folder / values_of(server) for server in servers]
-    shapes: list[tuple[str, list[int], list[int]]] = json.loads(paths[0].with_suffix(".json").read_text())
-    return joined_values(shapes, [from_bytes(read_bytes(path), str(path)) for path in paths])
+        values = from_bytes(read_bytes(path), str(path))
+    else:
+        paths = [folder / values_of(server) for server in record.servers if server.group == until[0]]
+        shapes: list[tuple[str, list[int], list[int]]] = json.loads(paths[0].with_suffix(".json").read_text())
+        values = joined_values(shapes, [from_bytes(read_bytes(path), str(path)) for path in paths])
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise ConfigError("--dump", missing[0], f"must be a parameter of the model: {', '.join(values)}")
+    return {name: values[name] for name in names}
 
 
 def _warn_of_versions(record: "DecisionFile") -> None:
@@ -216,7 +217,7 @@ def _compare(first: "DecisionFile", second: "DecisionFile", name: Path, other: P
 
     found = first_difference(first, second)
     if as_json:
-        print(json.dumps({"same": found is None, "difference": None if found is None else found.as_data()}, indent=2))
+        print(json.dumps({"same": found is None, "difference": None if found is None else asdict(found)}, indent=2))
     elif found is None:
         print("both recordings have the same decisions")
     else:

@@ -31,18 +31,6 @@ class WorkerProcess:
     dead: bool = False
     stepped: bool = False
 
-    def step(self) -> None:
-        """Record that it has made a step."""
-        self.stepped = True
-
-    def admit(self) -> None:
-        """Record that the servers admit it."""
-        self.admitted = True
-
-    def finish(self) -> None:
-        """Record the end of its script."""
-        self.over = True
-
     def kill(self) -> None:
         """Record its death."""
         self.over = self.dead = True

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -87,6 +87,7 @@ def advise(
     if running is not None:  # for the users of an earlier version
         raise BadInput(RUNNING)
     from topotrain.tools.advice.advice import advise as advised
+    from topotrain.tools.advice.advice_text import explain, job_text
     from topotrain.tools.amounts import seconds
     from topotrain.tools.prediction.machines import parse_machines
 
@@ -94,12 +95,22 @@ def advise(
     within_s = seconds("--within", within)
     given = _job(job, program, args)
     _check_options(given, probe, machines, out, tried)
-    found = _probe(given, probe, tried, forkserver)
+    measured = _probe(given, probe, tried, forkserver)
     # Without a job file there is no block to compare with.
     base = given if job is not None else replace(given, cluster=replace(given.cluster, auto=True))
     with progress_line() as line:
-        advice = advised(found, machines, base, sync, within_s, show=line.show)
-    _tell(advice, found, out, tried, as_json, forkserver)
+        found = advised(measured, machines, base, sync, within_s, show=line.show)
+    if not as_json:
+        print(explain(found))
+    if out is not None:
+        with writing("--out", out):
+            out.write_text(job_text(found), encoding="utf-8")
+        if not as_json:
+            print(f"written: {out}")
+    trials = list(trials_of(found, measured, tried, as_json, forkserver))
+    if as_json:
+        more = {"tried": [each.as_data() for each in trials]} if tried else {}
+        print(json.dumps(found.as_data() | more, indent=2))
 
 
 def _job(conf: Path | None, program: str | None, args: list[str] | None) -> Job:
@@ -140,23 +151,6 @@ def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
     else:
         measured_probe.note_not_run(found, file, job.program)
     return found
-
-
-def _tell(advice: "Advice", probe: "Probe", out: Path | None, tried: int, as_json: bool, forkserver: str) -> None:
-    """Print the advice, and write and try what is asked for."""
-    from topotrain.tools.advice.advice_text import explain, job_text
-
-    if not as_json:
-        print(explain(advice))
-    if out is not None:
-        with writing("--out", out):
-            out.write_text(job_text(advice), encoding="utf-8")
-        if not as_json:
-            print(f"written: {out}")
-    trials = list(trials_of(advice, probe, tried, as_json, forkserver))
-    if as_json:
-        data: dict[str, Any] = advice.as_data()
-        print(json.dumps(data | ({"tried": [each.as_data() for each in trials]} if tried else {}), indent=2))
 
 
 def trials_of(advice: "Advice", probe: "Probe", tried: int, as_json: bool, forkserver: str = "") -> "Iterator[Trial]":
