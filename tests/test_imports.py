@@ -76,7 +76,7 @@ LIBRARIES = {
     "rich": ("tools/cli/run.py", "tools/monitor/*", "launch/console_output.py"),
     "google.protobuf": ("config/proto_schema.py", "config/job_file.py"),
     "yaml": ("config/job_file.py", "launch/launchers/kubernetes.py"),
-    "matplotlib": ("tools/monitor/loss_plot.py", "tools/monitor/graph_plot.py"),
+    "matplotlib": ("tools/monitor/loss_plot.py", "tools/plan/graph_plot.py"),
     "safetensors": ("*",),
     "redis": ("comm/store/redis_store.py",),
     "cryptography": ("comm/security/tls.py",),

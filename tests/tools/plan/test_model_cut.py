@@ -32,7 +32,7 @@ from topotrain.parallel.estimate import memory_check
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.tools.cli import app
-from topotrain.tools.monitor import graph_plot
+from topotrain.tools.plan import graph_plot
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.tools.plan.model_cut import ModelCut, cut_of
 

@@ -14,7 +14,7 @@ from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, CommandFailed, check_writable, load_job, writing
 
 if TYPE_CHECKING:
-    from topotrain.tools.monitor.graph_report import CutPlan
+    from topotrain.tools.plan.graph_report import CutPlan
     from topotrain.tools.plan.layout_plan import PlannedSchema
 
 
@@ -78,7 +78,7 @@ def plan(
     else:
         print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
     if cut is not None and plot is not None:
-        from topotrain.tools.monitor import graph_plot
+        from topotrain.tools.plan import graph_plot
 
         with writing("", plot):
             graph_plot.draw(cut.bill, plot, job.name)

@@ -19,7 +19,7 @@ from topotrain.parallel.estimate.memory_check import MemoryLimits, check, memory
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.tools.monitor.graph_report import CutPlan
+from topotrain.tools.plan.graph_report import CutPlan
 
 
 @dataclass(frozen=True, slots=True)

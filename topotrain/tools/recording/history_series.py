@@ -37,13 +37,8 @@ class SeriesPoint(NamedTuple):
 
 @dataclass(slots=True)
 class ThinnedSeries:
-    """The points of one metric: the newest ones, and of the older ones each n-th.
+    """The points of one metric: the newest ones, and of the older ones each n-th."""
 
-    metric, of: as in the view.
-    """
-
-    metric: str
-    of: str
     _whole: list[SeriesPoint] = field(default_factory=list)
     _recent: deque[SeriesPoint] = field(default_factory=deque)
     _stride: int = 1
@@ -63,7 +58,10 @@ class ThinnedSeries:
             self._stride *= 2
 
     def since(self, number: int) -> list[SeriesPoint]:
-        if self._recent and self._recent[0].number > number:
+        """Return the points with higher numbers, in order."""
+        if not self._recent or self._recent[-1].number <= number:
+            return []  # so it is for most of thousands of series
+        if self._recent[0].number > number:
             at = bisect_right(self._whole, number, key=lambda point: point.number)
             return [*self._whole[at:], *self._recent]
         new = []
@@ -75,44 +73,36 @@ class ThinnedSeries:
         new.reverse()
         return new
 
-    def has_since(self, number: int) -> bool:
-        return bool(self._recent) and self._recent[-1].number > number
-
-    @property
-    def last(self) -> SeriesPoint | None:
-        return self._recent[-1] if self._recent else None
-
-    def as_data(self, name: str, number: int) -> dict[str, Any]:
-        """Return the series as in the view, with the points behind a number."""
-        points = [[round(point.at, 3), point.step, point.value] for point in self.since(number)]
-        return {"id": name, "metric": self.metric, "of": self.of, "points": points}
-
 
 class SeriesTable:
-    """All series of a history, by name."""
+    """All series of a history, by process or group and by metric."""
 
     def __init__(self) -> None:
-        self._series: dict[str, ThinnedSeries] = {}
+        self._series: dict[tuple[str, str], ThinnedSeries] = {}
+        self._limit = MOST_POINTS
+        """The number of points of each series."""
 
     def add(self, now: Moment, of: str, metric: str, value: float, step: int) -> None:
         """Add a point, unless there are too many series."""
-        name = f"{of}:{metric}"
-        series = self._series.get(name)
+        series = self._series.get((of, metric))
         if series is None:
             if len(self._series) >= MOST_SERIES:
                 return
-            series = self._series[name] = ThinnedSeries(metric, of)
-        limit = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(self._series)))
-        series.add(SeriesPoint(now.number, now.at, step, value if math.isfinite(value) else None), limit)
+            series = self._series[of, metric] = ThinnedSeries()
+            self._limit = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(self._series)))
+        series.add(SeriesPoint(now.number, now.at, step, value if math.isfinite(value) else None), self._limit)
 
     def as_data(self, cursor: int, whole: bool) -> list[dict[str, Any]]:
         """Return the series as in the view, with the points behind a cursor.
 
         whole: also the series without such points.
         """
-        return [
-            series.as_data(name, cursor) for name, series in self._series.items() if whole or series.has_since(cursor)
-        ]
+        found = []
+        for (of, metric), series in self._series.items():
+            points = [[round(point.at, 3), point.step, point.value] for point in series.since(cursor)]
+            if whole or points:
+                found.append({"id": f"{of}:{metric}", "metric": metric, "of": of, "points": points})
+        return found
 
 
 @dataclass(slots=True)

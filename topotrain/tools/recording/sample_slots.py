@@ -6,6 +6,7 @@ A sample is an event of which a later one of the same process tells the same of 
 at once, and only where one kind repeats hundreds of times they count as samples. This module is pure.
 """
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
@@ -45,8 +46,7 @@ class SampleSlots:
         self._held: dict[Key, TimedEvent] = {}
         self._known: set[Key] = set()
         self._counts: Counter[str] = Counter()
-        self._interval_ends: float | None = None
-        self._slot_ends: float | None = None
+        self._interval_ends = self._slot_ends = math.inf  # they begin with a sample
 
     def add(self, timed: TimedEvent) -> list[TimedEvent]:
         """Hold a sample, or return an event behind the held samples of its process."""
@@ -59,11 +59,11 @@ class SampleSlots:
             who = getattr(event, "who", None)
             return [*(self.flush() if who is None else self._take(who)), timed]
         self._known.add(key)
-        slot = max(SLOT_S, len(self._known) / SAMPLES_PER_S)
-        if self._slot_ends is None:
-            self._slot_ends = timed.at + slot
-        if self._interval_ends is None:
-            self._interval_ends = timed.at + slot * max(1.0, (self._age + timed.at) / WHOLE_S)
+        if math.inf in (self._slot_ends, self._interval_ends):
+            slot = max(SLOT_S, len(self._known) / SAMPLES_PER_S)
+            interval = slot * max(1.0, (self._age + timed.at) / WHOLE_S)
+            self._slot_ends = min(self._slot_ends, timed.at + slot)
+            self._interval_ends = min(self._interval_ends, timed.at + interval)
         # Removed first: the dictionary is then in the order of time.
         self._held.pop(key, None)
         self._held[key] = timed
@@ -71,18 +71,18 @@ class SampleSlots:
 
     def due(self, now: float) -> list[TimedEvent]:
         """Return the held samples to record, if their interval is over."""
-        return self.flush() if self._interval_ends is not None and now >= self._interval_ends else []
+        return self.flush() if now >= self._interval_ends else []
 
     def newest(self, now: float, whole: bool = False) -> list[TimedEvent]:
         """Return the samples that stay held, if a slot is over. whole: in any case."""
-        if not whole and (self._slot_ends is None or now < self._slot_ends):
+        if not whole and now < self._slot_ends:
             return []
-        self._slot_ends = None
+        self._slot_ends = math.inf
         return list(self._held.values())
 
     def flush(self) -> list[TimedEvent]:
-        found, self._interval_ends, self._slot_ends = list(self._held.values()), None, None
-        self._held.clear()
+        found, self._held = list(self._held.values()), {}
+        self._interval_ends = self._slot_ends = math.inf
         return found
 
     def _take(self, who: str) -> list[TimedEvent]:
