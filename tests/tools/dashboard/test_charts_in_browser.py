@@ -8,7 +8,7 @@ from browser import Browser, page_file, why_none
 from prepared_view import UNSAFE, PreparedJob
 
 from topotrain.tools.dashboard import page_files
-from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_comparison import compared, run_figures
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 
@@ -84,7 +84,7 @@ def test_curves_break_while_a_process_is_not_there(browser: Browser, tmp_path: P
         points = line(browser, title, name)
         gaps = [at for at, (_, value) in enumerate(points[:-1]) if value is None]
         assert len(gaps) == 1 and points[gaps[0] - 1][0] == 96.0 and points[gaps[0] + 1][0] > 120.0
-    (run, _) = compared({"a": view, "b": view})
+    (run, _) = compared(dict.fromkeys("ab", run_figures(view)))
     absent = [at for at, loss in zip(run["at"], run["curves"]["loss"], strict=True) if loss is None]
     assert len(absent) > 10 and all(at < 2.0 or 96.0 <= at <= 121.0 for at in absent)
 
@@ -184,7 +184,7 @@ def test_of_many_lines_those_of_a_color_are_one_trace_that_names_them(browser: B
 def test_runs_side_by_side_with_one_hidden(browser: Browser, tmp_path: Path) -> None:
     jobs = {"a/one": PreparedJob(), "b": PreparedJob(groups=2, framework="Hogwild"), f"c {UNSAFE}": PreparedJob()}
     views = {name: job.view() for name, job in jobs.items()}
-    shown(browser, tmp_path, views["a/one"], compared(views))
+    shown(browser, tmp_path, views["a/one"], compared({name: run_figures(view) for name, view in views.items()}))
     row = "return [...document.querySelectorAll('#run-rows tr')[arguments[0]].children].map((one) => one.textContent)"
     cells = browser.script(row, 1)
     assert cells[1:] == ["b", "ended", "Hogwild", "2", "2", "2", "240", "0.1004", "240", "4:00"]
@@ -208,7 +208,7 @@ def test_without_the_library_the_page_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(page_files, "chart_library", lambda: None)
     view = PreparedJob().view()
-    browser.open(page_file(tmp_path, view, compared({"a": view, "b": view})))
+    browser.open(page_file(tmp_path, view, compared(dict.fromkeys("ab", run_figures(view)))))
     assert 'pip install "topotrain[watch]"' in browser.text("#chart-missing:not([hidden])")
     assert browser.script("return document.getElementById('chart-tools').hidden")
     assert browser.script("return document.getElementById('chart-none').hidden")

@@ -246,6 +246,21 @@ def test_a_run_that_begins_later_comes_behind_the_others(tmp_path: Path) -> None
         assert [client.get(f"/api/view?run={number}").data["job"]["name"] for number in "01"] == ["b", "a"]
 
 
+def test_only_runs_with_something_new_are_compared_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    viewed: list[str] = []
+    view = JobHistory.view
+    monkeypatch.setattr(JobHistory, "view", lambda history: viewed.append(history.summary()["name"]) or view(history))
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(closing(GrowingRecording(tmp_path / name, name))) for name in ("one", "two"))
+        client = stack.enter_context(served(one.workspace, two.workspace))
+        client.login()
+        before = client.get("/api/runs").text
+        assert client.get("/api/runs").text == before and viewed == ["one", "two"]
+        two.add(1.0, step("worker 0/0", 1))
+        assert [run["columns"]["step"] for run in client.get("/api/runs").data] == ["0", "1"]
+        assert viewed == ["one", "two", "two"]
+
+
 def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: GrowingRecording) -> None:
     recording.add(2.0, step("worker 0/0", 2, float("nan")), Logged("worker 0/0", 0.2, 2, {"lr": float("inf")}))
 

@@ -9,7 +9,7 @@ from prepared_view import PreparedJob
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Started
-from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_comparison import compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs, read_runs, runs_of
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 from topotrain.tools.recording.recording_file import FILE
@@ -18,7 +18,7 @@ from topotrain.tools.recording.recording_file import FILE
 def test_rates_are_sums_other_figures_means_and_only_settings_that_differ_are_columns() -> None:
     views = {name: PreparedJob(groups=groups, slow=-1).view() for name, groups in (("a", 2), ("b", 3))}
     views["b"]["job"] |= {"ended": None, "lost": True, "code": None, "loss": None, "samples_per_s": None}
-    run, other = compared(views)
+    run, other = compared({name: run_figures(view) for name, view in views.items()})
     assert {len(run["at"]), len(run["step"]), *map(len, run["curves"].values())} == {300}
     assert (run["at"][-1], run["step"][-1], run["curves"]["staleness_bound"][-1]) == (240.0, 240, 6.0)
     # Before its end: workers that have finished make no figures.
@@ -36,11 +36,11 @@ def test_rates_are_sums_other_figures_means_and_only_settings_that_differ_are_co
 def test_a_run_without_any_figures_has_no_curves(tmp_path: Path) -> None:
     with closing(GrowingRecording(tmp_path, "young")) as recording:
         recording.add(1.0, Started("worker 0/0", 1))
-        (run,) = compared({"young": view_of(tmp_path)})
+        (run,) = compared({"young": run_figures(view_of(tmp_path))})
         assert (run["at"], run["curves"], run["columns"]["state"]) == ([], {}, "running")
         recording.add(2.0, step("worker 0/0", 1))
         recording.add(2.5, RecordingEnd(3))
-    (run,) = compared({"young": view_of(tmp_path)})
+    (run,) = compared({"young": run_figures(view_of(tmp_path))})
     assert run["columns"]["state"] == "failed, code 3" and run["curves"]["loss"][-1] == 0.5
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -70,15 +71,16 @@ def doctor(
         print(json.dumps(report, indent=2) if as_json else report_text(report))
         return
     from topotrain.config.topology import layout
-    from topotrain.tools.diagnostics.job_checks import as_text, exit_code, findings
+    from topotrain.tools.diagnostics.finding import as_text
+    from topotrain.tools.diagnostics.job_checks import findings
 
     job = load_job(conf, sets, None, None, needs_program=False)
     topology = layout(job.cluster)
     names = [host.strip() for host in hosts.split(",") if host.strip()]
     found = list(findings(job, topology, rendezvous or job.rendezvous, names, os.environ))
-    checks = {"checks": [one.as_data() for one in found]}
+    checks = {"checks": [asdict(one) for one in found]}
     print(json.dumps(checks, indent=2) if as_json else as_text(found))
-    raise Exit(exit_code(found))
+    raise Exit(int(any(one.state == "failed" for one in found)))
 
 
 def store(url: Annotated[str, Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_files
 from topotrain.tools.dashboard.process_logs import tails_of
-from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_comparison import compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs, read_runs
 
 _FIRST_META = '<meta charset="utf-8">'
@@ -32,7 +32,8 @@ def page_of(workspaces: Sequence[Path]) -> str:
     with ExitStack() as stack:
         views = {run: source.read().view() for run, source in read_runs(workspaces, stack).items()}
     workspace, view = next(iter(views.items()))
-    return mailed_page(view, compared(named_runs(views)), tails_of(workspace, view))
+    figures = {run: run_figures(each) for run, each in views.items()}
+    return mailed_page(view, compared(named_runs(figures)), tails_of(workspace, view))
 
 
 def mailed_page(

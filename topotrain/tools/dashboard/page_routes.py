@@ -25,11 +25,11 @@ from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import PageAccess
 from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_files
 from topotrain.tools.dashboard.process_logs import tail_of
-from topotrain.tools.dashboard.run_comparison import compared
+from topotrain.tools.dashboard.run_comparison import RunFigures, compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs
 from topotrain.tools.exporters.prometheus_metrics import MISSING, available, metrics_answer
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
-from topotrain.tools.recording.job_history import HistorySource
+from topotrain.tools.recording.job_history import HistorySource, JobHistory
 
 HEADERS: Mapping[str, str] = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -63,6 +63,8 @@ class PageRoutes:
         self._ending = threading.Event()
         self._expected: deque[float] = deque(maxlen=64)
         """Until when each answered page must ask again."""
+        self._compared: dict[Path, tuple[int, RunFigures]] = {}
+        """The figures of each run up to a cursor."""
 
     def end(self) -> None:
         """Answer each page once more, with the end of a job: those that are held, and those about to ask again."""
@@ -171,8 +173,17 @@ class PageRoutes:
         """Return all runs beside each other; of one alone nothing."""
         # A copy: a run may begin meanwhile.
         several = dict(self._runs) if len(self._runs) > 1 else {}
-        views = {workspace: source.read().view() for workspace, source in several.items()}
-        return _json(compared(named_runs(views)) if views else [])
+        figures = {workspace: self._figures(workspace, source.read()) for workspace, source in several.items()}
+        return _json(compared(named_runs(figures)) if figures else [])
+
+    def _figures(self, workspace: Path, history: JobHistory) -> RunFigures:
+        """Return the figures of a run; the view is made only where something is new."""
+        cursor, known = self._compared.get(workspace, (-1, None))
+        if known is None or cursor != history.cursor:
+            view = history.view()
+            known = run_figures(view)
+            self._compared[workspace] = view["cursor"], known
+        return known
 
     def _run(self, query: Mapping[str, str]) -> tuple[Path, HistorySource]:
         """Return the workspace and the history of a request's run."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,27 +18,39 @@ _OWN = frozenset({"workspace", "name"})
 """Settings in which all runs differ."""
 
 
-def compared(views: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """A run as a comparison shows it. curves: also the times and the steps of their points."""
+
+    running: bool
+    state: str
+    settings: Mapping[str, str]
+    results: Mapping[str, str]
+    curves: Mapping[str, Any]
+
+
+def run_figures(view: Mapping[str, Any]) -> RunFigures:
+    """Return the figures of a run, which has this view."""
+    job = view["job"]
+    return RunFigures(job["ended"] is None, _state(job), _settings(view), _results(job), _curves(view))
+
+
+def compared(runs: Mapping[str, RunFigures]) -> list[dict[str, Any]]:
     """Return runs as the page shows them, each with its row of a table and its curves.
 
-    views: of each run, by its name.
+    runs: by name.
     """
-    settings = {name: _settings(view) for name, view in views.items()}
-    names = dict.fromkeys(key for own in settings.values() for key in own)
-    differing = [key for key in names if len({own.get(key) for own in settings.values()}) > 1]
+    names = dict.fromkeys(key for run in runs.values() for key in run.settings)
+    differing = [key for key in names if len({run.settings.get(key) for run in runs.values()}) > 1]
     shown = ("framework", "workers", "servers", *differing)
     return [
         {
             "name": name,
-            "running": view["job"]["ended"] is None,
-            "columns": {
-                "state": _state(view["job"]),
-                **{key: settings[name].get(key, "–") for key in shown},
-                **_results(view["job"]),
-            },
-            **_curves(view),
+            "running": run.running,
+            "columns": {"state": run.state, **{key: run.settings.get(key, "–") for key in shown}, **run.results},
+            **run.curves,
         }
-        for name, view in views.items()
+        for name, run in runs.items()
     ]
 
 

@@ -21,7 +21,7 @@ from topotrain.tools.diagnostics.environment_report import (
     shared_memory,
     torch_facts,
 )
-from topotrain.tools.diagnostics.finding import Finding, State, failed, ok, warning
+from topotrain.tools.diagnostics.finding import Finding, failed, ok, warning
 from topotrain.tools.diagnostics.folder_checks import nearest, sharing_finding, workspace_findings
 from topotrain.tools.diagnostics.network_checks import host_findings, port_finding, rendezvous_findings
 
@@ -139,14 +139,3 @@ def gpu_finding(job: Job, topology: Topology, facts: Mapping[str, Any]) -> Findi
     if job.gpu:
         return ok("GPUs", f"gpu names {', '.join(map(str, job.gpu))}, {there}")
     return ok("GPUs", f"the job names none, {there}")
-
-
-def exit_code(found: Sequence[Finding]) -> int:
-    """Return 1 if a check failed, else 0."""
-    return int(any(one.state is State.failed for one in found))
-
-
-def as_text(found: Sequence[Finding]) -> str:
-    """Return one line for each check."""
-    width = max(len(one.name) for one in found)
-    return "\n".join(one.line(width) for one in found)

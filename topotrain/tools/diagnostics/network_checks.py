@@ -39,8 +39,6 @@ def rendezvous_findings(url: str, environ: Mapping[str, str]) -> Iterator[Findin
 def _file_findings(address: StoreUrl, environ: Mapping[str, str]) -> Iterator[Finding]:
     folder = nearest(Path(address.path))
     try:
-        if not folder.is_dir():
-            raise NotADirectoryError(0, "is not a folder")
         difference = clock_difference(folder)
         # Opening the store would make its folder, which is left to the job.
         if folder == Path(address.path):

@@ -77,6 +77,11 @@ class JobHistory:
         return self._job.at
 
     @property
+    def cursor(self) -> int:
+        """The number of the last event, as a view has it."""
+        return self._number
+
+    @property
     def start(self) -> HistoryStart:
         """The present start."""
         return self._start
