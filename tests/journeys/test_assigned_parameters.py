@@ -8,6 +8,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed
+from soak_cases import soaked
 from test_resume import INLINE, SYNC
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -32,22 +33,17 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "clusters"),
-    [
-        ("after", (SYNC, INLINE)),
-        ("before", (f"{SYNC} transport: kTcp",)),
-        ("average", (ALLREDUCE,)),
-        ("anew", (SYNC,)),
-    ],
+    ("kind", "cluster"),
+    soaked(
+        [("average", ALLREDUCE)],
+        [("after", SYNC), ("after", INLINE), ("before", f"{SYNC} transport: kTcp"), ("anew", SYNC)],
+    ),
 )
-def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, clusters: tuple[str, ...]) -> None:
-    expected = plainly(runner.folder, kind)
-    for number, cluster in enumerate(clusters):
-        final = runner.run(cluster, PROGRAM, kind, name=f"job{number}").final
-        assert distance(final, expected) < 1e-6, (kind, cluster)
+def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, cluster: str) -> None:
+    assert distance(runner.run(cluster, PROGRAM, kind).final, plainly(runner.folder, kind)) < 1e-6
 
 
-@pytest.mark.parametrize(("kind", "cluster"), [("after", SYNC), ("before", INLINE)])
+@pytest.mark.parametrize(("kind", "cluster"), soaked([("before", INLINE)], [("after", SYNC)]))
 def test_a_job_whose_processes_all_died_has_the_same_bits(runner: JobRunner, kind: str, cluster: str) -> None:
     """Every change counts once: those in the snapshot, and those behind it."""
     undisturbed = runner.run(cluster, PROGRAM, kind, name="undisturbed").final
@@ -81,8 +77,5 @@ def test_the_second_copy_of_a_server_has_the_changes(runner: JobRunner) -> None:
 
 def test_asynchronous_groups_have_the_changes_in_their_result(runner: JobRunner) -> None:
     """Weights that every group clamps behind each of its steps: only a last step of another group is not clamped."""
-    for number, cluster in enumerate(
-        ("nworker_groups: 2 server_worker_separate: true", "nworker_groups: 2 nserver_groups: 2")
-    ):
-        final = runner.run(cluster, PROGRAM, "after", name=f"job{number}").final
-        assert all(float(value.abs().max()) < 0.33 for value in final.values()), cluster
+    final = runner.run("nworker_groups: 2 nserver_groups: 2", PROGRAM, "after").final
+    assert all(float(value.abs().max()) < 0.33 for value in final.values())

@@ -3,6 +3,7 @@ the script asked for."""
 
 import pytest
 from job_runner import JobRunner
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -24,7 +25,7 @@ def test_a_slow_worker_is_not_waited_for_and_all_of_its_samples_count(runner: Jo
 
 @pytest.mark.parametrize(
     ("victim", "killer", "wishes"),
-    [("worker 0/2", 1, ()), ("worker 0/0", 1, ("snapshot",)), ("server 0/0", 0, ("snapshot",))],
+    soaked([("worker 0/0", 1, ("snapshot",))], [("worker 0/2", 1, ()), ("server 0/0", 0, ("snapshot",))]),
 )
 def test_deaths_beside_backup_workers(runner: JobRunner, victim: str, killer: int, wishes: tuple[str, ...]) -> None:
     words = (str(runner.folder / "job"), victim, str(killer), "5", *wishes)

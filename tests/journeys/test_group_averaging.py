@@ -4,6 +4,7 @@ import pytest
 import torch
 from job_runner import HOGWILD, JobRunner
 from killed_jobs import killed, resumed
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -13,7 +14,7 @@ ELASTIC = f"{HOGWILD} nservers_per_group: 2 nservers_per_procs: 2 sync_freq: 3 a
 GOSSIP = f"{HOGWILD} sync_freq: 2 agreement: kGossip transport: kTcp"
 
 
-@pytest.mark.parametrize("cluster", [ELASTIC, GOSSIP], ids=["elastic", "gossip"])
+@pytest.mark.parametrize("cluster", soaked([ELASTIC], [GOSSIP]))
 def test_groups_that_average_train(runner: JobRunner, cluster: str) -> None:
     """The result is the center, or the mean of all groups: better than the start, and finite."""
     ended = runner.run(cluster, "small.py", extra="seed: 11")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from free_ports import free_port
 from job_runner import Ended, JobRunner
+from soak_cases import soaked
 from unit_hosts import HostNetwork, Job, hastily, wait
 
 pytestmark = pytest.mark.journey
@@ -52,7 +53,7 @@ def survived(ended: Ended, victim: str) -> str:
     return str(incident["action"])
 
 
-@pytest.mark.parametrize("victim", ["worker 0/0", "worker 0/3"])
+@pytest.mark.parametrize("victim", soaked(["worker 0/3"], ["worker 0/0"]))
 def test_a_worker_that_adds_up_is_killed_and_the_others_keep_their_step(runner: JobRunner, victim: str) -> None:
     words = (str(runner.folder / "job"), victim, "1", "5")
     cluster = f"{APART} nservers_per_group: 2"

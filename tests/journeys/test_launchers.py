@@ -18,6 +18,7 @@ from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, add_slurm, open_sandbox
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -150,13 +151,14 @@ def test_what_slurm_refuses_is_bad_input(jobs: LaunchedJobs) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cluster", "options"),
-    [
-        ("srun", THREE, ("--nodes=2",)),  # in step, so that the worker surely comes to the step at which it fails
-        ("slurm", ONE, ("--wait",)),
-        ("submitit", ONE, ("--wait",)),
-        ("mpirun", ONE, ()),
-        ("torchrun", ONE, ()),
-    ],
+    soaked(
+        [
+            ("srun", THREE, ("--nodes=2",)),  # in step, so that the worker surely comes to the step at which it fails
+            ("submitit", ONE, ("--wait",)),
+            ("torchrun", ONE, ()),
+        ],
+        [("slurm", ONE, ("--wait",)), ("mpirun", ONE, ())],
+    ),
 )
 def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], jobs: LaunchedJobs) -> None:
     needed(name)
@@ -201,7 +203,7 @@ REQUEUED = {
 }
 
 
-@pytest.mark.parametrize("name", REQUEUED)
+@pytest.mark.parametrize("name", soaked(["submitit"], ["slurm"]))
 def test_a_job_that_nears_its_time_limit_is_queued_again_and_goes_on(name: str, jobs: LaunchedJobs) -> None:
     needed(name)
     limit, near = REQUEUED[name]
@@ -269,7 +271,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", soaked(["slurm", "srun"], ["torchrun", "mpirun"]))
 def test_a_group_or_a_worker_leaves_and_joins(name: str, jobs: LaunchedJobs) -> None:
     needed(name)
     cluster, options = CHANGES[name]

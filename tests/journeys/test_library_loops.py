@@ -7,6 +7,7 @@ import pytest
 import torch
 from job_runner import Ended, JobRunner
 from killed_jobs import resumed, terminated
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -17,6 +18,11 @@ INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 DOWNPOUR = "nworker_groups: 2 server_worker_separate: true"
 LIBRARIES = ("transformers", "accelerate", "lightning")
 PROGRAM = "library_loops.py"
+
+
+def libraries(first: str) -> list[str]:
+    """One of them; in the soak all."""
+    return soaked([first], [name for name in LIBRARIES if name != first])
 
 
 def run(runner: JobRunner, cluster: str, name: str, *words: str, extra: str = "") -> tuple[Ended, dict[str, Any]]:
@@ -34,7 +40,7 @@ def different(one: Ended, other: Ended) -> list[str]:
     return [name for name, tensor in one.final.items() if not torch.equal(tensor, other.final[name])]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", libraries("lightning"))
 def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: JobRunner, library: str) -> None:
     """With random numbers in the model and in the dataset; all that the library keeps is as without the death."""
     plain, expected = run(library_runner, INLINE, "undisturbed", library, "net")
@@ -47,7 +53,7 @@ def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: 
 KEPT = ("counted", "seen", "logs", "batches")
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", libraries("transformers"))
 def test_a_group_starts_again_behind_a_step_and_ends_with_the_same_bits(
     library_runner: JobRunner, library: str
 ) -> None:
@@ -61,7 +67,7 @@ def test_a_group_starts_again_behind_a_step_and_ends_with_the_same_bits(
     assert found == expected
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+@pytest.mark.parametrize("library", soaked(["lightning"], ["accelerate"]))
 def test_workers_agree_about_the_rate_behind_the_first_step(library_runner: JobRunner, library: str) -> None:
     """The process that dies cannot know that its schedule steps with each step. The other one may.
 
@@ -71,7 +77,7 @@ def test_workers_agree_about_the_rate_behind_the_first_step(library_runner: JobR
     assert library == "accelerate" or found["step"] == 36
 
 
-@pytest.mark.parametrize("library", ["transformers", "lightning"])
+@pytest.mark.parametrize("library", soaked(["transformers"], ["lightning"]))
 def test_a_validation_at_the_end_of_an_epoch_that_was_interrupted_runs_again(
     library_runner: JobRunner, library: str
 ) -> None:
@@ -82,7 +88,7 @@ def test_a_validation_at_the_end_of_an_epoch_that_was_interrupted_runs_again(
     assert found[name] == expected[name] == [12, 24, 36]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", libraries("accelerate"))
 def test_every_sample_counts_once_where_a_group_starts_again(library_runner: JobRunner, library: str) -> None:
     ended, _ = run(library_runner, DOWNPOUR, "job", library, "ledger", "--die", "1:8", extra="reduce: kSum")
     (cells,) = ended.final.values()
@@ -98,7 +104,7 @@ def test_a_loop_over_range_goes_on_with_the_same_bits(library_runner: JobRunner)
     assert found == expected
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", libraries("accelerate"))
 def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(library_runner: JobRunner, library: str) -> None:
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "net")
     out = library_runner.folder / "out.json"
@@ -112,7 +118,7 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(library_runner:
     assert json.loads(out.read_text()) == expected
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", libraries("lightning"))
 def test_a_job_goes_on_with_other_groups_and_every_sample_counts_once(library_runner: JobRunner, library: str) -> None:
     """The groups are in different epochs at the snapshot, so two epochs are left in part."""
     out = library_runner.folder / "out.json"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, JobRunner
 from programs.loops import LOOPS, Net
+from soak_cases import soaked
 from torch import nn
 
 pytestmark = pytest.mark.journey
@@ -41,7 +42,9 @@ def loss_of(values: dict[str, torch.Tensor]) -> float:
         return float(nn.functional.cross_entropy(model(x), x[:, :4].argmax(dim=1)))
 
 
-@pytest.mark.parametrize("loop", ["accumulation", "left_early", "loader_processes", "loader_stream", "scaler"])
+@pytest.mark.parametrize(
+    "loop", soaked(["loader_stream"], ["accumulation", "left_early", "loader_processes", "scaler"])
+)
 def test_asynchronous_groups_learn_with_the_same_loop(runner: JobRunner, loop: str) -> None:
     ended = runner.run(DOWNPOUR, "loops.py", loop)
     assert loss_of(ended.final) < loss_of({})

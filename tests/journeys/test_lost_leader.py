@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -14,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from job_runner import JobRunner
+from process_pool import client
 from redis_server import MISSING, redis_server
 from shells import alive
+from soak_cases import soaked
 from unit_hosts import TOKEN, HostNetwork, Job, covered, hastily, newest, wait
 
 from topotrain.comm.store import open_store
@@ -138,28 +139,6 @@ def right(job: Job, epochs: int) -> bool:
     return all(bool((cells == epochs).all()) for cells in job.final.values())
 
 
-@pytest.mark.parametrize(
-    ("cluster", "store"),
-    [(SANDBLASTER, "file"), (SANDBLASTER, "redis"), (ALLREDUCE, "file"), (DOWNPOUR, "file")],
-    ids=["sandblaster", "sandblaster-redis", "allreduce", "downpour"],
-)
-def test_unit_0_is_lost_and_started_again(
-    begun: Callable[..., Job], request: pytest.FixtureRequest, cluster: str, store: str
-) -> None:
-    units = 4 if cluster == DOWNPOUR else 3
-    job = begun(cluster, units, 4, f"{request.getfixturevalue('redis')}?job=ledger" if store == "redis" else "")
-    kill_host(job, 0)
-    job.start(0, command=HASTILY)
-    job.end_well()
-    assert right(job, 4)
-    told = "".join(job.said.values())
-    assert "leads the job from now on (term 2): unit 0 is gone" in told
-    assert "the whole job starts again from" in told
-    assert reporter(job) != 0, "who leads at the end writes the report"
-    (incident,) = report(job)["incidents"]
-    assert (incident["who"], incident["action"]) == ("unit 0", "the whole job starts again")
-
-
 def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
     job = begun(SANDBLASTER, 3, 40)
@@ -172,9 +151,9 @@ def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytes
         assert "with `resume: true` the same job goes on from there" in err
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 4.0], ids=["at once", "at the election"])
+@pytest.mark.parametrize("delay_s", soaked([0.0], [4.0]))
 def test_two_of_three_units_are_lost_and_started_again(begun: Callable[..., Job], delay_s: float) -> None:
-    """The leader and another unit: at once, and about when one is elected."""
+    """The leader and another unit: at once; in the soak also about when one is elected."""
     job = begun(SANDBLASTER, 3, 4)
     kill_host(job, 0)
     time.sleep(delay_s)
@@ -199,7 +178,7 @@ def test_each_leader_is_lost_once_more_before_the_job_trains_again(begun: Callab
     assert reporter(job) == 3 - second, "the only unit that was there all the time"
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+@pytest.mark.parametrize("delay_s", soaked([0.0], [0.2]))
 def test_a_leader_is_lost_when_its_job_is_about_to_end(
     begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
@@ -217,7 +196,7 @@ def test_a_leader_is_lost_when_its_job_is_about_to_end(
     assert right(job, 1)
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["one unit", "all units"])
+@pytest.mark.parametrize("both", soaked([False], [True]))
 def test_a_signal_while_there_is_no_leader(begun: Callable[..., Job], both: bool) -> None:
     job = begun(SANDBLASTER, 3, 40)
     kill_host(job, 0)
@@ -232,13 +211,15 @@ def test_a_signal_while_there_is_no_leader(begun: Callable[..., Job], both: bool
 
 def ask(job: Job, *words: str) -> "subprocess.CompletedProcess[str]":
     environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
-    command = [sys.executable, "-m", "topotrain", "jobs", *words]
+    command = [*client(job.runner.warm_at), "-m", "topotrain", "jobs", *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=job.folder)
 
 
-def test_groups_leave_and_join_under_the_next_leader(begun: Callable[..., Job], redis: str) -> None:
+def test_groups_leave_and_join_under_the_next_leader_which_is_then_lost(begun: Callable[..., Job], redis: str) -> None:
+    """Unit 0 has worker 0/0, which no job can do without; the leader after it has a group that this one can."""
     job = begun(DOWNPOUR, 4, 40, f"{redis}?job=ledger")
-    assert replace_unit_0(job) != 0
+    second = replace_unit_0(job)
+    assert second != 0
     store = [redis, "--job", "ledger"]
     left = ask(job, "leave", *store, "--group", "2", "--json")
     assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
@@ -251,8 +232,15 @@ def test_groups_leave_and_join_under_the_next_leader(begun: Callable[..., Job], 
         assert refused.returncode == 2 and "so it stays to the end" in refused.stderr, refused.stderr
     joined = ask(job, "join", str(folder), "--group", "2")
     assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
+    kill_host(job, second)
+    if second == SERVER_UNIT:  # the others cannot do without it
+        job.start(second, command=HASTILY)
     job.end_well()
     assert right(job, 40)
+    actions = [incident["action"] for incident in report(job)["incidents"]]
+    assert actions[0] == "the whole job starts again"
+    if second != SERVER_UNIT:
+        assert actions[1] == f"the job goes on without group {second}"
 
 
 def test_workers_leave_and_join_over_the_loss_of_a_leader(begun: Callable[..., Job]) -> None:
@@ -288,22 +276,6 @@ def test_a_frozen_unit_0_follows_the_unit_that_was_elected(begun: Callable[..., 
     assert reporter(job) != 0
 
 
-def test_the_next_leader_is_lost_and_the_other_groups_train_on(begun: Callable[..., Job], redis: str) -> None:
-    """Unit 0 has worker 0/0, which no job can do without; the leader after it has a group that this one can."""
-    job = begun(DOWNPOUR, 4, 12, f"{redis}?job=ledger")
-    second = replace_unit_0(job)
-    assert second != 0
-    kill_host(job, second)
-    if second == SERVER_UNIT:  # the others cannot do without it
-        job.start(second, command=HASTILY)
-    job.end_well()
-    assert right(job, 12)
-    actions = [incident["action"] for incident in report(job)["incidents"]]
-    assert actions[0] == "the whole job starts again"
-    if second != SERVER_UNIT:
-        assert actions[1] == f"the job goes on without group {second}"
-
-
 def test_a_synchronous_job_that_has_lost_unit_0_has_the_bits_of_an_undisturbed_one(
     begun: Callable[..., Job], runner: JobRunner
 ) -> None:
@@ -315,8 +287,12 @@ def test_a_synchronous_job_that_has_lost_unit_0_has_the_bits_of_an_undisturbed_o
     assert calm.keys() == job.final.keys()
     for name, values in calm.items():
         assert torch.equal(values, job.final[name]), name
+    told = "".join(job.said.values())
+    assert "leads the job from now on (term 2): unit 0 is gone" in told
+    assert "the whole job starts again from" in told
+    assert reporter(job) != 0, "who leads at the end writes the report"
     (incident,) = report(job)["incidents"]
-    assert incident["who"] == "unit 0"
+    assert (incident["who"], incident["action"]) == ("unit 0", "the whole job starts again")
 
 
 def test_a_leader_with_a_copy_of_each_server_is_lost_and_nothing_restarts(begun: Callable[..., Job]) -> None:

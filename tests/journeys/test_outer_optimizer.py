@@ -6,6 +6,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed, terminated
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -17,7 +18,7 @@ APART = "nworker_groups: 3 nservers_per_group: 2 server_worker_separate: true"
 ROUNDS = f"{APART} sync_freq: 7 {MEAN}"
 
 
-@pytest.mark.parametrize("shard", ["kAuto", "kLease"])
+@pytest.mark.parametrize("shard", soaked(["kLease"], ["kAuto"]))
 def test_every_sample_counts_once(runner: JobRunner, shard: str) -> None:
     """Of 60 batches each group has made 20 steps, so its last round has fewer."""
     runner.run(ROUNDS, "ledger.py", extra=f"reduce: kSum shard: {shard}").check_ledger(2)
@@ -39,7 +40,7 @@ def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner
     assert not different
 
 
-@pytest.mark.parametrize(("before", "after"), [(ROUNDS, ALLREDUCE), (ALLREDUCE, ROUNDS)], ids=["from", "to"])
+@pytest.mark.parametrize(("before", "after"), soaked([(ALLREDUCE, ROUNDS)], [(ROUNDS, ALLREDUCE)]))
 def test_a_snapshot_moves_between_an_outer_optimizer_and_allreduce(runner: JobRunner, before: str, after: str) -> None:
     """Every sample counts once, also those of which no round had told."""
     workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 14)
@@ -56,24 +57,19 @@ STARTS_AGAIN = "group 1 starts again (incarnation 1)"
 
 @pytest.mark.parametrize(
     ("victim", "step", "wishes", "cluster", "shard", "action"),
-    [
-        ("worker 1/0", "4", [], "", "kAuto", STARTS_AGAIN),
-        ("worker 1/0", "4", [], "", "kLease", STARTS_AGAIN),
-        ("worker 1/0", "4", ["freeze"], "", "kAuto", STARTS_AGAIN),
-        ("server 0/1", "4", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
-        ("worker 1/0", "9", [], "", "kAuto", STARTS_AGAIN),
-        ("worker 1/0", "9", [], "", "kLease", STARTS_AGAIN),
-        ("worker 1/0", "18", [], "sync_freq: 20", "kAuto", STARTS_AGAIN),
-    ],
-    ids=[
-        "killed",
-        "killed with leases",
-        "stopped",
-        "server",
-        "behind an epoch",
-        "behind an epoch with leases",
-        "behind two epochs",
-    ],
+    soaked(
+        [
+            ("worker 1/0", "9", [], "", "kLease", STARTS_AGAIN),
+            ("worker 1/0", "18", ["freeze"], "sync_freq: 20", "kAuto", STARTS_AGAIN),
+            ("server 0/1", "4", [], "replicas: 2 transport: kTcp", "kAuto", "second copy"),
+        ],
+        [
+            ("worker 1/0", "4", [], "", "kAuto", STARTS_AGAIN),
+            ("worker 1/0", "4", [], "", "kLease", STARTS_AGAIN),
+            ("worker 1/0", "4", ["freeze"], "", "kAuto", STARTS_AGAIN),
+            ("worker 1/0", "9", [], "", "kAuto", STARTS_AGAIN),
+        ],
+    ),
 )
 def test_a_death_in_the_middle_of_a_round_costs_no_sample(
     runner: JobRunner, victim: str, step: str, wishes: list[str], cluster: str, shard: str, action: str
@@ -116,7 +112,7 @@ def test_every_sample_counts_once_where_no_worker_waits(runner: JobRunner) -> No
     assert found["lost_steps"] == 0 and all(each["steps"] and each["bytes_out"] for each in found["workers"])
 
 
-@pytest.mark.parametrize("wishes", [[], ["freeze"]], ids=["killed", "stopped"])
+@pytest.mark.parametrize("wishes", soaked([[]], [["freeze"]]))
 def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes: list[str]) -> None:
     # The main worker holds its batches until the other one is back, or it could read all before the other has begun.
     words = (str(runner.folder / "job"), "worker 1/0", "1", "3", "back", *wishes)
@@ -129,7 +125,7 @@ def test_a_death_where_no_worker_waits_costs_no_sample(runner: JobRunner, wishes
     assert 1 <= ended.report["rounds"]["lost_steps"] <= 3, "it had told of no step"
 
 
-@pytest.mark.parametrize("compression", ["kNone", "kFp16"])
+@pytest.mark.parametrize("compression", soaked(["kFp16"], ["kNone"]))
 def test_a_coordinator_that_dies_leaves_no_round_open(runner: JobRunner, compression: str) -> None:
     """Its second copy has the windows that were open, but not the timer that would have ended them."""
     words = (str(runner.folder / "job"), "server 0/0", "1", "3")
@@ -173,7 +169,7 @@ def test_what_a_script_cannot_have_is_named(runner: JobRunner, program: str, wor
 ADAM = f"nservers_per_group: 2 server_worker_separate: true sync_freq: 4 transport: kTcp {NESTEROV}"
 
 
-@pytest.mark.parametrize(("quorum", "workers"), [(0, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("quorum", "workers"), soaked([(1, 2)], [(0, 1), (1, 1)]))
 def test_a_worker_that_comes_back_has_the_state_of_a_living_one(runner: JobRunner, quorum: int, workers: int) -> None:
     """Its Adam has made one step more than that of the other worker, which waits in the script meanwhile."""
     cluster = f"nworker_groups: 2 nworkers_per_group: {workers} quorum: {quorum} {ADAM}"

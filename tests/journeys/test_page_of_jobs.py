@@ -11,6 +11,7 @@ import pytest
 from browser import Browser, chromium, why_none
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
 from page_command import waited_for, watching
+from soak_cases import soaked
 from wait_limit import ended_after
 
 from topotrain.launch.control_socket import ask
@@ -52,7 +53,7 @@ def browser() -> Iterator[Browser]:
         assert window.problems() == []
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", soaked(["AllReduce"], ["Sandblaster", "Downpour", "Hogwild"]))
 def test_each_framework_is_seen_while_it_runs_and_afterwards(
     runner: JobRunner, browser: Browser, framework: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis_server
 from job_runner import JobRunner
+from soak_cases import soaked
 from unit_hosts import HostNetwork, Job, hastily
 
 from tests.soak.partitions import EPOCHS, LEDGER, Ground, trial
@@ -25,7 +26,7 @@ def ground(network: HostNetwork, tmp_path: Path) -> Ground:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("flap", "AllReduce"), ("one way", "Downpour"), ("wiped", "Downpour"), ("gone", "AllReduce")],
+    soaked([("flap", "AllReduce"), ("one way", "Downpour")], [("wiped", "Downpour"), ("gone", "AllReduce")]),
 )
 def test_no_sample_is_lost_or_counted_twice(ground: Ground, kind: str, layout: str) -> None:
     found = trial(ground, kind, layout, 1)
@@ -41,7 +42,7 @@ def redis(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         yield stack.enter_context(redis_server.redis_server(tmp_path)), stack.close
 
 
-@pytest.mark.parametrize("end", ["flushed", "killed"])
+@pytest.mark.parametrize("end", soaked(["killed"], ["flushed"]))
 def test_redis_is_not_needed_while_a_job_runs(
     runner: JobRunner, redis: tuple[str, Callable[[], None]], end: str
 ) -> None:

@@ -3,6 +3,7 @@ the script asked for."""
 
 import pytest
 from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -42,22 +43,12 @@ def test_a_frozen_worker_does_not_stop_the_job(runner: JobRunner) -> None:
     assert ended.report["incidents"][0]["waited_s"] > 2
 
 
-def test_a_synchronous_group_starts_again_beside_its_servers(runner: JobRunner) -> None:
-    ended = survive(runner, SANDBLASTER, "worker 0/1", 1, extra=AS_A_WHOLE)
-    assert action(ended) == "group 0 starts again (incarnation 1)"
-
-
-def test_groups_of_two_with_two_servers(runner: JobRunner) -> None:
-    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "back", extra=AS_A_WHOLE)
-    assert action(ended) == "group 1 starts again (incarnation 1)"
-
-
 def starts(runner: JobRunner) -> list[int]:
     """How often the script of each worker was started."""
     return [len(path.read_text()) for path in sorted((runner.folder / "job").glob("starts-*"))]
 
 
-@pytest.mark.parametrize("extra", ["", "grads: kHidden", "per_worker_batch: true"])
+@pytest.mark.parametrize("extra", soaked(["grads: kHidden"], ["", "per_worker_batch: true"]))
 def test_the_survivors_of_a_synchronous_group_are_not_started_again(runner: JobRunner, extra: str) -> None:
     ended = survive(runner, SANDBLASTER, "worker 0/1", 0, extra=extra)
     assert action(ended) == "it starts again, and its group continues meanwhile (incarnation 1)"

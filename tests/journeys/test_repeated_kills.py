@@ -15,6 +15,7 @@ import torch
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -38,14 +39,10 @@ def marked(mark: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("cluster", "words", "more"),
-    [
-        (DOWNPOUR, ("--at", "start"), ()),
-        (SANDBLASTER, ("--pairs", "0.4"), ()),
-        (ALLREDUCE, (), ()),
-        (HOGWILD, ("--at", "end"), ()),
-        (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",)),
-    ],
-    ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
+    soaked(
+        [(SANDBLASTER, ("--pairs", "0.4"), ()), (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",))],
+        [(DOWNPOUR, ("--at", "start"), ()), (ALLREDUCE, (), ()), (HOGWILD, ("--at", "end"), ())],
+    ),
 )
 def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
     runner: JobRunner, cluster: str, words: tuple[str, ...], more: tuple[str, ...]

@@ -14,6 +14,7 @@ import torch
 from job_runner import PROGRAMS, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 from topotrain.tools.replay.decision_file import load_decisions
 
@@ -65,13 +66,10 @@ def same_bits(first: Values, second: Values) -> bool:
 
 @pytest.mark.parametrize(
     ("cluster", "extra"),
-    [
-        (DOWNPOUR, "shard: kLease"),
-        (f"{DOWNPOUR} nworkers_per_group: 2 transport: kTcp", ""),
-        (HOGWILD, "shard: kLease"),
-        (QUORUM, ""),
-    ],
-    ids=["Downpour", "Downpour of pairs over TCP", "Hogwild", "islands with a quorum"],
+    soaked(
+        [(f"{DOWNPOUR} nworkers_per_group: 2 transport: kTcp", ""), (QUORUM, "")],
+        [(DOWNPOUR, "shard: kLease"), (HOGWILD, "shard: kLease")],
+    ),
 )
 def test_a_replay_ends_with_the_same_bits(runner: JobRunner, cluster: str, extra: str) -> None:
     final, file = record(runner, cluster, "--slow", "1", extra=extra)
@@ -81,7 +79,7 @@ def test_a_replay_ends_with_the_same_bits(runner: JobRunner, cluster: str, extra
     assert not same_bits(final, other)
 
 
-@pytest.mark.parametrize("cluster", [DOWNPOUR, HOGWILD, QUORUM], ids=["Downpour", "Hogwild", "islands with a quorum"])
+@pytest.mark.parametrize("cluster", soaked([HOGWILD], [DOWNPOUR, QUORUM]))
 def test_a_worker_that_was_killed_is_killed_again(runner: JobRunner, cluster: str) -> None:
     """In the replay the program does not kill itself any more: the replay does it, where the recording has it."""
     extra = "on_failure: kContinue"

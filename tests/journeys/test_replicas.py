@@ -3,13 +3,14 @@
 import pytest
 import torch
 from job_runner import JobRunner
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
 PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 
 
-@pytest.mark.parametrize("compression", ["kNone", "kInt8"])
+@pytest.mark.parametrize("compression", soaked(["kInt8"], ["kNone"]))
 def test_each_server_may_die_and_the_result_does_not_show_it(runner: JobRunner, compression: str) -> None:
     """The one that decides, the one that has taken its part, and the one that has taken that one's."""
     pairs = f"{PAIRS} compression: {compression}"

@@ -9,6 +9,7 @@ from job_runner import Ended, JobRunner
 from killed_jobs import killed, resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
@@ -20,7 +21,7 @@ HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 HYBRID = "nworker_groups: 4 nserver_groups: 2"
 
 
-@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+@pytest.mark.parametrize("cluster", soaked([INLINE], [SYNC]))
 def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> None:
     undisturbed = runner.run(cluster, "resuming.py", "net", name="undisturbed").final
     workspace = killed(runner, cluster, "net")
@@ -32,7 +33,7 @@ def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> 
     assert not different, (found.version, different)
 
 
-@pytest.mark.parametrize(("cluster", "number"), [(SYNC, signal.SIGTERM), (INLINE, signal.SIGHUP)])
+@pytest.mark.parametrize(("cluster", "number"), soaked([(SYNC, signal.SIGHUP)], [(INLINE, signal.SIGTERM)]))
 def test_a_signal_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRunner, cluster: str, number: int) -> None:
     program = ("resuming.py", "net", "--epochs", "4")
     undisturbed = runner.run(cluster, *program, name="undisturbed").final
@@ -54,7 +55,7 @@ def test_a_signal_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRun
     assert steps >= {20, 40, 80}
 
 
-@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+@pytest.mark.parametrize("cluster", soaked([SYNC], [INLINE]))
 def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobRunner, cluster: str) -> None:
     """As from Slurm's `scancel`, or the end of a control group; no snapshot was due before."""
     extra = "snapshot_s: 1000 reduce: kSum"
@@ -83,13 +84,10 @@ def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunn
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"),
-        (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
-        (HOGWILD, HYBRID),
-        (HYBRID, SYNC),
-    ],
-    ids=["synchronous", "downpour", "a hybrid", "no longer a hybrid"],
+    soaked(
+        [(SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"), (HOGWILD, HYBRID)],
+        [(SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"), (HYBRID, SYNC)],
+    ),
 )
 def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
     workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)

@@ -16,6 +16,7 @@ import torch
 from job_runner import Ended, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -71,9 +72,7 @@ def ended(pid: int) -> bool:
 STEP = ("given:1", "backward:2", "Push:2", "pushed:1", "Commit:2", "after:1")
 
 
-@pytest.mark.parametrize(
-    ("cluster", "victim"), [(PAIR, "worker 1/0"), (SYNC, "worker 0/1")], ids=["asynchronous", "synchronous"]
-)
+@pytest.mark.parametrize(("cluster", "victim"), soaked([(SYNC, "worker 0/1")], [(PAIR, "worker 1/0")]))
 def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
     runner: JobRunner, cluster: str, victim: str
 ) -> None:
@@ -85,7 +84,7 @@ def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
     ]
 
 
-@pytest.mark.parametrize("victim", ["worker 0/0", "worker 0/1"], ids=["the main worker", "another"])
+@pytest.mark.parametrize("victim", soaked(["worker 0/0"], ["worker 0/1"]))
 def test_a_worker_dies_in_the_last_step_behind_it_and_as_it_finishes(runner: JobRunner, victim: str) -> None:
     faults = [f"{victim}:Commit:{STEPS}", f"{victim}:end:0", f"{victim}:Finish:0"]
     assert [who for who, _ in right(doomed(runner, SYNC, faults))] == [victim] * 3

@@ -8,6 +8,7 @@ import torch
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from killed_jobs import killed, resumed
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -24,7 +25,7 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE], ids=["Sandblaster", "AllReduce"])
+@pytest.mark.parametrize("cluster", soaked([SANDBLASTER], [ALLREDUCE]))
 def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str) -> None:
     several = runner.run(cluster, "pair.py", "plain", "--calls", name="calls").final
     one = runner.run(cluster, "pair.py", "plain", name="one").final
@@ -34,8 +35,20 @@ def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str
     assert far(one, load_file(saved)) < 1e-5
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["between", "behind"])
-@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE, DOWNPOUR, HOGWILD], ids=["S", "A", "D", "H"])
+@pytest.mark.parametrize(
+    ("cluster", "after"),
+    soaked(
+        [(SANDBLASTER, True), (HOGWILD, False)],
+        [
+            (ALLREDUCE, False),
+            (DOWNPOUR, True),
+            (SANDBLASTER, False),
+            (ALLREDUCE, True),
+            (DOWNPOUR, False),
+            (HOGWILD, True),
+        ],
+    ),
+)
 def test_every_step_with_every_batch_counts_once_whenever_a_worker_dies(
     runner: JobRunner, cluster: str, after: bool
 ) -> None:
@@ -51,7 +64,7 @@ SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 
 
-@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+@pytest.mark.parametrize("cluster", soaked([SYNC], [INLINE]))
 def test_a_gan_goes_on_with_the_same_bits(runner: JobRunner, cluster: str) -> None:
     """The main worker is killed between two steps with a batch, and the snapshot is of another moment."""
     undisturbed = runner.run(cluster, "pair.py", "gan", name="undisturbed").final
@@ -65,11 +78,10 @@ def test_a_gan_goes_on_with_the_same_bits(runner: JobRunner, cluster: str) -> No
 
 @pytest.mark.parametrize(
     "after",
-    [
-        "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true",
-        "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true",
-    ],
-    ids=["synchronous", "downpour"],
+    soaked(
+        ["nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"],
+        ["nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"],
+    ),
 )
 def test_every_step_counts_once_on_another_layout(runner: JobRunner, after: str) -> None:
     workspace = killed(runner, SYNC, "ledger", "snapshot_s: 0.1 reduce: kSum", program="pair.py")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed, terminated
+from soak_cases import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -19,7 +20,10 @@ ROUNDS = f"{TWO_BY_TWO} sync_freq: 5 {MEAN}"
 
 @pytest.mark.parametrize(
     ("cluster", "shard"),
-    [("", "kAuto"), ("transport: kTcp", "kLease"), ("overlap: 2", "kAuto"), ("quorum: 1 transport: kTcp", "kAuto")],
+    soaked(
+        [("quorum: 1 transport: kTcp", "kLease"), ("overlap: 2", "kAuto")],
+        [("", "kAuto"), ("transport: kTcp", "kLease")],
+    ),
 )
 def test_every_sample_counts_once(runner: JobRunner, cluster: str, shard: str) -> None:
     ended = runner.run(f"{ROUNDS} {cluster}", "ledger.py", extra=f"reduce: kSum shard: {shard}")
@@ -34,7 +38,7 @@ def test_a_model_that_is_split_over_the_group_is_refused(runner: JobRunner) -> N
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("cluster", ["", "quorum: 1 transport: kTcp"], ids=["in step", "quorum"])
+@pytest.mark.parametrize("cluster", soaked(["quorum: 1 transport: kTcp"], [""]))
 def test_a_killed_worker_costs_no_sample_and_stops_no_other_group(runner: JobRunner, cluster: str) -> None:
     """Behind its 4th step the group has told of none. It starts again as a whole."""
     # With a quorum the main worker holds its batches, or it could read all before the others are back.
@@ -84,7 +88,7 @@ def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner
 ALONE = f"nworker_groups: 3 nservers_per_group: 2 server_worker_separate: true sync_freq: 7 {MEAN}"
 
 
-@pytest.mark.parametrize("before", [ALLREDUCE, ALONE], ids=["from AllReduce", "from groups of one"])
+@pytest.mark.parametrize("before", soaked([ALLREDUCE], [ALONE]))
 def test_a_snapshot_moves_to_groups_of_two(runner: JobRunner, before: str) -> None:
     workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 14)
     assert latest(workspace) is not None

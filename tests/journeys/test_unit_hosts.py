@@ -51,8 +51,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_slices_follow_the_link_between_units(runner: JobRunner, jobs: list[Job]) -> None:
-    """As under `topotrain run`, and with its bits; all units use the size on which they have agreed."""
+def test_units_give_the_bits_of_topotrain_run_and_slices_follow_their_link(runner: JobRunner, jobs: list[Job]) -> None:
+    """All units use the size of slices on which they have agreed."""
     cluster = f"{SANDBLASTER} transport: kTcp"
     expected = runner.run(cluster, "small.py", name="whole")
     url = f"tcp://127.0.0.1:{free_port()}?job=measured"
@@ -62,15 +62,6 @@ def test_slices_follow_the_link_between_units(runner: JobRunner, jobs: list[Job]
     report = json.loads((runner.folder / "report-0.json").read_text())
     assert report["layout"]["link_mbit"] > 0
     assert report["slice_bytes"] in (1 << 16, 1 << 20, 1 << 22)
-
-
-def test_units_on_one_machine_give_the_bits_of_topotrain_run(runner: JobRunner, jobs: list[Job]) -> None:
-    expected = runner.run(SANDBLASTER, "small.py", name="whole")
-    url = f"tcp://127.0.0.1:{free_port()}?job=sandblaster"
-    jobs.append(Job(runner, SANDBLASTER, "small.py", [], [None, None, None], url))
-    jobs[0].run()
-    assert same(jobs[0].final, expected.final)
-    report = json.loads((runner.folder / "report-0.json").read_text())
     assert report["code"] == 0
     assert report["metrics"] == expected.report["metrics"]
     assert report["samples"] == expected.report["samples"]
@@ -205,7 +196,7 @@ def test_entry_points_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwo
         (0, (*program, "tf", "--tf", f"{cluster}/worker/0")),
     ]
     with network.listening(0) as first, network.listening(1) as second:
-        shells = [Unit([*client(network.warm_at(host)), *command], runner.folder, TOKEN) for host, command in words]
+        shells = [Unit(network.warm_at(host), command, runner.folder, TOKEN) for host, command in words]
         try:
             layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true transport: kTcp"
             expected = runner.run(layout, "by_hand.py").final
@@ -227,18 +218,21 @@ def test_the_two_shells_of_the_page(runner: JobRunner, jobs: list[Job], network:
     assert len(shells) == 2
     subprocess.run(["sh", "-c", make.replace("python", sys.executable)], cwd=runner.folder, check=True)
     shutil.copytree(ROOT / "examples", runner.folder / "examples")
-    job = Job(runner, "", "", [], [0, 1], hosts_url(network).partition("?")[0], network)
-    jobs.append(job)
+    url = hosts_url(network).partition("?")[0]
+    started = []
     for rank, shell in reversed(list(enumerate(shells))):
-        unit = f"{' '.join(UNIT)} --forkserver {network.served_at(rank)}"
+        unit = f"{' '.join((*client(network.warm_at(rank)), *UNIT))} --forkserver {network.served_at(rank)}"
         assert "examples/digits.py --epochs 5" in shell or rank
-        text = shell.replace("tcp://10.0.0.1:29400", job.url).replace("topotrain unit", unit)
+        text = shell.replace("tcp://10.0.0.1:29400", url).replace("topotrain unit", unit)
         text = text.replace("examples/digits.py --epochs 5", str(PROGRAMS / "small.py"))
-        job.units[rank] = Unit([*network.prefix(rank), "sh", "-c", text], runner.folder, "")
-    ended = job.end()
-    assert [code for code, _, _ in ended.values()] == [0, 0], ended
-    assert "main says hello" in ended[0][1]
-    assert "Downpour" in ended[0][2]
+        words, both = (
+            [*network.prefix(rank), "sh", "-c", text],
+            {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+        )
+        started.append(subprocess.Popen(words, cwd=runner.folder, text=True, **both))
+    said = [process.communicate(timeout=90)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert "main says hello" in said[1] and "Downpour" in said[1]
     assert (runner.folder / "workspace" / "two-hosts" / "final.safetensors").exists()
 
 

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,9 @@ import pytest
 from free_ports import free_port
 from job_runner import ALLREDUCE, JobRunner
 from job_runner import SANDBLASTER as SANDBLASTER_OF_THREE
-from unit_hosts import TOKEN, Job, hastily, wait
+from process_pool import client
+from soak_cases import soaked
+from unit_hosts import TOKEN, Job, hastily, newest, wait
 
 pytestmark = pytest.mark.journey
 
@@ -54,6 +54,12 @@ def kill(job: Job, role: str) -> None:
     raise AssertionError(role)
 
 
+def trained(job: Job) -> None:
+    """Wait until the job trains again, and longer than it took to notice."""
+    number = newest(job)
+    wait(lambda: newest(job) > number + 1)
+
+
 def incidents(job: Job) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((job.folder / "report-0.json").read_text())["incidents"]
     return found
@@ -63,16 +69,21 @@ def right(job: Job, epochs: int) -> bool:
     return all(bool((cells == epochs).all()) for cells in job.final.values())
 
 
-def test_a_group_of_two_units_and_then_the_whole_job_start_again(begun: Callable[..., Job]) -> None:
-    job = begun(SANDBLASTER, 2)
+def test_a_worker_then_a_server_and_then_a_unit_are_lost(begun: Callable[..., Job], runner: JobRunner) -> None:
+    job = begun(SANDBLASTER, 4, (runner.folder / "store").as_uri() + "?job=ledger")
     kill(job, "worker 0/1")
-    time.sleep(0.5)
+    trained(job)
     kill(job, "server 0/0")
+    trained(job)
+    job.units[1].kill()
+    job.start(1, command=HASTILY)
     job.end_well()
-    assert right(job, 2)
-    first, second = incidents(job)
+    assert right(job, 4)
+    again = "the whole job starts again"
+    first, second, third = incidents(job)
     assert first["action"] == "it starts again, and its group continues meanwhile (incarnation 1)"
-    assert second["action"] == "the whole job starts again"
+    assert second["action"] == again
+    assert (third["who"], third["action"]) == ("unit 1", again)
     assert "manifests/" in job.said[0]
 
 
@@ -115,7 +126,7 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
 
     def ask(*words: str) -> "subprocess.CompletedProcess[str]":
         environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
-        command = [sys.executable, "-m", "topotrain", "jobs", *words]
+        command = [*client(runner.warm_at), "-m", "topotrain", "jobs", *words]
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=runner.folder)
 
     try:
@@ -142,12 +153,12 @@ def test_any_unit_takes_a_request_and_so_does_the_store(runner: JobRunner) -> No
         wait(lambda: "unit 1, which had its workers, is gone" in ask("join", *store, "--group", "1").stderr)
     finally:
         for unit in job.units.values():
-            unit.process.terminate()
+            unit.process.send_signal(signal.SIGTERM)
         said = job.end()
     assert [code for code, _, _ in said.values()] == [143] * 3, said
 
 
-@pytest.mark.parametrize(("cluster", "units"), [(SANDBLASTER_OF_THREE, 5), (ALLREDUCE, 3)])
+@pytest.mark.parametrize(("cluster", "units"), soaked([(SANDBLASTER_OF_THREE, 5)], [(ALLREDUCE, 3)]))
 def test_workers_leave_a_group_of_units_and_come_as_far_as_there_are_units(
     cluster: str, units: int, runner: JobRunner
 ) -> None:
@@ -181,20 +192,9 @@ def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner) -> None:
     assert report["samples"] == 120 * 3 and report["incidents"] == []
 
 
-def test_a_unit_that_is_started_again(begun: Callable[..., Job], runner: JobRunner) -> None:
-    job = begun(SANDBLASTER, 2, (runner.folder / "store").as_uri() + "?job=ledger")
-    job.units[1].kill()
-    job.start(1, command=HASTILY)
-    job.end_well()
-    assert right(job, 2)
-    (incident,) = incidents(job)
-    assert incident["who"] == "unit 1"
-    assert incident["action"] == "the whole job starts again"
-
-
 def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(begun: Callable[..., Job]) -> None:
     job = begun(SANDBLASTER, 3)
-    job.units[1].process.terminate()
+    job.units[1].process.send_signal(signal.SIGTERM)
     codes, said = zip(*((code, err) for code, _, err in (job.units[rank].end() for rank in range(3))), strict=True)
     assert codes == (143, 143, 143)
     assert "with `resume: true` the same job goes on from there" in said[0]

@@ -14,6 +14,7 @@ import pytest
 import redis_server
 from folder_wipe import wipe
 from job_runner import DOWNPOUR, Ended, JobRunner
+from soak_cases import soaked
 from unit_hosts import wait
 
 from topotrain.comm.store import open_store, serve_store
@@ -33,7 +34,7 @@ class Meeting:
     lose: Callable[[], None]
 
 
-@pytest.fixture(params=["own folder", "file", "tcp", "redis flushed", "redis restarted"])
+@pytest.fixture(params=soaked(["file", "redis restarted"], ["own folder", "tcp", "redis flushed"]))
 def meeting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
     with ExitStack() as stack:

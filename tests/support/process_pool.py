@@ -8,6 +8,7 @@ would end that; here it is for tests to find.)
 Rule: the one that forks has a single thread and computes nothing.
 """
 
+import fcntl
 import gc
 import importlib
 import json
@@ -22,7 +23,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,20 @@ PRELOAD = (
     "topotrain.compat.paddle.init",
     "topotrain.compat.tensorflow.train_api",
     "topotrain.tools.cli.app",
+    "topotrain.tools.cli.jobs",
+    "topotrain.tools.monitor.job_monitor",
+    "topotrain.tools.monitor.monitored_run",
+    "topotrain.tools.advice.auto_rules",
+    "topotrain.launch.agent.unit_main",
+    "topotrain.launch.console_output",
+    "topotrain.launch.local",
+    "topotrain.launch.multinode.node",
+    "typer._adapters",
     "sklearn.datasets",
     "sklearn.model_selection",
 )
 THREADS = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # so that importing starts none
+MOST_FDS = 64
 _SIZE = struct.Struct("!I")
 
 
@@ -65,10 +76,12 @@ def shell_environ(tools: Path, warm_at: str, served_at: str) -> dict[str, str]:
 
 
 class Forked:
-    """What is asked of a process: the part of `subprocess.Popen` that tests use. stderr goes where stdout goes."""
+    """What is asked of a process: the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, warm_at: str, words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> None:
-        """`words`: those after `python`."""
+    def __init__(
+        self, warm_at: str, words: Sequence[str], cwd: Path, environ: Mapping[str, str], stderr: int | None = None
+    ) -> None:
+        """`words`: those after `python`. `stderr`: a file, by default where stdout goes."""
         reading, writing = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         self.args, self.stdout, self.returncode = list(words), open(reading), None  # noqa: SIM115
@@ -76,7 +89,9 @@ class Forked:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(warm_at)
         body = json.dumps({"words": self.args, "cwd": str(cwd), "environ": dict(environ)}).encode()
-        socket.send_fds(self._connection, [_SIZE.pack(len(body))], [nothing, writing, writing])
+        socket.send_fds(
+            self._connection, [_SIZE.pack(len(body))], [nothing, writing, writing if stderr is None else stderr]
+        )
         self._connection.sendall(body)
         for fd in (nothing, writing):
             os.close(fd)
@@ -214,7 +229,7 @@ def serve(listener: socket.socket) -> dict[str, object] | None:
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
-    head, fds, _, _ = socket.recv_fds(connection, _SIZE.size, 3)
+    head, fds, _, _ = socket.recv_fds(connection, _SIZE.size, MOST_FDS)
     with connection.makefile("rb") as file:
         return json.loads(file.read(_SIZE.unpack(head)[0])), fds
 
@@ -237,7 +252,9 @@ def become(request: Mapping[str, object], fds: Sequence[int]) -> None:
     """As a fresh process is: its signals, streams, folder and environment."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, fd in enumerate(fds):
+    # Out of the way first: a descriptor may have the number that another one shall get.
+    numbers: Iterable[int] = request.get("fds", range(3))  # type: ignore[assignment]
+    for number, fd in zip(numbers, [_moved(fd) for fd in fds], strict=True):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(str(request["cwd"]))
@@ -250,6 +267,12 @@ def become(request: Mapping[str, object], fds: Sequence[int]) -> None:
             sys.path.insert(1, folder)
     if "numpy.random" in sys.modules:  # a fresh process would not share its random state with its siblings
         sys.modules["numpy"].random.seed()
+
+
+def _moved(fd: int) -> int:
+    found = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 500)
+    os.close(fd)
+    return found
 
 
 def run(words: Sequence[str]) -> None:
@@ -287,10 +310,18 @@ def guard_servers() -> None:
         process.run_servers = guarded  # type: ignore[attr-defined]
 
 
+def warm_units(warm_at: str) -> None:
+    """Units that a process from here starts are forked here, too."""
+    module = sys.modules["topotrain.launch.agent.unit_process"]
+    own_python = module.own_python
+    module.own_python = lambda name: [*client(warm_at), *own_python(name)[1:]]  # type: ignore[attr-defined]
+
+
 def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     guard_servers()
+    warm_units(f"{folder}/warm")
     gc.collect()
     gc.freeze()
     forkserver = os.fork()
@@ -300,8 +331,14 @@ def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> N
     os.close(serving)
     request = serve(socket.socket(fileno=listening))
     if request is not None:
-        run(request["words"])  # type: ignore[arg-type]
-        return
+        ending = importlib.import_module("topotrain.launch.runtime.child_channel")
+        code = 0
+        try:
+            run(request["words"])  # type: ignore[arg-type]
+        except SystemExit as leaving:
+            code = ending.exit_code(leaving.code)
+        # Python would destroy all modules, which takes half a second of a core and shows nothing.
+        ending.end_process(code)
     os.waitpid(forkserver, 0)
     shutil.rmtree(folder, ignore_errors=True)
 

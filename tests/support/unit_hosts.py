@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +16,20 @@ from typing import Any, Self
 
 import torch
 from job_runner import PROGRAMS, JobRunner
+from process_pool import Forked
 from safetensors.torch import load_file
 from two_hosts import VirtualNetwork
 
-UNIT = (sys.executable, "-m", "topotrain", "unit")
+UNIT = ("-m", "topotrain", "unit")
 TOKEN = "a" * 64
 # The product waits longer before it takes a silent unit for a lost one; a test need not.
 HASTY = """
 import sys
+from topotrain.launch import registered_job
+from topotrain.launch.multinode import node, node_membership, node_rendezvous, unit_membership
 from topotrain.tools.cli.app import main
-from topotrain.launch.multinode import node_rendezvous
-node_rendezvous.BEAT_S, node_rendezvous.ALIVE_S = {beat_s}, {alive_s}
-from topotrain.launch.multinode import node, node_membership
+for module in (registered_job, node_membership, node_rendezvous, unit_membership):
+    module.BEAT_S, module.ALIVE_S = {beat_s}, {alive_s}
 node_membership.LOST_S, node_membership.STORE_LOST_S, node.STORE_S = {lost_s}, 2.5, 1.0
 node_membership.AWAY_S = {away_s} or node_membership.AWAY_S
 sys.exit(main())
@@ -44,8 +48,8 @@ with closing(process_pool.start(Path(sys.argv[1]))) as running:
 
 
 def hastily(beat_s: float, alive_s: float, lost_s: float = 3.0, away_s: float | None = None) -> tuple[str, ...]:
-    """The command `topotrain unit` with less patience."""
-    return sys.executable, "-c", HASTY.format(beat_s=beat_s, alive_s=alive_s, lost_s=lost_s, away_s=away_s), "unit"
+    """What stands behind `python` for `topotrain unit` with less patience."""
+    return "-c", HASTY.format(beat_s=beat_s, alive_s=alive_s, lost_s=lost_s, away_s=away_s), "unit"
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -57,30 +61,31 @@ def wait(condition: Callable[[], object]) -> None:
 
 
 class Unit:
-    """One `topotrain unit` in a process of its own, in front of it what brings it to its host."""
+    """One `topotrain unit`, forked from the pool at `warm_at`, which is on the host that the unit shall be on."""
 
-    def __init__(self, words: Sequence[str], folder: Path, token: str) -> None:
+    def __init__(self, warm_at: str, words: Sequence[str], folder: Path, token: str) -> None:
         environ = {**os.environ, "TOPOTRAIN_TOKEN": token, "PYTHONUNBUFFERED": "1"}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            words, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
+        self._err = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = Forked(warm_at, words, folder, environ, self._err.fileno())
 
     def until(self, line: str) -> None:
-        assert self.process.stdout is not None
         for said in self.process.stdout:
             if said.strip() == line:
                 return
         raise AssertionError(self.end())
 
     def end(self, timeout_s: float = 90) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, err
+        out, _ = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode is not None
+        with self._err:
+            self._err.seek(0)
+            return self.process.returncode, out, self._err.read()
 
     def kill(self) -> None:
-        self.process.kill()
-        with self.process:
-            pass
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+        self._err.close()
 
 
 class Job:
@@ -97,7 +102,7 @@ class Job:
         network: "HostNetwork | None" = None,
     ) -> None:
         self.folder, self.url, self.hosts = runner.folder, url, hosts
-        self.network, self._served_at = network, runner.served_at
+        self.network, self.runner = network, runner
         self.workspace = self.folder / "units"
         self.conf = self.folder / "units.conf"
         self.conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
@@ -107,16 +112,15 @@ class Job:
 
     def start(self, rank: int, *options: str, token: str = TOKEN, command: Sequence[str] = UNIT) -> Unit:
         host = self.hosts[rank]
-        before: Sequence[str] = ()
-        served_at = self._served_at
+        served_at, warm_at = self.runner.served_at, self.runner.warm_at
         if host is not None:
             assert self.network is not None
-            before, served_at = self.network.prefix(host), self.network.served_at(host)
-        words = [*before, *command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
+            served_at, warm_at = self.network.served_at(host), self.network.warm_at(host)
+        words = [*command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
         words += ["--rendezvous", self.url, "--report", str(self.folder / f"report-{rank}.json"), *options]
         if rank == 0:
             words += [str(self.conf), *self.program]
-        self.units[rank] = Unit(words, self.folder, token)
+        self.units[rank] = Unit(warm_at, words, self.folder, token)
         return self.units[rank]
 
     def end(self, timeout_s: float = 90) -> dict[int, tuple[int, str, str]]:
