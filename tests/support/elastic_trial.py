@@ -8,6 +8,7 @@ Other faults in the meantime only make it leave sooner. Every batch still counts
 from functools import partial
 
 from fault_trial import Trial
+from sim_processes import Killed, WorkerProcess
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
@@ -15,7 +16,6 @@ from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
 from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind
-from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from cell_observers import CellObserver
+from sim_processes import CrashableTransport, CrashableWaiter, Killed, PeerSender, WorkerProcess
 from torch import nn
 
 from topotrain.config.job import Job
@@ -33,19 +34,11 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.batch_counts import BatchCounts
+from topotrain.tools.simulator.batch_counts import BatchCounts, InvariantViolated
 from topotrain.tools.simulator.fault_schedule import ANY, ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
 from topotrain.tools.simulator.sim_network import NetworkFaults, forget_frames
-from topotrain.tools.simulator.sim_peers import PeerSender
-from topotrain.tools.simulator.sim_processes import (
-    CrashableTransport,
-    CrashableWaiter,
-    InvariantViolated,
-    Killed,
-    WorkerProcess,
-)
 from topotrain.tools.simulator.sim_unit_links import reduction_of
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient

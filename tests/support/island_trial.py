@@ -27,6 +27,7 @@ from cell_model import cell_model, outer_plan
 from cell_observers import GroupReplicas, IslandObserver
 from elastic_trial import ElasticTrial
 from fault_trial import CrashableSender, Trial, TrialScript
+from sim_processes import Killed, PeerSender, SimPeers, WorkerProcess
 from torch import nn
 
 from topotrain.config.job import Job
@@ -41,12 +42,11 @@ from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupRed
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
+from topotrain.tools.simulator.batch_counts import InvariantViolated
 from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
 from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.tools.simulator.sim_disks import passes_of
 from topotrain.tools.simulator.sim_network import SimClock
-from topotrain.tools.simulator.sim_peers import PeerSender, SimPeers
-from topotrain.tools.simulator.sim_processes import InvariantViolated, Killed, WorkerProcess
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.worker import Worker

@@ -19,9 +19,9 @@ from topotrain.extensions.checkpointing import snapshot_coordinator
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
+from topotrain.tools.simulator.batch_counts import InvariantViolated
 from topotrain.tools.simulator.fault_schedule import ANY, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import Deadlock
-from topotrain.tools.simulator.sim_processes import InvariantViolated
 from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]

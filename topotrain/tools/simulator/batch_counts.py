@@ -15,10 +15,13 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
 from topotrain.tools.simulator.sim_cluster import SimCluster
-from topotrain.tools.simulator.sim_processes import InvariantViolated
 
 _ROUNDING = 1e-3
 """Parts of a batch are added in any order. A batch that is lost, or counts twice, is a whole number."""
+
+
+class InvariantViolated(Exception):
+    """The job violates an invariant, which the text describes."""
 
 
 class BatchCounts:

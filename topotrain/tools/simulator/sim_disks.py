@@ -26,10 +26,9 @@ from topotrain.extensions.checkpointing.snapshot_messages import (
     snapshot_parts,
 )
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
-from topotrain.tools.simulator.batch_counts import BatchCounts
+from topotrain.tools.simulator.batch_counts import BatchCounts, InvariantViolated
 from topotrain.tools.simulator.fault_schedule import ASSIGNED, FaultSchedule
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
-from topotrain.tools.simulator.sim_processes import InvariantViolated
 from topotrain.training.data.batch_ranges import Runs, merged
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
