@@ -79,8 +79,12 @@ def _record_seconds(terminalreporter: Any) -> None:
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[_file_of(report.nodeid)] += report.duration
-    long = {name: round(took) for name, took in sorted(seconds.items()) if took >= 2}
-    SECONDS.write_text(json.dumps(long, indent=0) + "\n")
+    # Files that did not run keep their seconds.
+    known = {
+        name: took for name, took in json.loads(SECONDS.read_text()).items() if (SECONDS.parents[1] / name).exists()
+    }
+    long = {name: round(took) for name, took in {**known, **seconds}.items() if took >= 2}
+    SECONDS.write_text(json.dumps(long, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,6 @@ from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Fetch, Push
 
-IN_VAIN = KernelSignals(0.0, again=2, tries=2)
-
 
 def looked(lease_s: float, *looks: tuple[float, KernelSignals]) -> list[bool]:
     lease = SilenceTimer(lease_s, 0.0)

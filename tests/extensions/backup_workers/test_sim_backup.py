@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from fault_trial import Trial
-from seeds import seeds
+from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -396,7 +396,7 @@ def test_the_others_go_on_while_one_is_away():
     assert len(after) >= 20, "what it had left is done by the one that came in its place"
 
 
-@pytest.mark.parametrize("after", range(0, 40, 3))
+@pytest.mark.parametrize("after", every(0, 40, 3))
 def test_a_worker_that_dies_at_every_message_of_its_start_and_of_its_first_steps(after):
     for index in (0, 2):
         fates = (Fault(0, 0, index, after), Fault(0, 1, index, after // 2, away=0.01))

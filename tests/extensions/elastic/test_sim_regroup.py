@@ -4,7 +4,7 @@ import random
 
 import pytest
 from fault_trial import Trial
-from seeds import seeds
+from seeds import every, seeds
 from simulation import job, trace
 
 from topotrain.config.job import Compression
@@ -108,7 +108,7 @@ def left_alone(name: str, seed: int) -> Trial:
 
 @pytest.mark.parametrize("name", ["downpour", "downpour of pairs", "hogwild", "hogwild of pairs", "bounded", "in step"])
 def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
-    for seed in range(4):
+    for seed in seeds(4):
         assert not left_alone(name, seed).wrong(), f"seed {seed}"
 
 
@@ -118,7 +118,7 @@ def test_when_no_process_dies_none_is_reported():
     assert not found.run().wrong() and not kinds
 
 
-@pytest.mark.parametrize("after", range(0, 48, 3))
+@pytest.mark.parametrize("after", every(0, 48, 3))
 def test_a_group_that_dies_at_every_message_of_its_start_and_of_its_first_steps(after):
     for index in (0, 1):
         fates = (Fault(0, 0, index, after), Fault(0, 1, 1 - index, after // 2, away=0.01))

@@ -1,6 +1,7 @@
 """The script's optimizer in a job with an outer one: torch's own, with its hooks, state, schedules and scaler."""
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -184,8 +185,10 @@ def test_frozen_parameters_and_those_of_no_optimizer_stay() -> None:
     assert not torch.equal(found["0.weight"], begun.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Compression if kind is not Compression.kNone])
-@pytest.mark.parametrize("overlap", [0, 1])
+KINDS = [kind for kind in Compression if kind is not Compression.kNone]
+
+
+@pytest.mark.parametrize(("kind", "overlap"), list(zip(KINDS, cycle([0, 1]), strict=False)))
 def test_compression_changes_little(kind: Compression, overlap: int) -> None:
     batches, cluster = vectors(3 * 40), {"sync_freq": 4, "fragments": 2, "overlap": overlap, "outer": "mean"}
     exact = run_local(job(**cluster), building(mlp, adamw), script(batches, 3))

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -88,8 +89,7 @@ def data(run: JobRun) -> list[tuple[int, list[int]]]:
 # --- a group's processes come back -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plain_range", [False, True])
-@pytest.mark.parametrize("kind", REPEATABLE)
+@pytest.mark.parametrize(("kind", "plain_range"), list(zip(REPEATABLE, cycle([False, True]), strict=False)))
 def test_a_worker_that_comes_back_reads_the_rest_of_the_same_order(kind, plain_range):
     script = Script(KINDS[kind], epochs=2, plain_range=plain_range)
     plain = JobRun(NATURAL, script)

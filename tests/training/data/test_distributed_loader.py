@@ -525,11 +525,14 @@ def test_batches_out_of_order_are_refused():
 # --- several loaders -----------------------------------------------------------------------------------------------
 
 
+TWO = [((24, 6), (36, 12), True), ((24, 6), (40, 12), False), ((26, 6), (36, 12), False), ((26, 5), (40, 8), False)]
+"""Samples and batch size of two loaders, and whether their batches are divided alike."""
+
+
 @pytest.mark.parametrize(
-    ("one", "two", "divided"),
-    [((24, 6), (36, 12), True), ((24, 6), (40, 12), False), ((26, 6), (36, 12), False), ((26, 5), (40, 8), False)],
+    ("one", "two", "divided", "cycled", "processes"),
+    [(*sizes, cycled, 0) for sizes in TWO for cycled in (False, True)] + [(*sizes, False, 1) for sizes in TWO[:2]],
 )
-@pytest.mark.parametrize(("cycled", "processes"), [(False, 0), (True, 0), (False, 1)])
 def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, cycled, processes):
     def loaders() -> list[DataLoader[Any]]:
         return [DataLoader(Numbers(n), size, shuffle=True, num_workers=processes) for n, size in (one, two)]
@@ -679,11 +682,14 @@ DIVIDED: dict[str, tuple[Callable[[int], DataLoader[Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DIVIDED)
-@pytest.mark.parametrize(("groups", "mode"), [(1, "broadcast"), (2, "static"), (2, "lease")])
+SHAPES = [(1, "broadcast"), (2, "static"), (2, "lease")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "mode"),
+    [(kind, *shape) for kind in DIVIDED for shape in (SHAPES[:1] if "processes" in kind else SHAPES)],
+)
 def test_data_that_is_divided_already_is_named(kind, groups, mode):
-    if "processes" in kind and groups == 2:
-        pytest.skip("as without processes")
     make, said = DIVIDED[kind]
     ranks = iter((0, 1, 0, 1))
     job = Job(lambda: make(next(ranks)), workers=2 // groups, groups=groups, mode=mode)
