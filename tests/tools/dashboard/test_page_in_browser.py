@@ -43,6 +43,7 @@ return found;
 """
 
 GROUND = "return getComputedStyle(document.body).backgroundColor"
+EDGES = "const { top, bottom } = document.querySelector(arguments[0]).getBoundingClientRect(); return { top, bottom };"
 TOO_WIDE = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -260,6 +261,8 @@ def test_a_narrow_window_scrolls_in_one_direction_only(browser: Browser, tmp_pat
     browser.script("document.querySelector('.process').click()")
     assert browser.script(TOO_WIDE) == 0
     browser.picture("narrow-map")
+    buttons, names = (browser.script(EDGES, place) for place in (".modebar", ".legendtext"))
+    assert buttons["bottom"] <= names["top"], "a legend of many rows lies below the buttons of the charts"
 
 
 def test_two_hundred_processes_at_twenty_frames_a_second(browser: Browser, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ const EVENT_LINES = 100;
 const ROW = 200;
 const TITLE = 30;
 const EVENTS = 24;
-const MARGIN = { l: 58, r: 14, t: 56, b: 30 };
+const MARGIN = { l: 58, r: 14, t: 30, b: 30 };
 /** The values themselves, behind a smooth line. */
 const FAINT = { opacity: 0.25, hoverinfo: "skip", showlegend: false };
 
