@@ -1,13 +1,13 @@
 """Jobs of real processes whose scripts change parameters (`tt.assign`)."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed
+from process_pool import client
 from soak_cases import soaked
 from test_resume import INLINE, SYNC
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.journey
 PROGRAM = "assigning.py"
 
 
-def plainly(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def plainly(folder: Path, kind: str, warm_at: str) -> dict[str, torch.Tensor]:
     """What `python assigning.py` leaves."""
     out = folder / "plain.pt"
     program = str(Path(__file__).parents[1] / "programs" / PROGRAM)
-    subprocess.run([sys.executable, program, kind, "--out", str(out)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*client(warm_at), program, kind, "--out", str(out)], check=True, capture_output=True, timeout=120)
     found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return found
 
@@ -40,7 +40,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     ),
 )
 def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, cluster: str) -> None:
-    assert distance(runner.run(cluster, PROGRAM, kind).final, plainly(runner.folder, kind)) < 1e-6
+    assert distance(runner.run(cluster, PROGRAM, kind).final, plainly(runner.folder, kind, runner.warm_at)) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "cluster"), soaked([("before", INLINE)], [("after", SYNC)]))

@@ -13,6 +13,7 @@ from free_ports import free_port, free_ports
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -129,7 +130,7 @@ def test_a_trainer_that_is_stopped_ends_the_job(shells: Shells) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "words"),
-    [(signal.SIGKILL, -signal.SIGKILL, "lost server 0/0"), (signal.SIGINT, 130, "the servers were stopped")],
+    soaked([(signal.SIGINT, 130, "the servers were stopped")], [(signal.SIGKILL, -signal.SIGKILL, "lost server 0/0")]),
 )
 def test_a_pserver_that_ends_takes_the_trainers_along(
     shells: Shells, number: signal.Signals, code: int, words: str

@@ -10,6 +10,7 @@ import pytest
 from launch_targets import wait_for
 from process_pool import Forked
 from shells import Shells, alive, ended
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 ROOT = Path(__file__).parents[2]
@@ -40,14 +41,18 @@ def check(tmp_path: Path, served_at: str, warm_at: str) -> Any:
 
 @pytest.mark.parametrize(
     ("variant", "cause"),
-    [
-        ("dropout", "dropout acts on a worker's share"),
-        ("norm", "BatchNorm acts on a worker's share"),
-        ("sum", "the loss is a sum over the batch"),
-        ("pairs", "pairs: see tt.gather"),
-        ("random", "each worker draws its own"),
-        ("hook", "a hook bounds"),
-    ],
+    soaked(
+        [
+            ("dropout", "dropout acts on a worker's share"),
+            ("pairs", "pairs: see tt.gather"),
+            ("hook", "a hook bounds"),
+        ],
+        [
+            ("norm", "BatchNorm acts on a worker's share"),
+            ("sum", "the loss is a sum over the batch"),
+            ("random", "each worker draws its own"),
+        ],
+    ),
 )
 def test_the_first_difference_has_step_parameter_and_cause(check: Any, variant: str, cause: str) -> None:
     code, out = check(TWO, variant)
@@ -79,7 +84,7 @@ def test_a_model_that_amplifies_rounding_is_not_called_wrong(check: Any) -> None
     assert code == 0, out
 
 
-@pytest.mark.parametrize("cluster", [ISLANDS, DOWNPOUR], ids=["islands", "downpour"])
+@pytest.mark.parametrize("cluster", soaked([ISLANDS], [DOWNPOUR]))
 def test_one_group_of_an_asynchronous_job_is_checked(check: Any, cluster: str) -> None:
     code, out = check(cluster, "plain", options=("--steps", "6"))
     assert (code, "equal: 6 steps" in out) == (0, True), out
@@ -91,7 +96,7 @@ def test_the_scripts_own_error_is_shown(check: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("digits", "equal: 8 steps"), ("gan", "each worker draws its own")], ids=["digits", "gan"]
+    ("name", "words"), soaked([("gan", "each worker draws its own")], [("digits", "equal: 8 steps")])
 )
 def test_the_examples_are_plain_scripts_but_for_their_noise(check: Any, name: str, words: str) -> None:
     _, out = check(TWO, program=ROOT / "examples" / f"{name}.py", options=("--steps", "8"))
@@ -119,7 +124,7 @@ for _ in tt.epochs(10**6 if sys.argv[1] == "plain" or in_job else 1):
 """
 
 
-@pytest.mark.parametrize("stage", ["plain", "job"])
+@pytest.mark.parametrize("stage", soaked(["job"], ["plain"]))
 def test_ctrl_c_leaves_no_process(shells: Shells, stage: str) -> None:
     (shells.folder / "train.py").write_text(ENDLESS)
     (shells.folder / "job.conf").write_text(TWO)

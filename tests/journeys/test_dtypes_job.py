@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,8 +100,8 @@ def test_a_wrong_kernel_that_the_script_names_is_refused(runner: JobRunner) -> N
 
 
 @needs_wrong_kernel
-def test_in_an_ordinary_process_it_is_warned_of() -> None:
-    words = [sys.executable, str(PROGRAMS / "dtypes.py"), "--dtype", "bfloat16", "--fused"]
+def test_in_an_ordinary_process_it_is_warned_of(warm_at: str) -> None:
+    words = [*client(warm_at), str(PROGRAMS / "dtypes.py"), "--dtype", "bfloat16", "--fused"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "optimizer.fused = true: must be left out or False" in done.stderr

@@ -16,6 +16,7 @@ import torch
 from job_runner import Ended, JobRunner
 from library_forkserver import OFFLINE
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 from topotrain.launch.agent import forkserver
 
@@ -152,7 +153,7 @@ def test_what_accelerate_prepares_may_come_in_several_calls(
         assert (value - expected[name]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.parametrize("cluster", [f"{SYNCHRONOUS} nservers_per_group: 2", ISLAND])
+@pytest.mark.parametrize("cluster", soaked([ISLAND], [f"{SYNCHRONOUS} nservers_per_group: 2"]))
 def test_phases_of_lightning_with_the_best_weights_and_averages_are_exact_on_all_workers(
     runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]], cluster: str
 ) -> None:
@@ -163,7 +164,7 @@ def test_phases_of_lightning_with_the_best_weights_and_averages_are_exact_on_all
         assert all((value - expected[name]).abs().max() <= 1e-5 for name, value in found.items()), (found, expected)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", soaked(["lightning"], ["transformers", "accelerate"]))
 def test_downpour_learns(runner: JobRunner, name: str) -> None:
     library = LIBRARIES[name]
     ended = train(runner, library, DOWNPOUR)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
 from shells import alive
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -69,7 +70,7 @@ def endless(runner: JobRunner) -> Iterator[Callable[..., Running]]:
 
 @pytest.mark.parametrize(
     ("cluster", "victim"),
-    [(SANDBLASTER, "worker 0/2"), (DOWNPOUR, "server 0/1"), (ALLREDUCE, "unit 1"), (HOGWILD, "worker 1/0")],
+    soaked([(DOWNPOUR, "server 0/1"), (ALLREDUCE, "unit 1")], [(SANDBLASTER, "worker 0/2"), (HOGWILD, "worker 1/0")]),
 )
 def test_a_killed_process_ends_a_job_that_is_to_stop(
     endless: Callable[..., Running], cluster: str, victim: str
@@ -83,7 +84,7 @@ def test_a_killed_process_ends_a_job_that_is_to_stop(
     assert "SIGKILL" in said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), soaked([(signal.SIGINT, 130)], [(signal.SIGTERM, 143)]))
 def test_a_signal_ends_the_job_in_order(endless: Callable[..., Running], number: int, code: int) -> None:
     job = endless(SANDBLASTER)
     os.killpg(job.process.pid, number)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from job_runner import ALLREDUCE, JobRunner
+from soak_cases import soaked
 from wait_limit import ended_after
 
 from topotrain.launch.log_lines import without_stamps
@@ -84,7 +85,7 @@ def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
             heard += job.stderr.readline().decode()
 
 
-@pytest.mark.parametrize("streams", [">/dev/full 2>&-", "<&- >&- 2>/dev/full", "2>&1 | read line"])
+@pytest.mark.parametrize("streams", soaked(["<&- >&- 2>/dev/full"], [">/dev/full 2>&-", "2>&1 | read line"]))
 def test_output_that_nothing_takes_ends_no_training(runner: JobRunner, streams: str):
     command = shlex.join(runner.command(ALLREDUCE, "talk.py", "2000"))
     done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {streams}"], cwd=runner.folder, timeout=120)

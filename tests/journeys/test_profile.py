@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -47,10 +48,10 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "workers", "servers"),
-    [
-        (SANDBLASTER + TCP, ["0/0", "0/1", "0/2"], ["0/0", "0/1"]),
-        (DOWNPOUR + TCP, ["0/0", "0/1", "1/0", "1/1"], ["0/0", "0/1"]),
-    ],
+    soaked(
+        [(SANDBLASTER + TCP, ["0/0", "0/1", "0/2"], ["0/0", "0/1"])],
+        [(DOWNPOUR + TCP, ["0/0", "0/1", "1/0", "1/1"], ["0/0", "0/1"])],
+    ),
 )
 def test_the_trace_has_every_process_and_every_phase(
     runner: JobRunner, cluster: str, workers: list[str], servers: list[str]
@@ -74,7 +75,7 @@ def test_the_trace_has_every_process_and_every_phase(
 
 
 @pytest.mark.parametrize(
-    ("options", "step"), [(("--profile-step", "3"), 3), (("--profile", "--profile-step", "999"), 48), ((), 0)]
+    ("options", "step"), soaked([(("--profile", "--profile-step", "999"), 48)], [(("--profile-step", "3"), 3), ((), 0)])
 )
 def test_which_step(runner: JobRunner, options: tuple[str, ...], step: int) -> None:
     """Six epochs of eight batches: of a job with fewer steps the last one is shown."""

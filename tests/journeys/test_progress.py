@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from job_runner import ALLREDUCE, HOGWILD, JobRunner
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -22,7 +23,7 @@ def trained(runner: JobRunner, cluster: str, *args: str, extra: str = "", name: 
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)], ended.final
 
 
-@pytest.mark.parametrize("cluster", [ALLREDUCE, ISLANDS], ids=["AllReduce", "islands"])
+@pytest.mark.parametrize("cluster", soaked([ISLANDS], [ALLREDUCE]))
 def test_with_fixed_parts_two_runs_have_the_same_rates_and_bits(runner: JobRunner, cluster: str) -> None:
     first, values = trained(runner, cluster)
     again, other = trained(runner, cluster, name="again")
@@ -36,8 +37,7 @@ def test_with_fixed_parts_two_runs_have_the_same_rates_and_bits(runner: JobRunne
 
 @pytest.mark.parametrize(
     ("cluster", "extra"),
-    [(ISLANDS, "shard: kLease"), (f"{ISLANDS} quorum: 1 transport: kTcp", ""), (HOGWILD, "")],
-    ids=["islands with leases", "islands with a quorum", "Hogwild"],
+    soaked([(f"{ISLANDS} quorum: 1 transport: kTcp", "")], [(ISLANDS, "shard: kLease"), (HOGWILD, "")]),
 )
 def test_with_leases_a_slow_worker_comes_to_the_end_of_its_schedule(
     runner: JobRunner, cluster: str, extra: str

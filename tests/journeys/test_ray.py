@@ -14,6 +14,7 @@ from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -101,6 +102,7 @@ def test_more_units_than_nodes_are_refused_at_once(cluster: Sandbox) -> None:
     assert not Path("job/launch").exists()
 
 
+@soak_only
 def test_a_cluster_of_one_node_takes_several_server_groups(cluster: Sandbox) -> None:
     command = words(cluster, "nworker_groups: 2 nserver_groups: 2", "small.py", options=("--pass=cpus=1",))
     command.remove("--pass=room=30")
@@ -123,6 +125,7 @@ def test_a_group_leaves_and_joins(cluster: Sandbox) -> None:
     assert left(cluster) == ""
 
 
+@soak_only
 def test_a_worker_leaves_and_joins_on_one_node(cluster: Sandbox) -> None:
     three = "nworkers_per_group: 2 server_worker_separate: true"
     options = ("--id=paced", "--json", "--pass=cpus=0.5")
@@ -136,6 +139,7 @@ def test_a_worker_leaves_and_joins_on_one_node(cluster: Sandbox) -> None:
     assert left(cluster) == ""
 
 
+@soak_only
 def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")

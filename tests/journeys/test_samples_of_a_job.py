@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from soak_cases import soaked
 
 from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.topology import layout
@@ -60,14 +61,7 @@ def ran(cluster: Cluster, folder: Path, served_at: str) -> list[Event]:
 
 @pytest.mark.parametrize(
     "cluster",
-    [
-        APART,
-        Cluster(nworkers_per_group=2, nservers_per_group=2),
-        Cluster(
-            nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp
-        ),
-    ],
-    ids=["servers apart", "servers in workers", "TCP"],
+    soaked([replace(APART, transport=TransportChoice.kTcp)], [APART, replace(APART, server_worker_separate=False)]),
 )
 def test_a_launcher_hears_what_each_process_uses_sends_and_does(
     cluster: Cluster, tmp_path: Path, served_at: str

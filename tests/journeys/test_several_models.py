@@ -1,12 +1,12 @@
 """Jobs with several models and optimizers through real processes: as plain PyTorch, and whatever happens to them."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from killed_jobs import killed, resumed
+from process_pool import client
 from safetensors.torch import load_file
 from soak_cases import soaked
 
@@ -31,7 +31,9 @@ def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str
     one = runner.run(cluster, "pair.py", "plain", name="one").final
     assert all(torch.equal(several[name], one[name]) for name in one)
     saved = runner.folder / "plain.safetensors"
-    subprocess.run([sys.executable, str(PROGRAMS / "pair.py"), "plain", "--save", str(saved)], check=True, timeout=100)
+    subprocess.run(
+        [*client(runner.warm_at), str(PROGRAMS / "pair.py"), "plain", "--save", str(saved)], check=True, timeout=100
+    )
     assert far(one, load_file(saved)) < 1e-5
 
 

@@ -15,6 +15,7 @@ from job_runner import Ended, JobRunner
 from programs import cut
 from safetensors import safe_open
 from safetensors.torch import load_file
+from soak_cases import soaked
 
 from topotrain.launch.agent import forkserver
 
@@ -47,7 +48,7 @@ def test_convolutions_by_samples_and_the_rest_by_features(runner: JobRunner) -> 
 
 
 @pytest.mark.parametrize(
-    "cluster", [f"{APART} transport: kShm", f"{APART} transport: kTcp", f"{TWO} nservers_per_group: 2"]
+    "cluster", soaked([f"{APART} transport: kTcp"], [f"{APART} transport: kShm", f"{TWO} nservers_per_group: 2"])
 )
 def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: str) -> None:
     """The norm sees the whole batch, which shares of it do not."""
@@ -60,7 +61,7 @@ def test_a_pipeline_that_only_the_forward_names(runner: JobRunner) -> None:
     same(runner.run(TWO, "cut.py", "--said", name="said"), runner.run("", "cut.py", name="whole"))
 
 
-@pytest.mark.parametrize("schedule", ["kGPipe", "k1F1B"])
+@pytest.mark.parametrize("schedule", soaked(["k1F1B"], ["kGPipe"]))
 def test_micro_batches_and_masks_of_the_whole_batch(runner: JobRunner, schedule: str) -> None:
     """Dropout draws the masks that one process draws."""
     whole = runner.run("", "cut.py", "--no-norm", "--loss", name="whole")

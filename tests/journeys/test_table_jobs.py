@@ -10,6 +10,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, JobRunner
 from programs import rows
+from soak_cases import soaked
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
 from topotrain.launch.agent import forkserver
@@ -30,7 +31,7 @@ ISLANDS = (
 )
 
 
-@pytest.mark.parametrize("cluster", [DOWNPOUR, ALLREDUCE, SANDBLASTER + " transport: kTcp", ISLANDS])
+@pytest.mark.parametrize("cluster", soaked([ALLREDUCE, ISLANDS], [DOWNPOUR, SANDBLASTER + " transport: kTcp"]))
 def test_stores_of_all_kinds_in_one_job(runner: JobRunner, cluster: str) -> None:
     ended = runner.run(cluster, "keys.py", *(["model"] if cluster is ISLANDS else []))
     workers = 4 if cluster in (DOWNPOUR, ISLANDS) else 3
@@ -75,7 +76,7 @@ def all_bytes(ended: Ended) -> int:
     return sum(process["bytes_out"] for process in ended.report["processes"])
 
 
-@pytest.mark.parametrize(("cluster", "rule"), [(SANDBLASTER, "sgd"), (ALLREDUCE, "adagrad")])
+@pytest.mark.parametrize(("cluster", "rule"), soaked([(ALLREDUCE, "adagrad")], [(SANDBLASTER, "sgd")]))
 def test_a_sparse_weight_is_trained_as_in_one_process(runner: JobRunner, cluster: str, rule: str) -> None:
     ended = runner.run(f"{cluster}", "rows.py", "sparse", rule)
     plain, _ = rows.train("sparse", rule)
@@ -110,7 +111,7 @@ def test_a_served_table_is_trained_as_in_one_process_and_only_touched_rows_trave
     assert (index["count"], index["rows"], index["width"]) == (len(expected), rows.ROWS, rows.WIDTH)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "served"])
+@pytest.mark.parametrize("kind", soaked(["served"], ["sparse"]))
 def test_downpour_learns_with_tables(runner: JobRunner, kind: str) -> None:
     ended = runner.run(DOWNPOUR, "rows.py", kind, "adagrad")
     assert ended.report["metrics"]["loss"] < 0.8 * START

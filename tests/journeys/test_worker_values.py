@@ -2,12 +2,13 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, JobRunner
+from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, JobRunner
+from process_pool import client
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -16,6 +17,12 @@ ISLANDS = (
     "nworker_groups: 2 nworkers_per_group: 2 server_worker_separate: true sync_freq: 3 "
     "outer { type: kNesterov momentum: 0.5 learning_rate { type: kFixed base_lr: 0.7 } }"
 )
+
+
+def ordinary(runner: JobRunner, *words: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """The program as `python` runs it, without a job."""
+    command = [*client(runner.warm_at), *words]
+    return subprocess.run(command, check=True, timeout=120, cwd=cwd or runner.folder, capture_output=True, text=True)
 
 
 def values(workspace: Path, out: str, over: str) -> dict[int, str]:
@@ -44,18 +51,26 @@ def test_all_workers_of_a_group_and_of_a_job_get_the_same_values(runner: JobRunn
 
 @pytest.mark.parametrize(
     ("mode", "cluster", "said"),
-    [
-        ("left out", ALLREDUCE, "worker 0/1 called tt.mean after 3 steps, worker 0/[02] went on without this call"),
-        ("left out", ISLANDS, "worker ./1 called tt.mean after 3 steps, worker ./0 went on without this call"),
-        ("apart", ISLANDS, r"worker 1/. called tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
-        ("apart", f"{ISLANDS} overlap: 1", r"tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
-        ("other", ALLREDUCE, "called tt.(sum|max) after 3 steps, worker 0/. called tt.(sum|max) after 3 steps"),
-        ("scopes", DOWNPOUR, r'called tt.sum(\(over="job"\))? after 3 steps, worker ./. called tt.sum'),
-        ("ended", ALLREDUCE, "worker 0/1 called tt.gather after 4 steps, worker 0/[02] ended its script after 4 steps"),
-        ("shapes", ALLREDUCE, r"tt.sum = .*of shape \(1,\).*: must be of one kind on all workers: worker 1"),
-        ("pickled", ALLREDUCE, "tt.broadcast = .*: must be of numbers, texts"),
-        ("report", ALLREDUCE, "tt.mean in an evaluation that the main worker makes alone"),
-    ],
+    soaked(
+        [
+            ("left out", ISLANDS, "worker ./1 called tt.mean after 3 steps, worker ./0 went on without this call"),
+            ("apart", f"{ISLANDS} overlap: 1", r"tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
+            ("scopes", DOWNPOUR, r'called tt.sum(\(over="job"\))? after 3 steps, worker ./. called tt.sum'),
+            ("shapes", ALLREDUCE, r"tt.sum = .*of shape \(1,\).*: must be of one kind on all workers: worker 1"),
+            ("report", ALLREDUCE, "tt.mean in an evaluation that the main worker makes alone"),
+        ],
+        [
+            ("left out", ALLREDUCE, "worker 0/1 called tt.mean after 3 steps, worker 0/[02] went on without this call"),
+            ("apart", ISLANDS, r"worker 1/. called tt.mean\(over=.job.\) after 3 steps, worker 0/. went on without"),
+            ("other", ALLREDUCE, "called tt.(sum|max) after 3 steps, worker 0/. called tt.(sum|max) after 3 steps"),
+            (
+                "ended",
+                ALLREDUCE,
+                "worker 0/1 called tt.gather after 4 steps, worker 0/[02] ended its script after 4 steps",
+            ),
+            ("pickled", ALLREDUCE, "tt.broadcast = .*: must be of numbers, texts"),
+        ],
+    ),
 )
 def test_a_call_that_some_workers_leave_out_is_an_error_by_name(
     runner: JobRunner, mode: str, cluster: str, said: str
@@ -66,12 +81,13 @@ def test_a_call_that_some_workers_leave_out_is_an_error_by_name(
 
 @pytest.mark.parametrize(
     ("over", "cluster"),
-    [
-        ("group", "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"),
-        ("group", DOWNPOUR),
-        ("job", "nworker_groups: 2 server_worker_separate: true"),
-    ],
-    ids=["group", "one of two groups", "job"],
+    soaked(
+        [("group", DOWNPOUR)],
+        [
+            ("group", "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"),
+            ("job", "nworker_groups: 2 server_worker_separate: true"),
+        ],
+    ),
 )
 def test_calls_are_made_again_with_the_steps_after_a_death(runner: JobRunner, over: str, cluster: str) -> None:
     once = runner.folder / "once"
@@ -82,7 +98,7 @@ def test_calls_are_made_again_with_the_steps_after_a_death(runner: JobRunner, ov
     assert ended.report["metrics"]["ranks"] == 2
 
 
-@pytest.mark.parametrize("cluster", [ALLREDUCE, DOWNPOUR, ISLANDS], ids=["allreduce", "downpour", "islands"])
+@pytest.mark.parametrize("cluster", soaked([ISLANDS], [ALLREDUCE, DOWNPOUR]))
 def test_buffers_begin_with_the_values_of_the_main_worker(runner: JobRunner, cluster: str) -> None:
     """As its parameters do, also whole numbers and those outside the state."""
     ended = runner.run(cluster, PROGRAM, "buffers")
@@ -94,10 +110,10 @@ def test_buffers_begin_with_the_values_of_the_main_worker(runner: JobRunner, clu
 def test_a_loss_over_all_samples_and_their_statistics_are_those_of_plain_python(runner: JobRunner) -> None:
     """`tt.gather` with a gradient, and SyncBatchNorm; shares are unequal, and some are empty."""
     out = runner.folder / "plain.pt"
-    subprocess.run([sys.executable, PROGRAMS / "whole_batch.py", out], check=True, timeout=120)
+    ordinary(runner, str(PROGRAMS / "whole_batch.py"), str(out))
     plain = torch.load(out, weights_only=True)
     hidden = "nworker_groups: 1 nworkers_per_group: 2 server_worker_separate: true"
-    for number, (cluster, extra) in enumerate([(ALLREDUCE, ""), (SANDBLASTER, ""), (hidden, "grads: kHidden")]):
+    for number, (cluster, extra) in enumerate([(ALLREDUCE, ""), (hidden, "grads: kHidden")]):
         final = runner.run(cluster, "whole_batch.py", extra=extra, name=f"job{number}").final
         far = {name: float((final[name].double() - value.double()).abs().max()) for name, value in plain.items()}
         assert final.keys() == plain.keys() and max(far.values()) < 1e-5, (cluster, far)
@@ -108,7 +124,7 @@ def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner
     script = Path(__file__).parents[2] / "examples" / f"{name}.py"
     apart = runner.folder / "plain"
     apart.mkdir()
-    done = subprocess.run([sys.executable, script], check=True, timeout=120, cwd=apart, capture_output=True, text=True)
+    done = ordinary(runner, str(script), cwd=apart)
     plain = {name: float(value) for name, value in re.findall(r"^(\w+): (\S+)$", done.stdout, re.MULTILINE)}
     ended = runner.run("nworkers_per_group: 2 nservers_per_group: 2", str(script))
     assert plain and ended.report["metrics"] == pytest.approx(plain, rel=1e-4)
@@ -118,10 +134,8 @@ def test_the_scripts_of_the_documentation_do_the_same_in_a_job(runner: JobRunner
 
 
 def test_a_loop_until_the_job_has_made_so_many_steps_ends_for_all(runner: JobRunner) -> None:
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / "until.py", "20"], check=True, timeout=120, cwd=runner.folder, capture_output=True
-    )
-    assert b"values until 0: 20\n" in done.stdout
+    done = ordinary(runner, str(PROGRAMS / "until.py"), "20")
+    assert "values until 0: 20\n" in done.stdout
     ended = runner.run(ALLREDUCE, "until.py", "20", name="together")
     assert values(ended.workspace, ended.out, "until") == dict.fromkeys(range(3), "20")
     assert "tt.report mine is the main worker's own, 0, with 1 on worker 0/1, 2 on worker 0/2" in ended.err

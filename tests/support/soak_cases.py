@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from seeds import SOAK
+
+soak_only = pytest.mark.skipif(not SOAK, reason="runs in `make soak`")
 
 
 def soaked(always: Sequence[Any], more: Sequence[Any]) -> list[Any]:
