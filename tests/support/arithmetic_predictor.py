@@ -9,7 +9,6 @@ from topotrain.config.job import Grads, Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
@@ -19,7 +18,7 @@ from topotrain.tools.prediction.prediction import (
     StepParts,
     Wait,
 )
-from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsable import changes, planned_memory, processes_of
 from topotrain.tools.probe.probe_file import Probe, ProbedBatch
 
 MBIT_BYTES = 1e6 / 8
@@ -28,7 +27,7 @@ MBIT_BYTES = 1e6 / 8
 def timed_probe(elements: int = 250_000, batch: int = 64, cores: int = 2, **more: Any) -> Probe:
     """A probe of four equal parameters; a sample takes a millisecond, and two processes do not disturb each other."""
     compute = 1e-3 * batch
-    times = ProbedBatch(batch, 0.2 * compute, 0.8 * compute, 1e-4, 1e-4, 0.0, 1e-3, 20, 50 * batch)
+    times = ProbedBatch(batch, 0.2 * compute, 0.8 * compute, 1e-4, 1e-4, 0.0, 1e-3, 20)
     sharing = dict.fromkeys(range(2, cores + 1), 1.0)
     return replace(made_probe((elements // 4,) * 4, cores=cores), batch=times, sharing=sharing, **more)
 
@@ -71,7 +70,7 @@ class ArithmeticPredictor:
             probe.start_s,
             goodput(job, topology, machines, probe, step),
             self.error,
-            same_as_one_process(job),
+            not changes(job),
         )
 
     def _link_s(self, job: Job, topology: Topology, probe: Probe, machines: Machines) -> tuple[float, int]:

@@ -34,12 +34,11 @@ def made_probe(
     compute = forward_s + backward_s
     settings: dict[str, Any] = {
         "version": 1,
-        "made_at": 0.0,
-        "machine": Machine("made", cores, 64 << 30, "made"),
+        "machine": Machine("made", cores, 64 << 30),
         "versions": {"topotrain": "0", "torch": "0", "python": "0"},
         "program": "made.py",
         "model": model,
-        "batch": ProbedBatch(batch, forward_s, backward_s, 0.0, 0.0, 0.0, compute / batch, 10, 0),
+        "batch": ProbedBatch(batch, forward_s, backward_s, 0.0, 0.0, 0.0, compute / batch, 10),
         "spread": 0.0,
         "optimizer": ProbedOptimizer("SGD", 0.0, 0.0, 0.0, 0.0),
         "kernels": ProbedKernels(0.0, 0.0, 0.0),

@@ -25,7 +25,6 @@ from topotrain.tools.cli.performance.advise_command import trials_of
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
-from topotrain.tools.prediction.rehearsable import same_as_one_process
 from topotrain.tools.prediction.speed_bounds import speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
@@ -76,7 +75,6 @@ def test_layouts_fill_the_hosts_and_can_be_read_again(hosts: int) -> None:
 
 def test_a_layout_is_marked_by_what_it_changes_and_needs() -> None:
     for each in candidates():
-        assert (not each.changes) is same_as_one_process(each.job), each.label
         assert bool(each.needs) is (each.job.grads is Grads.kHidden)
     marks = {each.label.split(",")[0]: set(each.changes) for each in candidates() if not each.setting}
     assert marks["AllReduce"] == marks["Sandblaster"] == set()

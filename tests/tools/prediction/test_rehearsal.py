@@ -257,6 +257,13 @@ def test_a_bound_on_staleness_holds_the_others_back():
     assert free.samples_per_s == pytest.approx(2.25 * 32 / COMPUTE_S, rel=0.05)
 
 
+def test_a_batch_that_is_too_late_for_its_step_is_given_again():
+    job = Job(cluster=replace(APART, nworkers_per_group=3, backup=1), grads=Grads.kHidden, per_worker_batch=True)
+    found = predict(job, made_probe(spread=0.3), Machines(link=FAST))
+    # Two of three batches count in each step.
+    assert found.samples_per_s == pytest.approx(2 * 32 / COMPUTE_S, rel=0.15)
+
+
 def test_a_backup_worker_hides_a_straggler():
     job = Job(cluster=replace(APART, nworkers_per_group=4, backup=1), grads=Grads.kHidden, per_worker_batch=True)
     found = predict(job, made_probe(), Machines(link=FAST, stragglers={2: 4.0}))

@@ -13,7 +13,7 @@ seconds = st.floats(1e-6, 10.0)
 def computing_line(whole_s: float, samples: int, part_s: float, fewer: int) -> tuple[float, float]:
     """The fixed seconds of a batch, and those of each sample."""
     times = [[StepTimes(size, 0.25 * s, 0.75 * s, 0.0, 0.0)] for size, s in ((samples, whole_s), (fewer, part_s))]
-    batch = step_fields(*times, samples_per_epoch=0)["batch"]
+    batch = step_fields(*times)["batch"]
     return batch["fixed_s"], batch["per_sample_s"]
 
 

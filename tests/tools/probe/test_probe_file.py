@@ -21,8 +21,7 @@ from topotrain.tools.probe.probe_file import (
 TRANSPORT = ProbedTransport(1e-5, 1e-9, 2e-5, 2e-9, 3e-5)
 PROBE = Probe(
     version=1,
-    made_at=1e9,
-    machine=Machine("a processor", 2, 1 << 33, "Linux 6"),
+    machine=Machine("a processor", 2, 1 << 33),
     versions={"topotrain": "0", "torch": "2", "python": "3"},
     program="train.py",
     model=(
@@ -30,7 +29,7 @@ PROBE = Probe(
         ProbedParameter("bias", (3,), "float32", True, 0.5),
         ProbedParameter("scale", (), "float32", False, 1.0),
     ),
-    batch=ProbedBatch(32, 0.01, 0.02, 0.001, 0.002, 0.006, 0.00075, 50, 1000),
+    batch=ProbedBatch(32, 0.01, 0.02, 0.001, 0.002, 0.006, 0.00075, 50),
     spread=0.05,
     optimizer=ProbedOptimizer("SGD", 1.0, 1e-5, 1e-9, 0.9),
     kernels=ProbedKernels(1e-6, 1e-10, 2e-10),
@@ -45,6 +44,9 @@ PROBE = Probe(
 def test_a_probe_is_the_same_after_its_file(tmp_path: Path) -> None:
     file = tmp_path / "probe.json"
     file.write_text(PROBE.to_json())
+    assert load_probe(file) == PROBE
+    # Files of earlier versions have fields that nothing reads.
+    file.write_text(changed(made_at=1e9, digest="0" * 64))
     assert load_probe(file) == PROBE
     assert [p.count for p in PROBE.schema()] == [12, 3, 1]
     assert PROBE.schema()[0].stride == (4, 1)
@@ -76,7 +78,7 @@ def within(block: str, **changes: object) -> str:
 def with_first(**changes: object) -> str:
     """The text of a probe with another first parameter."""
     first, *rest = json.loads(PROBE.to_json())["model"]
-    return json.dumps({**json.loads(PROBE.to_json()), "model": [{**first, **changes}, *rest], "digest": None})
+    return json.dumps({**json.loads(PROBE.to_json()), "model": [{**first, **changes}, *rest]})
 
 
 def without(block: str, field: str) -> str:
@@ -104,7 +106,6 @@ def without(block: str, field: str) -> str:
         (changed(model=[{**json.loads(PROBE.to_json())["model"][0], "dtype": "text"}]), r"model\[0\].dtype = 'text'"),
         (changed(machine=3), "machine: must be a block"),
         (changed(batch={**json.loads(PROBE.to_json())["batch"], "size": 0}), "batch.size = 0: must be"),
-        (changed(digest="0" * 64), "digest"),
         (within("batch", forward_s=0, backward_s=0), r"batch.forward_s = 0.0: must be above 0, alone or with batch"),
         (within("batch", forward_s=1e300), r"batch.forward_s = 1e\+300: must be a number of seconds, 0 to 86,400"),
         (within("batch", forward_s=10**400), "batch.forward_s = 1000.*: must be a number of seconds, 0 to 86,400"),

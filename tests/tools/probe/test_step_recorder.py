@@ -135,7 +135,7 @@ def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypa
 def test_waiting_for_a_core_is_in_the_mean() -> None:
     """A process that shares its core makes most of its short steps undisturbed, and waits in a few of them."""
     steps = [StepTimes(1, 0.001, 0.002, 0.0, 0.5)] * 9 + [StepTimes(1, 0.001, 0.032, 0.0, 0.5)]
-    found = step_fields(steps, (), 0)
+    found = step_fields(steps, ())
     assert found["batch"]["forward_s"] + found["batch"]["backward_s"] == pytest.approx(0.003)
     assert found["computing"] == pytest.approx(0.006)
 

@@ -10,10 +10,9 @@ from topotrain.config.job_file import dumps_cluster
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.advice.candidate_list import CandidateSource, LeftOut, not_considered
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
-from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, processes_of
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, planned_memory, processes_of
 from topotrain.tools.prediction.speed_bounds import SpeedBound, speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
@@ -42,7 +41,7 @@ class Rehearsed:
     @property
     def is_exact(self) -> bool:
         """Whether the updates are those of one process."""
-        return not self.candidate.changes and self.prediction.same_as_one_process
+        return not self.candidate.changes
 
     @property
     def reason(self) -> str:

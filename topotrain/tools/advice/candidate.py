@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from topotrain.config.job import Agreement, Compression, Job
+from topotrain.config.job import Job
 from topotrain.config.topology import Topology
 from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.rehearsable import changes
 
 _NAMED = 4
 """Idle hosts that are named in a label."""
@@ -65,17 +66,7 @@ class Candidate:
 
         Empty: they do not differ.
         """
-        cluster, topology = self.job.cluster, self.topology
-        several = topology.worker_groups > 1
-        conditions = {
-            "groups never meet": several and topology.implicit,
-            "asynchronous": several and not topology.implicit and (cluster.outer is None or cluster.quorum > 0),
-            "local steps": cluster.outer is not None or max(cluster.n_push, cluster.n_fetch) > 1,
-            "averages": topology.synced and cluster.agreement is not Agreement.kMaster,
-            "lossy compression": cluster.compression is not Compression.kNone,
-            "drops late gradients": cluster.backup > 0,
-        }
-        return tuple(text for text, holds in conditions.items() if holds)
+        return changes(self.job)
 
     @property
     def processes(self) -> int:

@@ -9,9 +9,8 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.core.profiling.spans import ProcessSpans, Span, to_json
 from topotrain.tools.monitor import trace_export
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import Prediction
-from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, processes_of, steady
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, planned_memory, processes_of, steady
 from topotrain.tools.prediction.rehearsal import Rehearsal, Stepped
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class

@@ -1,9 +1,15 @@
-"""Which jobs can be rehearsed, and what a rehearsal leaves out."""
+"""Which jobs can be rehearsed, what memory they need, and whether they change the updates."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
-from topotrain.config.job import Compression, ConfigError, Job
+from topotrain.config.job import Agreement, Compression, ConfigError, Job
 from topotrain.config.topology import Topology
+from topotrain.tools.plan.layout_plan import PlannedSchema, plan
+from topotrain.tools.prediction.machines import Machines
+from topotrain.tools.prediction.prediction import ProcessMemory
+from topotrain.tools.probe.probe_file import Probe
 
 MOST_PROCESSES = 64
 """Workers and servers that are rehearsed each for itself."""
@@ -41,12 +47,38 @@ def check(job: Job, topology: Topology) -> None:
         raise ConfigError("cluster.nserver_groups", cluster.nserver_groups, accepted)
 
 
-def same_as_one_process(job: Job) -> bool:
-    """Whether a job computes the same as one process would.
+def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topology) -> Sequence[ProcessMemory]:
+    """Return the training state of each process.
 
-    Its updates are then synchronous, and nothing is lossy.
+    Raises:
+        ConfigError: a host would need more than it has.
+    """
+    optimizer = probe.optimizer
+    planned = plan(job, PlannedSchema(probe.schema(), optimizer.state_factor, optimizer.momentum, (optimizer.name,)))
+    if machines.memory_bytes is not None:
+        on_host: dict[int, int] = defaultdict(int)
+        for process in planned.memory:
+            on_host[topology.host_of(process.resident)] += process.total
+        host, most = max(on_host.items(), key=lambda each: each[1])
+        if most > machines.memory_bytes:
+            needed = f"host {host} needs {most / 1e9:,.3g} GB of training state, without activations"
+            raise ConfigError("--memory", f"{machines.memory_bytes / 1e9:,.3g} GB", f"is too little: {needed}")
+    return tuple(ProcessMemory(str(process.resident), process.total) for process in planned.memory)
+
+
+def changes(job: Job) -> tuple[str, ...]:
+    """Return the reasons why the updates of a job differ from those of one process.
+
+    Empty: they do not differ.
     """
     cluster = job.cluster
-    local = cluster.outer is not None or cluster.n_push > 1 or cluster.n_fetch > 1
-    lossy = cluster.compression is not Compression.kNone
-    return cluster.nworker_groups == 1 and not (local or lossy or cluster.backup)
+    several, implicit = cluster.nworker_groups > 1, cluster.nserver_groups == 0
+    conditions = {
+        "groups never meet": several and implicit,
+        "asynchronous": several and not implicit and (cluster.outer is None or cluster.quorum > 0),
+        "local steps": cluster.outer is not None or max(cluster.n_push, cluster.n_fetch) > 1,
+        "averages": cluster.nserver_groups > 1 and cluster.agreement is not Agreement.kMaster,
+        "lossy compression": cluster.compression is not Compression.kNone,
+        "drops late gradients": cluster.backup > 0,
+    }
+    return tuple(text for text, holds in conditions.items() if holds)

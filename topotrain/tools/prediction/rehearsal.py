@@ -22,7 +22,7 @@ from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
-from topotrain.tools.prediction.rehearsed.counted_operations import OperationCosts
+from topotrain.tools.prediction.rehearsed.counted_operations import WorkMeter
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
 from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
 from topotrain.tools.prediction.rehearsed.rehearsed_network import Hosts, RehearsedTransport
@@ -103,7 +103,6 @@ class Rehearsal(SimCluster):
         """When all workers had made their first steps, or the job as a whole enough of them."""
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
-        self._costs = OperationCosts(probe.kernels, probe.optimizer, job.cluster.compression is not Compression.kNone)
         self._shares = job.cluster.transport is not TransportChoice.kTcp
         super().__init__(job, seed, None, probe.schema())
         self.scripts = [
@@ -137,13 +136,15 @@ class Rehearsal(SimCluster):
         topology = self.topology
         self.hosts = Hosts(self.sim, topology, self.machines, self.probe)
         self.messages = MessageRecords(topology.worker_groups == 1)
+        coded = topology.cluster.compression is not Compression.kNone
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
                 # With inline servers the worker's thread does the work of its server.
                 process = Address(Role.WORKER, 0, me.index) if topology.inline else me
                 if process not in self.work:
+                    meters = WorkMeter(self.probe, coded), WorkMeter(self.probe, coded, optimizes=False)
                     cores = self.hosts.cores_of(process)
-                    self.work[process] = ProcessWork(str(process), self.sim, cores, self._costs, topology.inline)
+                    self.work[process] = ProcessWork(str(process), self.sim, cores, meters, topology.inline)
                 self.work[me] = self.work[process]
         return RehearsedTransport(self.sim, self.probe, self.hosts, self.work, self.messages)
 

@@ -10,9 +10,8 @@ from statistics import fmean, median
 from topotrain.config.topology import Address, Role
 from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.measured_errors import expected_error
-from topotrain.tools.prediction.planned_memory import planned_memory
 from topotrain.tools.prediction.prediction import BusyResource, LinkLoad, Prediction, Staleness, StepParts, Wait
-from topotrain.tools.prediction.rehearsable import processes_of, same_as_one_process
+from topotrain.tools.prediction.rehearsable import changes, planned_memory, processes_of
 from topotrain.tools.prediction.rehearsal import Rehearsal
 from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
@@ -55,15 +54,15 @@ class RehearsalResult:
             start_s=start_s,
             goodput=goodput(job, topology, rehearsal.machines, rehearsal.probe, step_s),
             error=expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
-            same_as_one_process=same_as_one_process(job),
+            same_as_one_process=not changes(job),
             seed=rehearsal.sim.seed,
         )
 
     def _rate(self, script: RehearsedWorker) -> float:
-        """Return the steps of a worker per second."""
+        """Return the steps of a worker per second that count."""
         measured = self._measured(script)
         if measured:
-            return len(measured) / (measured[-1].ended - measured[0].begun)
+            return sum(not record.late for record in measured) / (measured[-1].ended - measured[0].begun)
         # Too slow for a step in all of the rehearsal: by arithmetic, and as long as the slowest worker of its group.
         usual = median(record.ended - record.begun for record in self._steps)
         group = [each for each in self._rehearsal.scripts if each.me.group == script.me.group]

@@ -104,7 +104,7 @@ class OrderedSteps:
                 {"name": p.name, "shape": p.shape, "dtype": p.dtype, "trainable": p.trainable, "ready": ready}
                 for p, ready in rows
             ],
-            "full": step_fields(full, small, _samples_per_epoch(recorder.made.loader)) if full else None,
+            "full": step_fields(full, small) if full else None,
         }
 
     def _small_size(self) -> int:
@@ -115,7 +115,7 @@ class OrderedSteps:
         return small if small < self._watch.full else 0
 
 
-def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes], samples_per_epoch: int) -> dict[str, Any]:
+def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes]) -> dict[str, Any]:
     """Return the fields of a probe for steps of two sizes of batch, and the mean seconds of forward and backward.
 
     A line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
@@ -137,16 +137,8 @@ def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes], samples_p
         fixed_s=fixed,
         per_sample_s=per_sample,
         steps=len(full),
-        samples_per_epoch=samples_per_epoch,
     )
     return {"batch": asdict(batch), "spread": spread(full), "computing": fmean(each.computing for each in full)}
-
-
-def _samples_per_epoch(loader: Any) -> int:
-    try:
-        return 0 if loader is None else len(loader.dataset)
-    except TypeError:  # a stream
-        return 0
 
 
 def run(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:

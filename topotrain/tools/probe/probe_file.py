@@ -9,8 +9,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -53,13 +51,12 @@ _Share = Annotated[float, _within(0, 1)]
 class Machine:
     """The machine of a probe.
 
-    cpu: name of the processor. cores: those that a process may use. system: the operating system.
+    cpu: name of the processor. cores: those that a process may use.
     """
 
     cpu: str
     cores: Annotated[int, whole(1, 1 << 16)]
     memory_bytes: _Whole
-    system: str
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,6 @@ class ProbedBatch:
         optimizer_s: the optimizer's step in the script's own process, which a job does not have on its workers.
         fixed_s: of forward and backward, for any size of batch.
         per_sample_s: of forward and backward, for each sample. 0: only one size could be measured.
-        samples_per_epoch: in the loader. 0: this is not known.
     """
 
     size: Annotated[int, whole(1, 10**9)]
@@ -110,7 +106,6 @@ class ProbedBatch:
     fixed_s: _StepS
     per_sample_s: _StepS
     steps: _Whole
-    samples_per_epoch: _Whole
 
     def compute_s(self, samples: int) -> float:
         """Return the seconds of forward and backward for so many samples."""
@@ -180,7 +175,6 @@ class Probe:
 
     Attributes:
         version: of the file's format.
-        made_at: seconds since 1970.
         versions: of topotrain, torch and python.
         program: name of the script's file, without its folder.
         spread: standard deviation of a step's own time, over its mean.
@@ -192,7 +186,6 @@ class Probe:
     """
 
     version: int
-    made_at: Annotated[float, number("a number >= 0", 0)]
     machine: Machine
     versions: dict[str, str]
     program: str
@@ -207,14 +200,9 @@ class Probe:
     sharing: dict[int, Annotated[float, _within(1, 1000)]]
     start_s: _StepS
 
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the model: of names, shapes, types, and which are trained."""
-        return _digest(self.model)
-
     def to_json(self) -> str:
         """Return the text of the file."""
-        return json.dumps(asdict(self) | {"digest": self.digest}, indent=2) + "\n"
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     def schema(self) -> tuple[Parameter, ...]:
         """Return the parameters as servers see them, each contiguous."""
@@ -222,14 +210,13 @@ class Probe:
 
     def check_model(self, parameters: Iterable[Parameter | ProbedParameter], program: str) -> None:
         """Check that the probe is of this model, which `program` has. Raises ConfigError."""
-        if _digest(parameters) != self.digest:
+        if list(map(_description, parameters)) != list(map(_description, self.model)):
             why = f"a probe of another model, made with {self.program}; `topotrain probe {program}` makes one of this"
             raise ConfigError("--probe", None, why)
 
 
-def _digest(parameters: Iterable[Parameter | ProbedParameter]) -> str:
-    rows = [[p.name, list(p.shape), p.dtype, p.trainable] for p in parameters]
-    return sha256(json.dumps(rows).encode()).hexdigest()
+def _description(parameter: Parameter | ProbedParameter) -> tuple[Any, ...]:
+    return parameter.name, tuple(parameter.shape), parameter.dtype, parameter.trainable
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,8 +256,6 @@ def parse_probe(data: object) -> Probe:
     if not found.batch.forward_s + found.batch.backward_s > 0:
         accepted = "must be above 0, alone or with batch.backward_s: a step needs time"
         raise ConfigError("batch.forward_s", found.batch.forward_s, accepted)
-    if data.get("digest", found.digest) != found.digest:
-        raise ConfigError("digest", data["digest"], "is not that of the model in the file")
     return found
 
 

@@ -72,7 +72,6 @@ class ProgramProbe:
         return parse_probe(
             {
                 "version": VERSION,
-                "made_at": time.time(),
                 "machine": asdict(_machine(self.cores)),
                 "versions": versions,
                 "program": Path(self.program).name,
@@ -205,5 +204,4 @@ def _fits(alone: dict[str, Any], count: int) -> bool:
 
 def _machine(cores: int) -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    system = f"{platform.system()} {platform.release().partition('-')[0]}"
-    return Machine(processor_name(), cores, memory, system)
+    return Machine(processor_name(), cores, memory)

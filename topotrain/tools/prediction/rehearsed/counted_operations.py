@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from topotrain.tools.probe.probe_file import ProbedKernels, ProbedOptimizer
+from topotrain.tools.probe.probe_file import Probe
 
 _SMALL = 8192
 """Elements up to which an operation in place is done: counters of an optimizer, flags, and trials of kernels."""
@@ -23,54 +23,20 @@ _MADE = frozenset({"zeros", "empty", "empty_strided", "zeros_like", "empty_like"
 """Memory that is asked for, and written later if at all."""
 
 
-class OperationCosts:
-    """The cost of one operation, by a probe.
+class WorkMeter:
+    """Seconds of a core that one thread of a simulated process has worked, and has not spent yet.
 
     Args:
-        kernels: plain operations.
-        optimizer: a fused kernel of an optimizer.
+        probe: has the costs of operations.
         coded: messages are encoded. Otherwise the calls of the few operations for a message are in the probe's time
             of a message.
+        optimizes: its optimizer counts. That of a script is in the probe's time of a step.
     """
 
-    def __init__(self, kernels: ProbedKernels, optimizer: ProbedOptimizer, coded: bool = False) -> None:
-        self._kernels, self._optimizer = kernels, optimizer
-        self._call_s = kernels.operation_s if coded else 0.0
-
-    def seconds(self, name: str, view: bool, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> float:
-        """Return the seconds of an operation.
-
-        Args:
-            name: such as "add_".
-            view: the result is a view, which reads nothing.
-            tensors: that are given.
-            made: the results that are none of them.
-        """
-        kernels = self._kernels
-        if view or name in _MADE:
-            return 0.0
-        if name in _COPIES:
-            # A copy reads as much as it writes, and the probe has seconds for each byte that is copied.
-            written = made or tensors[: max(1, len(tensors) // 2)]
-            return self._call_s + kernels.copy_byte_s * sum(each.nbytes for each in written)
-        return self._call_s + kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
-
-    def optimizer_s(self, values: Sequence[torch.Tensor]) -> float:
-        """Return the seconds of one call of the optimizer's kernel for these values."""
-        return self._optimizer.fixed_s + self._optimizer.element_s * sum(each.numel() for each in values)
-
-
-class WorkMeter:
-    """Seconds of a core that one thread has worked, and has not spent yet.
-
-    The thread is one of a simulated process.
-
-    optimizes: its optimizer counts. That of a script is in the probe's time of a step.
-    """
-
-    def __init__(self, costs: OperationCosts, optimizes: bool = True) -> None:
-        self._costs, self._optimizes = costs, optimizes
-        self._counting = False
+    def __init__(self, probe: Probe, coded: bool, optimizes: bool = True) -> None:
+        self._kernels, self._optimizer = probe.kernels, probe.optimizer
+        self._call_s = probe.kernels.operation_s if coded else 0.0
+        self._optimizes, self._counting = optimizes, False
         self.pending = 0.0
 
     def add(self, seconds: float) -> None:
@@ -83,23 +49,32 @@ class WorkMeter:
         return taken
 
     @contextmanager
-    def counting(self, counts: bool = True) -> Iterator[None]:
-        """Inside, operations on tensors count as work, or do not."""
-        before, self._counting = self._counting, counts
+    def counting(self) -> Iterator[None]:
+        """Inside, operations on tensors count as work."""
+        before, self._counting = self._counting, True
         try:
             yield
         finally:
             self._counting = before
 
-    def note(self, name: str, view: bool, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """Count an operation, if operations count now."""
-        if self._counting:
-            self.pending += self._costs.seconds(name, view, tensors, made)
+    def note(self, name: str, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
+        """Count an operation such as "add_", if operations count now.
+
+        tensors: that are given. made: the results that are none of them.
+        """
+        if not self._counting or name in _MADE:
+            return
+        if name in _COPIES:
+            # A copy reads as much as it writes, and the probe has seconds for each byte that is copied.
+            written = made or tensors[: max(1, len(tensors) // 2)]
+            self.pending += self._call_s + self._kernels.copy_byte_s * sum(each.nbytes for each in written)
+        else:
+            self.pending += self._call_s + self._kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
 
     def note_optimizer(self, values: Sequence[torch.Tensor]) -> None:
-        """Count a call of an optimizer's kernel, if operations count now."""
+        """Count a call of the optimizer's kernel for these values, if operations count now."""
         if self._counting and self._optimizes:
-            self.pending += self._costs.optimizer_s(values)
+            self.pending += self._optimizer.fixed_s + self._optimizer.element_s * sum(each.numel() for each in values)
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,16 +100,17 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         given = list(_tensors((*args, *(kwargs or {}).values())))
         if _in_place(name) and given and given[0].numel() > _SMALL and given[0].is_floating_point():
-            self._meter.note(name, False, given, ())
+            self._meter.note(name, given)
             # A list of tensors in place has no result.
             return args[0] if isinstance(args[0], torch.Tensor) else None
         result = func(*args, **(kwargs or {}))
         if name.startswith(_FUSED):
             self._meter.note_optimizer(args[0])
             return result
-        known = set(map(id, given))
-        made = [each for each in _tensors((result,)) if id(each) not in known]
-        self._meter.note(name, func.is_view, given, made)
+        # A view reads nothing.
+        if not func.is_view:
+            known = set(map(id, given))
+            self._meter.note(name, given, [each for each in _tensors((result,)) if id(each) not in known])
         return result
 
 

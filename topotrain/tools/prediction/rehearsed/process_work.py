@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
 from topotrain.tools.prediction.host_resources import HostCores
-from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, OperationCosts, WorkMeter
+from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, WorkMeter
 from topotrain.tools.simulator.sim_network import Simulation
 
 Action = Callable[[], None]
@@ -57,15 +57,15 @@ class ProcessWork:
         name: of the process.
         sim: the virtual time.
         cores: of its host.
-        costs: of operations.
+        meters: of the messages' thread, and of the script's.
         on_script: messages are handled on the script's thread, while it waits.
     """
 
     def __init__(
-        self, name: str, sim: Simulation, cores: HostCores, costs: OperationCosts, on_script: bool = False
+        self, name: str, sim: Simulation, cores: HostCores, meters: tuple[WorkMeter, WorkMeter], on_script: bool
     ) -> None:
         self.name, self.cores = name, cores
-        self.meter, self.script_meter = WorkMeter(costs), WorkMeter(costs, optimizes=False)
+        self.meter, self.script_meter = meters
         self.handling = False
         """Whether a message is being handled at this moment of the virtual time."""
         self.busy = False

@@ -38,6 +38,7 @@ class StepRecord:
         begun, computed, ended: when it began, when its last gradient was computed, and when its values were there.
         exchanged: whether the worker pushed in this step.
         staleness: as in `StepOutcome`.
+        late: the group has made the step without this worker, whose batch counts for nothing and is given again.
     """
 
     number: int
@@ -46,6 +47,7 @@ class StepRecord:
     ended: float
     exchanged: bool
     staleness: tuple[int, ...]
+    late: bool = False
 
 
 class RehearsedModel(nn.Module):
@@ -193,7 +195,7 @@ class RehearsedWorker:
             while True:
                 worker.drawn(stream, number, float(max(1, self.samples)), self.samples)
                 self.records.append(self._step(worker, order))
-                number += 1
+                number += not self.records[-1].late
                 step_over()
 
     def _open(self) -> Worker:
@@ -258,9 +260,10 @@ class RehearsedWorker:
         for tensor in worker.parts.tensors:
             tensor.grad = None
         work.spend()
-        staleness = () if outcome is None or outcome.late else outcome.staleness
+        late = outcome is not None and outcome.late
+        staleness = () if outcome is None or late else outcome.staleness
         exchanged = worker.committed != number
-        return StepRecord(number, begun, step.computed, work.now(), exchanged, staleness)
+        return StepRecord(number, begun, step.computed, work.now(), exchanged, staleness, late)
 
     def _drawn(self) -> float:
         """Draw how much longer than the mean a step takes.
