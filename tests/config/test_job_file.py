@@ -211,6 +211,7 @@ def test_a_typo_next_to_what_is_read_over_is_still_an_error() -> None:
     [
         ("cluster.nworker_groups=3", Job(cluster=Cluster(nworker_groups=3, workspace="w"))),
         ("cluster.workspace=a b", Job(cluster=Cluster(workspace="a b"))),
+        ("cluster.workspace=a=b", Job(cluster=Cluster(workspace="a=b"))),
         ('cluster.workspace="a\\"b"', Job(cluster=Cluster(workspace='a"b'))),
         ("cluster.workspace=", Job(cluster=Cluster())),
         ("cluster.shares=[2]", Job(cluster=Cluster(workspace="w", shares=(2,)))),

@@ -104,7 +104,7 @@ def play_drops(seed: int) -> bool:
 
 
 def test_the_commits_say_which_gradients_are_in_a_sum() -> None:
-    assert all(play_drops(seed) for seed in seeds(20))
+    assert all(play_drops(seed) for seed in seeds(20, 5, 9, 10))
 
 
 def play_weights(seed: int) -> bool:

@@ -267,6 +267,8 @@ def test_shares_cover_the_batch_in_order(samples, workers, min_share, data):
 def test_shares_follow_their_claims():
     assert cut(10, 3, (0.7, 0.2, 0.1)) == ((0, 7), (7, 9), (9, 10))
     assert cut(10, 3, (0.7, 0.2, 0.1), 2) == ((0, 7), (7, 10), (0, 0))
+    # Three quarters as a float are a little less.
+    assert cut(4, 3, (0.3, 0.3, 0.2)) == ((0, 1), (1, 3), (3, 4))
     assert cut(3, 4) == ((0, 1), (1, 2), (2, 3), (0, 0))
     assert cut(3, 2, (), 2) == ((0, 3), (0, 0))
 
