@@ -10,7 +10,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -43,12 +43,12 @@ from topotrain.core.events import (
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.progress.process_states import ProcessStates
 from topotrain.tools.monitor.progress.process_tally import Point, ProcessCounts, ProcessTally, mean_point
-from topotrain.tools.monitor.round_report import RoundReport
+from topotrain.tools.monitor.round_report import round_report
 from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
 
 _FIRST = Address(Role.WORKER, 0, 0)
-_KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resized, Tabled, Tested)
+_KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resized, StateTaken, Tabled, Tested)
 """Events of which the report needs each one."""
 _E = TypeVar("_E", bound=Event)
 _MOST_SKIPS = 100  # step numbers kept of each worker
@@ -114,7 +114,7 @@ class Report:
         self._kept: dict[type[Event], list[Event]] = {kind: [] for kind in _KEPT}
         self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
-        self._rounds = RoundReport()
+        self._rounds: Rounds | None = None
 
     @property
     def topology(self) -> Topology:
@@ -141,8 +141,8 @@ class Report:
                 self._skips.setdefault(event.who, _Skips()).record(event)
             case Resized():
                 self._tally_all()
-            case Rounds() | StateTaken():
-                self._rounds.record(event)
+            case Rounds():
+                self._rounds = event
             case Started():
                 self._trains_on(event.who)
             case _:
@@ -214,7 +214,7 @@ class Report:
             "evaluations_skipped": max((test.skipped for test in tests), default=0),
             **_staleness(workers),
             "server_groups_apart": _apart(list(self._apart.values())),
-            "rounds": self._rounds.as_data(tallies),
+            "rounds": round_report(self._rounds, self._all(StateTaken), tallies),
             **_traffic(list(tallies.values())),
             "tables": _tables(self._all(Tabled)),
             "final": next((each.path for each in reversed(self._all(Final))), None),
@@ -364,9 +364,7 @@ def _traffic(tallies: Sequence[ProcessTally]) -> dict[str, int]:
 
 
 def _cause(failed: Failed | None) -> dict[str, str] | None:
-    if failed is None:
-        return None
-    return {"who": failed.who, "kind": failed.kind, "text": failed.text, "traceback": failed.traceback}
+    return None if failed is None else asdict(failed)
 
 
 def story(cause: Failed, job: Job, topology: Topology) -> str:

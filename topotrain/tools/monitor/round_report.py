@@ -1,47 +1,39 @@
 """The part of a report about rounds, and about workers that train alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from topotrain.core.events import Rounds, StateTaken
 from topotrain.tools.monitor.progress.process_tally import ProcessTally
 
 
-class RoundReport:
-    """Collects the events of an outer optimizer."""
+def round_report(
+    rounds: Rounds | None, taken: Sequence[StateTaken], tallies: Mapping[str, ProcessTally]
+) -> dict[str, Any] | None:
+    """Return the figures of rounds and workers; None: there is no outer optimizer.
 
-    def __init__(self) -> None:
-        self._rounds: Rounds | None = None
-        self._states = {True: 0, False: 0}  # those that were taken from another group, and those that were not
-
-    def record(self, event: Rounds | StateTaken) -> None:
-        if isinstance(event, Rounds):
-            self._rounds = event
-        else:
-            self._states[event.whole] += 1
-
-    def as_data(self, tallies: Mapping[str, ProcessTally]) -> dict[str, Any] | None:
-        """Return the figures of rounds and workers; None: there is no outer optimizer."""
-        alone = {who: tallies[who].whole for who in sorted(tallies) if tallies[who].trains_alone}
-        if self._rounds is None and not alone:
-            return None
-        return {
-            **_of_rounds(self._rounds),
-            "lost_steps": sum(counts.lost for counts in alone.values()),
-            "states_taken": self._states[True],
-            "states_missed": self._states[False],
-            "workers": [
-                {
-                    "who": who,
-                    "steps": counts.made,
-                    "lost_steps": counts.lost,
-                    "waited_s": counts.waited_s,
-                    "bytes_out": counts.bytes_out,
-                    "bytes_in": counts.bytes_in,
-                }
-                for who, counts in alone.items()
-            ],
-        }
+    rounds: the last event about them. taken: all states that were taken from another group, or were not.
+    """
+    alone = {who: tallies[who].whole for who in sorted(tallies) if tallies[who].trains_alone}
+    if rounds is None and not alone:
+        return None
+    return {
+        **_of_rounds(rounds),
+        "lost_steps": sum(counts.lost for counts in alone.values()),
+        "states_taken": sum(each.whole for each in taken),
+        "states_missed": sum(not each.whole for each in taken),
+        "workers": [
+            {
+                "who": who,
+                "steps": counts.made,
+                "lost_steps": counts.lost,
+                "waited_s": counts.waited_s,
+                "bytes_out": counts.bytes_out,
+                "bytes_in": counts.bytes_in,
+            }
+            for who, counts in alone.items()
+        ],
+    }
 
 
 def _of_rounds(found: Rounds | None) -> dict[str, Any]:
