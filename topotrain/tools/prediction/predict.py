@@ -54,10 +54,7 @@ def predict(
         )
         raise ConfigError("workers and servers", processes_of(topology), accepted)
     with _enough_memory():
-        rehearsal = Rehearsal(job, probe, machines, seed, stepped=stepped)
-        if trace is not None:
-            # The second measured step.
-            rehearsal = Rehearsal(job, probe, machines, seed, rehearsal.measured.start + 2, stepped)
+        rehearsal = Rehearsal(job, probe, machines, seed, trace is not None, stepped)
         predicted = RehearsalResult(rehearsal.run()).prediction()
     if trace is not None:
         _write_trace(rehearsal, trace)

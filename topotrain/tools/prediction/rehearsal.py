@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.client.client import Client
+from topotrain.core.client.client_context import Waiter
 from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
 from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 from topotrain.tools.prediction.rehearsed.counted_operations import WorkMeter
@@ -30,7 +29,6 @@ from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorke
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, StillRuns
-from topotrain.tools.simulator.sim_unit_links import reduction_of
 
 WARM_UP = 3
 """Steps of each worker before the measured ones."""
@@ -83,7 +81,7 @@ class Rehearsal(SimCluster):
         probe: the times.
         machines: hosts and links.
         seed: of all draws.
-        traced: the step of which spans are kept, from 1; 0: none.
+        traced: the spans of the second measured step are kept.
         stepped: is called at each step.
     """
 
@@ -93,7 +91,7 @@ class Rehearsal(SimCluster):
         probe: Probe,
         machines: Machines,
         seed: int = 0,
-        traced: int = 0,
+        traced: bool = False,
         stepped: Stepped = lambda made, most: None,
     ) -> None:
         self.probe, self.machines = probe, machines
@@ -103,7 +101,7 @@ class Rehearsal(SimCluster):
         """When all workers had made their first steps, or the job as a whole enough of them."""
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
-        self._shares = job.cluster.transport is not TransportChoice.kTcp
+        self.shared = job.cluster.transport is not TransportChoice.kTcp
         super().__init__(job, seed, None, probe.schema())
         self.scripts = [
             RehearsedWorker(
@@ -119,7 +117,7 @@ class Rehearsal(SimCluster):
             for number, me in enumerate(self.workers)
         ]
         for script in self.scripts if traced else ():
-            recorder = self.recorders[script.me] = WorkerRecorder(traced, script.clock)
+            recorder = self.recorders[script.me] = WorkerRecorder(self._traced_step, script.clock)
             self.clients[script.me].channel.record_spans(recorder)
 
     # --- how it is made ------------------------------------------------------------------------------------------
@@ -150,25 +148,16 @@ class Rehearsal(SimCluster):
 
     def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
         sender = SimSender(self.transport, me)
-        server = make_server(me, self.job, self.topology, PrivateMemory(), self._shares, sender, resumed)
+        server = make_server(me, self.job, self.topology, PrivateMemory(), self.shared, sender, resumed)
         made = RehearsedServer(server, self.transport, self.work[me])
         if self._traced:
-            recorder = ServerRecorder(self._traced, VirtualClock(made.work), str(me), server.groups)
+            recorder = ServerRecorder(self._traced_step, VirtualClock(made.work), str(me), server.groups)
             self.recorders[me] = recorder
             server.record_spans(recorder)
         return made
 
-    def _make_client(self, me: Address) -> Client:
-        sender, waiter = SimSender(self.transport, me), ScriptWaiter(self.work[me], self.sim)
-        gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
-        extensions = (*client_extensions(self.topology), *sums)
-        client = Client(
-            me, self.topology, sender, waiter, shared=self._shares, extensions=extensions, gradients=gradients
-        )
-        self.transport.attach(me, client)
-        for server in {*client.channel.servers, client.channel.first_server}:
-            self.transport.connect(me, server, "")
-        return client
+    def _waiter(self, me: Address) -> Waiter:
+        return ScriptWaiter(self.work[me], self.sim)
 
     # --- how it runs -----------------------------------------------------------------------------------------------
 
@@ -181,6 +170,11 @@ class Rehearsal(SimCluster):
         # Whole rounds.
         first = -(-WARM_UP // period) * period
         return range(first, first + -(-few // period) * period)
+
+    @property
+    def _traced_step(self) -> int:
+        """The second measured step, counted from 1."""
+        return self.measured.start + 2
 
     def _step_over(self) -> None:
         self._made += 1

@@ -20,6 +20,7 @@ from topotrain.config.job import Grads, Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client, PeerLost, StepEnd, StepOutcome
+from topotrain.core.client.client_context import Waiter
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
@@ -101,6 +102,9 @@ class SimCluster:
     job: its program is not run. rate: the learning rate of the servers' SGD. resumed: the snapshot to resume from.
     """
 
+    shared = False
+    """Whether the processes of a host show each other memory."""
+
     def __init__(
         self,
         job: Job,
@@ -147,14 +151,19 @@ class SimCluster:
                 self.transport.connect(me, peer, "")
 
     def _make_client(self, me: Address) -> Client:
-        waiter, sender = self.sim, SimSender(self.transport, me)
+        sender = SimSender(self.transport, me)
         gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
         extensions = (*client_extensions(self.topology), *sums)
-        client = Client(me, self.topology, sender, waiter, extensions=extensions, gradients=gradients)
+        waiter, shared = self._waiter(me), self.shared
+        client = Client(me, self.topology, sender, waiter, shared, extensions=extensions, gradients=gradients)
         self.transport.attach(me, client)
         for server in {*client.channel.servers, client.channel.first_server}:
             self.transport.connect(me, server, "")
         return client
+
+    def _waiter(self, me: Address) -> Waiter:
+        """Return the waits of a worker's script."""
+        return self.sim
 
     def may_be_lost(self, cell: int) -> bool:
         """Whether the batch of a cell may be in no values, although its epoch is over."""
