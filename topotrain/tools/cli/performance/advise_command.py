@@ -13,6 +13,7 @@ from topotrain.config.job import Job
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job, writing
 from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 if TYPE_CHECKING:
@@ -148,8 +149,8 @@ def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
     if tried:
         measured_probe.check_model_of(found, job.program, job.args, forkserver)
         measured_probe.note_other_machine(found, file)
-    else:
-        measured_probe.note_not_run(found, file, job.program)
+    elif job.program:
+        say(f"all figures are those of {file}, made with {found.program}: {job.program} is not run")
     return found
 
 

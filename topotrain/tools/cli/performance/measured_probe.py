@@ -45,19 +45,6 @@ def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver
         made.check(probe)
 
 
-def note_other_program(probe: "Probe", file: Path, program: str) -> None:
-    """Warn that a probe was made with another program than the job's, if it has one."""
-    # A probe has no folder of its program.
-    if program and Path(program).name != probe.program:
-        say(f"warning: {file} was made with {probe.program}, and the job has the program {program}")
-
-
-def note_not_run(probe: "Probe", file: Path, program: str) -> None:
-    """Say that a program is not run, because its figures are those of a probe."""
-    if program:
-        say(f"all figures are those of {file}, made with {probe.program}: {program} is not run")
-
-
 def note_other_machine(probe: "Probe", file: Path) -> None:
     """Warn that a probe was made on another machine, or with other versions.
 

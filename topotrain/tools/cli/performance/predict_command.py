@@ -8,6 +8,7 @@ from typer import Option
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import check_writable, load_job, with_link, writing
+from topotrain.tools.monitor.monitored_run import say
 from topotrain.tools.monitor.progress.progress_line import progress_line
 
 _MOST_SEED = 2**32 - 1
@@ -60,7 +61,7 @@ def predict(
     """
     if link and emulate:
         raise ConfigError("--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts")
-    from topotrain.tools.cli.performance.measured_probe import note_other_program, probe_of
+    from topotrain.tools.cli.performance.measured_probe import probe_of
     from topotrain.tools.prediction import predict as predictions
     from topotrain.tools.prediction.machines import parse_machines
     from topotrain.tools.prediction.prediction_text import prediction_text
@@ -75,7 +76,9 @@ def predict(
     else:
         file = probe or Path("probe.json")
         found = load_probe(file)
-        note_other_program(found, file, job.program)
+        # A probe has no folder of its program.
+        if job.program and Path(job.program).name != found.program:
+            say(f"warning: {file} was made with {found.program}, and the job has the program {job.program}")
     with writing("", trace), progress_line(late_s=_LATE_S) as line:
 
         def stepped(made: int, most: int) -> None:
