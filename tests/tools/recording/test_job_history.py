@@ -196,6 +196,16 @@ def test_the_states_of_a_server_and_of_a_group_that_leaves() -> None:
     assert [entry["kind"] for entry in made.view()["story"]] == ["left", "joined"]
 
 
+def test_a_server_inside_a_worker_has_the_state_of_the_worker() -> None:
+    hosted = {"nworker_groups": 1, "server_worker_separate": False}
+    made = told((1.0, step()), (1.5, events.ServerLoad("server 0/0", 5, 5, 0.1)), **hosted)
+    assert states(made, "worker 0/0") == states(made, "server 0/0") == ["computes"]
+    made.add(TimedEvent(2.0, events.Waits("worker 0/0", 1.0)))
+    made.add(TimedEvent(2.5, events.ServerLoad("server 0/0", 9, 9, 0.2)))
+    assert states(made, "server 0/0") == ["computes", "waits"]
+    assert made.summary()["servers"][0]["updates"] == 9
+
+
 def test_a_lost_unit_takes_its_processes_along() -> None:
     made = told((1.0, step("worker 1/0")), (2.0, events.Failed("unit 1", "died", "unit 1 vanished", "")))
     view = made.view()

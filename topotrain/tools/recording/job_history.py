@@ -221,8 +221,9 @@ class JobHistory:
             self._changed = now.number
 
     def _enter(self, process: ProcessTrack, now: Moment) -> None:
-        """Note the state of a process."""
-        if process.states.enter(now, process.state):
+        """Note the state of a process; a server inside a worker's process has that of the worker."""
+        hosted = process.is_server and self._processes.servers_in_workers
+        if not hosted and process.states.enter(now, process.state):
             self._mirror(process, now)
 
     def _mirror(self, process: ProcessTrack, now: Moment) -> None:
