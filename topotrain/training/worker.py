@@ -166,11 +166,11 @@ class Worker(BatchAccounting):
         """
         # They come from worker (0,0); in a split model, from the first worker of group 0 that holds the parameter.
         if self.me.group == 0 and any(space.sending_worker == self.me.index for space in self.map.spaces):
-            self.buffers.copy_from_model("local")
-            # Out of "local": "params" may be memory of the servers, which is not here yet.
-            self.client.send_initial("local")
+            self.buffers.copy_from_model(self.mirror.share)
+            # Out of this buffer: "params" may be memory of the servers, which is not here yet.
+            self.client.send_initial(self.mirror.share)
             # Until "params" is filled. The memory that the script made can be freed meanwhile.
-            self.buffers.live_in("local")
+            self.buffers.live_in(self.mirror.share)
         if self.client.model.windowed:
             self.client.shared_buffers.await_parameters()
         else:
@@ -530,6 +530,7 @@ def _path_of(worker: Worker, group_size: int) -> GradientPath:
     if job.apply is Apply.kOnArrival:
         return ArrivalPath(*args, hyper=worker.hyper)
     if group_size > 1 and job.grads is Grads.kVisible:
-        return MeanPath(*args)
+        # Local steps look for the culprit among the own gradients.
+        return MeanPath(*args, in_place=job.cluster.n_push == 1)
     # With local steps the pushed gradient is a sum that exists only at step(), so no backward can send it.
     return PushPath(*args, compare=group_size == 1, eager=job.cluster.n_push == 1)

@@ -143,7 +143,7 @@ class Client:
         for server in self.channel.servers:
             for part in schema.parts():
                 self.channel.send(server, part)
-            if self.model.windowed:
+            if self.model.windowed and adds:
                 self.shared_buffers.show("grad", server)
 
     def _body_codec(self, slice_map: SliceMap, flats: FlatBuffers, adds: bool) -> BodyCodec:

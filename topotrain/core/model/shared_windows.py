@@ -5,8 +5,8 @@ A *window* is a part of a process's flat buffer that another process maps. There
 - Parameters: one buffer for each worker group, or for several groups that share their values. The parameters of all its
   workers are views of it (in a split model, each in the spaces that it holds). Servers write it only while all workers
   of the group wait in `step()` or for a fetch.
-- Gradients: each worker's buffer "grad". The servers write a group's mean into it while the worker waits at the end of
-  its backward. At `step()` they read it, with the changes of the script.
+- Gradients: each worker's buffer "grad", where its script sees means. The servers write a group's mean into it before
+  the end of the backward. At `step()` they read it, with the changes of the script.
 
 The first server of a group distributes the parameter buffers. All processes compute here which buffers exist.
 """

@@ -204,8 +204,8 @@ def _worker(
         return replace(made, values=made.values + held, exchange=moving + coded)
     own = 0 if buffer_of(topology, who.group) == VALUES else held
     making = max(0, held - load.activations - moving)  # parameters of the script are copied into shared memory
-    exchange = held + moving + making  # `held`: a window for the servers' replies, beside the gradients
-    shared = 2 * held + own + load.passed
+    exchange = moving + making
+    shared = held + own + load.passed
     # Each parameter of the script is free when its view is mapped.
     made = replace(made, values=made.values + own, exchange=exchange, views=held - making)
     return replace(made, shared=shared, passed=load.passed, seen=held - own)

@@ -69,6 +69,8 @@ class ParameterHolder(ValueObserver, ABC):
         """The memory that each parameter must have after `move`."""
         self.own: set[int] = set()
         """Parameters without gradients that the script has written. New values leave them as they are."""
+        self.share = "local"
+        """The flat buffer of this worker's own gradients. If it is "grad", means of the group take their place."""
 
         self._versions: Sequence[int] = [0] * len(tensors)
 
@@ -84,6 +86,10 @@ class ParameterHolder(ValueObserver, ABC):
     def stepped(self) -> None:
         """The worker has changed the parameters by itself, which is no edit of the script."""
         self._versions = list(map(version_of, self._tensors))
+
+    def part(self) -> None:
+        """From here on the own gradients have a buffer apart from the means."""
+        self.share = "local"
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Set `.grad` of a parameter."""
@@ -103,11 +109,11 @@ class ParameterHolder(ValueObserver, ABC):
 
     @abstractmethod
     def send(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient into "local". It may arrive later, see `then`."""
+        """Copy a gradient into `share`. It may arrive later, see `then`."""
 
     @abstractmethod
     def keep(self, index: int) -> None:
-        """Note that `.grad` was sent, so it may become a view of "local"."""
+        """Note that `.grad` was sent, so it may become a view of `share`."""
 
     @abstractmethod
     def then(self, push: QueuedPush) -> None:
@@ -150,7 +156,7 @@ class HostParameters(ParameterHolder):
         self._view, self._own, self._regions = views.view, views.own, views.regions
         self._private: PrivateViews | None = None
         self._mapped: list[int] = []  # the parameter of each private view
-        self._local: dict[int, tuple[torch.Tensor, int]] = {}  # views of "local" and their addresses, by parameter
+        self._local: dict[int, tuple[torch.Tensor, int]] = {}  # views of `share` and their addresses, by parameter
         self._own_local: dict[int, torch.Tensor] = {}  # the same memory, see `ParameterViews.own`
 
     def move(self) -> None:
@@ -200,25 +206,30 @@ class HostParameters(ParameterHolder):
     def before_values(self) -> None:
         """Do nothing: `shared_windows` says which process may write when."""
 
+    def part(self) -> None:
+        super().part()
+        self._local.clear()
+        self._own_local.clear()
+
     def send(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient, unless it is "local" already."""
+        """Copy the gradient, unless it is there already."""
         # Hooks of every backward come here, so addresses and views are looked up once.
         local, address = self._local.get(index) or self._find_local(index)
-        # `keep` has made `.grad` a view of "local", and autograd accumulated into it.
+        # `keep` has made `.grad` a view of it, and autograd accumulated into it.
         if gradient.data_ptr() != address:
             local.copy_(gradient)
 
     def _find_local(self, index: int) -> tuple[torch.Tensor, int]:
-        local = self._view("local", index)
+        local = self._view(self.share, index)
         self._local[index] = local, local.data_ptr()
         return self._local[index]
 
     def keep(self, index: int) -> None:
-        """Make `.grad` a view of "local"."""
+        """Make `.grad` a view of `share`."""
         # This frees autograd's memory, so the next gradient can reuse memory that is in cache.
         gradient, local = self._tensors[index].grad, self._own_local.get(index)
         if local is None:
-            local = self._own_local[index] = self._own("local", index)
+            local = self._own_local[index] = self._own(self.share, index)
         # A history means create_graph=True: the tensor is the script's own, and overwriting it would change it.
         if gradient is not None and gradient.data_ptr() != local.data_ptr() and gradient.grad_fn is None:
             self._give(index, local)

@@ -104,7 +104,8 @@ class GradientPath(ABC):
     @property
     def sent(self) -> list[torch.Tensor | None]:
         """This worker's own gradients after the last backward; None: not held here."""
-        return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
+        here = self._hooked if self._mirror.share == "local" else ()  # the servers have looked at others
+        return [self._buffers.view("local", i) if i in here else None for i in range(len(self._tensors))]
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         # torch keeps such a hook where the garbage collector cannot see it. With a strong reference to this object a
@@ -207,7 +208,7 @@ class GradientPath(ABC):
         self._end()
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
-        """Copy a gradient into "local" and return the buckets that are full now."""
+        """Copy a gradient into the worker's share and return the buckets that are full now."""
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
@@ -228,13 +229,13 @@ class GradientPath(ABC):
         return full
 
     def _send(self, number: int, bucket: Bucket, present: int, fresh: bool = False) -> None:
-        """Send a bucket of "local" as soon as all its gradients have arrived there."""
-        body, weight = self._flats.view("local", bucket), self._batches.weight()
+        """Send a bucket of the share as soon as all its gradients have arrived there."""
+        body, weight = self._flats.view(self._mirror.share, bucket), self._batches.weight()
         self._mirror.then(QueuedPush(self._gradients, self._step, number, bucket, weight, present, body, fresh))
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """Zero the pieces without a gradient."""
-        local = self._flats.view("local", bucket)
+        local = self._flats.view(self._mirror.share, bucket)
         for i, piece in enumerate(bucket.pieces):
             if not self._arrived[bucket.id] >> i & 1:
                 local[bucket.place(piece)] = 0
@@ -302,9 +303,15 @@ class _MeanWithoutGraph(torch.autograd.Function):
 
 
 class MeanPath(GradientPath, MeanReader):
-    """Reduces every backward, so that `p.grad` is the group's mean."""
+    """Reduces every backward, so that `p.grad` is the group's mean.
 
-    def __init__(self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches) -> None:
+    Args:
+        in_place: in shared memory, means may take the place of the workers' own gradients.
+    """
+
+    def __init__(
+        self, buffers: ModelBuffers, gradients: GradientExchange, batches: StepBatches, in_place: bool = False
+    ) -> None:
         self._earlier: dict[int, torch.Tensor] = {}  # `.grad` from before this backward
         self._union = [0] * len(buffers.map.buckets)  # bit per piece with a mean in this step, by any worker
         self._sums: dict[int, torch.Tensor] = {}  # sum of the step's means by bucket, as the servers have it
@@ -319,6 +326,8 @@ class MeanPath(GradientPath, MeanReader):
         self._reads = 0  # steps in a row in which they were read
         self._was_read = False
         super().__init__(buffers, gradients, batches)
+        if in_place and gradients.model.windowed and isinstance(self._mirror, HostParameters):
+            self._mirror.share = "grad"
         self.look()
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -347,7 +356,7 @@ class MeanPath(GradientPath, MeanReader):
             self._begin()
         # To a gradient that the script has made of this share, autograd adds that of this backward.
         if tensor.grad is not None and not self._is_added_to(index, tensor.grad):
-            local = self._buffers.view("local", index)
+            local = self._buffers.view(self._mirror.share, index)
             if self.backwards and self._is_changed(index, tensor.grad):
                 self._touched.add(index)
             # A backward that raised has left a view of "local" here, which this backward overwrites.
@@ -359,6 +368,9 @@ class MeanPath(GradientPath, MeanReader):
 
     def _begin(self) -> None:
         self._give_up()
+        # To the mean in `.grad` that of this backward is added, so the gradients in between need a place of their own.
+        if self._mirror.share == "grad" and any(tensor.grad is not None for tensor in self._tensors):
+            self._mirror.part()
         # The servers are about to overwrite the means. Another backward of the step needs the sums of all.
         if self.backwards or any(known() is not None for known in self._unread.values()):
             self.read_means()

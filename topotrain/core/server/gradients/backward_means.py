@@ -37,7 +37,7 @@ from topotrain.core.server.gradients.gradient_source import (
     StepError,
 )
 from topotrain.core.server.gradients.unit_sums import HeldPushes
-from topotrain.core.server.nonfinite import NO_WORKER, nonfinite_segment, nonfinite_workers
+from topotrain.core.server.nonfinite import NO_WORKER, all_finite, nonfinite_segment, nonfinite_workers
 from topotrain.core.server.ordered_sum import Part
 
 IN_CACHE = 1 << 17
@@ -329,14 +329,13 @@ class BackwardMeans(GradientSource):
         """Write the edits (a bit per piece) over the gradient. False: one is not here."""
         return True
 
-    def _find_nonfinite(self, made_of: Mapping[int, Mapping[int, Part]]) -> dict[int, int]:
-        """`nonfinite_workers` of these buckets, each with the parts of its last mean."""
+    def _find_nonfinite(self, places: Iterable[int]) -> dict[int, int]:
+        """`nonfinite_workers` of the buckets at these places."""
         found: dict[int, int] = {}
-        for at, parts in made_of.items():
+        for at in places:
             bucket, present = self._buckets[at], self._present[at]
             segment = nonfinite_segment(bucket, present, self.gradient(bucket)) if present else None
             if segment is not None:
-                self._nonfinite |= nonfinite_workers(bucket, present, self.gradient(bucket), parts)
                 found[NO_WORKER] = segment
         named = {worker: where for worker, where in self._nonfinite.items() if worker != NO_WORKER}
         # Only if the gradient is not finite now: a script may have repaired a mean that was not.
@@ -421,7 +420,7 @@ class ReturnedMeans(BackwardMeans):
         return True
 
     def nonfinite_workers(self) -> dict[int, int]:
-        return self._find_nonfinite({at: {} for at in sorted(self._doubtful)})
+        return self._find_nonfinite(sorted(self._doubtful))
 
     def state_dict(self) -> State:
         own = {"edits": self._edits, "in_total": self._in_total, "doubtful": self._doubtful, "last": self._last}
@@ -437,7 +436,7 @@ class ReturnedMeans(BackwardMeans):
 
 
 class SharedMemoryMeans(BackwardMeans):
-    """Writes the means into the memory of the workers.
+    """Writes the means into the memory of the workers, where their own gradients may be.
 
     The update reads the memory of one worker, with the changes that its script has made. All workers of the step have
     the same means there.
@@ -453,33 +452,32 @@ class SharedMemoryMeans(BackwardMeans):
         self._reader = settings.reader
         super().__init__(settings)
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._last: dict[int, Mapping[int, Part]] = {}  # by place of a bucket: the parts of its last mean
-
     def _sum(self, bucket: int, present: int, parts: Mapping[int, Part], pushes: Sequence[Push]) -> ReducedBucket:
         at = bucket - self._first
-        self._last[at] = parts
         self._present[at] |= present
         # A worker that already has gradients of the step in its memory adds the mean to them by itself.
         if len(pushes) == len(self.participants) and all(push.fresh for push in pushes):
-            self._write(at, parts)
+            self._write(at, present, parts)
             return ReducedBucket(bucket, present, None)
         mean = self._buffers.view("mean", self._buckets[at])
         self._mean.write(parts, mean)
         self._note_nonfinite(self._buckets[at], present, mean, parts)
         return ReducedBucket(bucket, present, mean)
 
-    def _write(self, at: int, parts: Mapping[int, Part]) -> None:
+    def _write(self, at: int, present: int, parts: Mapping[int, Part]) -> None:
         """Write a mean right into the "grad" of every worker."""
-        first, *others = (self._buffers.view(f"grad {worker}", self._buckets[at]) for worker in self.participants)
+        targets = [self._buffers.view(f"grad {worker}", self._buckets[at]) for worker in self.participants]
         # Block by block: the sum is still in the cache when it is copied.
-        for lo in range(0, first.numel(), IN_CACHE):
+        for lo in range(0, targets[0].numel(), IN_CACHE):
             here = slice(lo, lo + IN_CACHE)
             block = {w: (weight, None if g is None else g[here]) for w, (weight, g) in parts.items()}
-            self._mean.write(block, first[here])
-            for other in others:
-                other[here].copy_(first[here])
+            mean = self._mean.passing(block)
+            # The copies overwrite the parts, and then nothing shows any more which of them is not finite.
+            if self._settings.checked and not all_finite(mean):
+                self._note_nonfinite(self._buckets[at], present, self._mean.passing(parts), parts)
+                mean = self._mean.passing(block)
+            for target in targets:
+                target[here].copy_(mean)
 
     def _complete(self) -> bool:
         self._choose_reader()
@@ -507,15 +505,11 @@ class SharedMemoryMeans(BackwardMeans):
 
     def nonfinite_workers(self) -> dict[int, int]:
         # A script may have changed any gradient in its memory, so all are looked at.
-        return self._find_nonfinite({at: self._last.get(at, {}) for at in range(len(self._buckets))})
-
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "last": self._last}
+        return self._find_nonfinite(range(len(self._buckets)))
 
     def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict`."""
         super().load_state_dict(state)
-        self._last = dict(state["last"])
         self._choose_reader()
 
 
