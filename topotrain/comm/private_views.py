@@ -85,6 +85,13 @@ class PrivateViews:
         _libc.madvise(self._base + first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
 
 
+def give_back_freed() -> None:
+    """Return freed memory of this process to the system, where the C library can."""
+    # glibc keeps freed memory of tensors up to 32 MB for the next ones.
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = _ACCESS) -> int:
     found = _libc.mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,20 @@ def check(buffers, parts):
     for tensor in parts.tensors:
         tensor.grad = torch.zeros_like(tensor) if tensor.is_floating_point() else None
     buffers.check()
+
+
+def anonymous_bytes():
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not hasattr(private_views._libc, "malloc_trim"), reason="the C library keeps freed memory")
+def test_the_memory_of_the_scripts_own_parameters_is_given_back():
+    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(1 << 10))
+    above = torch.ones(1 << 10)  # behind the parameters, where the heap could not become shorter
+    before = anonymous_bytes()
+    buffers, _ = moved(model)
+    assert before - anonymous_bytes() > 40 << 20
+    assert above.all() and buffers.map
 
 
 MODELS = {

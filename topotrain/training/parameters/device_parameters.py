@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from topotrain.comm.private_views import PrivateViews
+from topotrain.comm.private_views import PrivateViews, give_back_freed
 from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.sharding import Bucket
 from topotrain.core.client.step_exchange import GradientExchange
@@ -178,6 +178,9 @@ class HostParameters(ParameterHolder):
             self.memory[index] = self._private.tensor(number, shared[index])
             # At once, so that the memory that the parameter had is free before the next view counts as taken.
             move_to(self._tensors[index], self.memory[index])
+        # Before a backward: made between its gradients, these objects would split the memory of each that is freed.
+        self._own_local = {index: self._own(self.share, index) for index in self.memory}
+        give_back_freed()
 
     def edited(self) -> Iterable[int]:
         """Return the parameters with other bits than "params"; give back equal pages."""
