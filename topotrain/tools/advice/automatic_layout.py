@@ -1,6 +1,6 @@
 """The layout of a job with `cluster { auto: true }`: the fastest synchronous one in short runs on this machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from topotrain.config.job import ConfigError, Job
@@ -20,23 +20,8 @@ RUN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredLayout:
-    """A layout, and how fast it was. speed: in samples per second, or in steps where samples are not counted."""
-
-    candidate: Candidate
-    speed: float
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.candidate.label}: {self.speed:,.0f} {self.unit}/s"
-
-
-@dataclass(frozen=True, slots=True)
 class AutomaticLayout:
-    """The chosen layout, and what else was measured.
-
-    job: as if its cluster block had been written by hand. reason: why this layout was chosen.
-    """
+    """The chosen layout, and why it was chosen. job: as if its cluster block had been written by hand."""
 
     job: Job
     reason: str
@@ -68,17 +53,14 @@ def choose(job: Job, served: str = "", show: Callable[[str], None] = lambda text
         first = measure(alone)
         if first.failed:
             raise ConfigError("program", job.program, first.note)
-        unit = "samples" if first.samples_per_s else "steps"
-        speed = first.samples_per_s or first.steps_per_s
-        if not speed:
+        if not first.steps_per_s:
             return AutomaticLayout(alone.job, f"{alone.label}, because nothing could be compared: {first.note}")
-        found = [MeasuredLayout(alone, speed, unit)]
-        for candidate in list(_candidates(job, _workers(job, first)))[1:]:
-            run = measure(candidate)
-            speed = run.samples_per_s if unit == "samples" else run.steps_per_s
-            if speed:
-                found.append(MeasuredLayout(candidate, speed, unit))
-    return _fastest(found)
+        others = list(_candidates(job, _workers(job, first)))[1:]
+        runs = [(alone, first), *((each, measure(each)) for each in others)]
+    # Without a loader samples are not counted.
+    unit = "samples" if first.samples_per_s else "steps"
+    speeds = [(each, run.samples_per_s if unit == "samples" else run.steps_per_s) for each, run in runs]
+    return _fastest([(each, speed) for each, speed in speeds if speed], unit)
 
 
 def _candidates(job: Job, workers: int) -> Iterator[Candidate]:
@@ -104,10 +86,11 @@ def _workers(job: Job, alone: ShortRun) -> int:
     return max(1, most)
 
 
-def _fastest(found: list[MeasuredLayout]) -> AutomaticLayout:
-    best = max(each.speed for each in found)
-    even = [each for each in found if each.speed >= best * (1 - EVEN)]
-    winner = min(even, key=lambda each: (each.candidate.processes, -each.speed))
-    others = sorted((each for each in found if each is not winner), key=lambda each: -each.speed)
-    following = "".join(f"; next: {each}" for each in others[:1])
-    return AutomaticLayout(winner.candidate.job, f"{winner}, measured here for {RUN_S:g} s{following}")
+def _fastest(found: Sequence[tuple[Candidate, float]], unit: str) -> AutomaticLayout:
+    best = max(speed for _, speed in found)
+    even = [each for each in found if each[1] >= best * (1 - EVEN)]
+    winner = min(even, key=lambda each: (each[0].processes, -each[1]))
+    others = sorted((each for each in found if each is not winner), key=lambda each: -each[1])
+    first, *following = (f"{candidate.label}: {speed:,.0f} {unit}/s" for candidate, speed in (winner, *others[:1]))
+    next_one = "".join(f"; next: {text}" for text in following)
+    return AutomaticLayout(winner[0].job, f"{first}, measured here for {RUN_S:g} s{next_one}")
