@@ -75,9 +75,10 @@ class JobCurves:
         self._stepped[process.group] = now.at
 
     def _add_loss(self, group: int, now: Moment) -> None:
-        at = self._added[group] = self._stepped.pop(group)
+        at = self._stepped.pop(group)
         figures = [process.figures for process in self._processes.group(group) if process.counts]
         losses = [each.loss for each in figures if each.loss is not None]
         if losses:
+            self._added[group] = at
             step = max(each.step for each in figures)
             self._series.add(Moment(now.number, at), f"group {group}", "loss", sum(losses) / len(losses), step)

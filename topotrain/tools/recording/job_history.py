@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
-from topotrain.core.events import Event, Serving, Slices, Started, Tested
+from topotrain.core.events import Event, Serving, Slices, Started, StepDone, Tested
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
 from topotrain.tools.recording.job_curves import JobCurves
@@ -208,8 +208,8 @@ class JobHistory:
         if isinstance(event, Tested):
             self._curves.add_test(event, now)
         process = known.get(name)
-        if process is not None:
-            # Before the event: it may be the end of the process.
+        if process is not None and not isinstance(event, StepDone):
+            # Before the event: it may be the end of the process. A step may be the next point itself.
             self._curves.add_loss(process, now)
         for each in self._processes.on_event(event, now.at):
             self._enter(each, now)

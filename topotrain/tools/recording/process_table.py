@@ -141,6 +141,7 @@ class ProcessTrack:
                 self.waits, self.frozen = True, False
             case ServerLoad():
                 self.load.on_load(now, event)
+                self.frozen = False
                 if self.phase in (ProcessPhase.ABSENT, ProcessPhase.OVER):
                     self._reach(ProcessPhase.TRAINING, now)
             case Resources():
