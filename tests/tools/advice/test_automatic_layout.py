@@ -117,18 +117,10 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AutomaticLayout]:
 def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand(chooses) -> None:  # type: ignore[no-untyped-def]
     job = replace(AUTO, cluster=replace(AUTO.cluster, transport="kTcp", slice_bytes=65536))  # type: ignore[arg-type]
     found = chooses(Machine({1: 10.0, 2: 18.0}), job)
-    by_hand = Cluster(
-        nworkers_per_group=2,
-        nworkers_per_procs=2,
-        nservers_per_group=1,
-        workspace="w",
-        transport="kTcp",  # type: ignore[arg-type]
-        slice_bytes=65536,
-    )
     # Of equally fast layouts one with few processes.
     assert (found.job.cluster.nworkers_per_group, found.job.cluster.nworker_groups) == (2, 1)
-    assert not found.job.cluster.auto
-    written = replace(by_hand, **{name: getattr(found.job.cluster, name) for name in LAYOUT_FIELDS})
+    chosen_fields = {name: getattr(found.job.cluster, name) for name in LAYOUT_FIELDS}
+    written = replace(job.cluster, auto=False, **chosen_fields)
     assert found.job.cluster == written
     assert found.job.digest() == replace(job, cluster=written).digest()
 
