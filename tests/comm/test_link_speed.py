@@ -24,12 +24,12 @@ def link(rate: float) -> Iterator[RequestChannel]:
     relay_out, theirs = socket.socketpair()
 
     def forward() -> None:
-        began, passed = time.monotonic(), 0
+        due = 0.0
         with suppress(OSError):
             while data := relay_in.recv(1 << 12):
-                passed += len(data)
-                # Never ahead of the rate, however long the steps of this loop take.
-                time.sleep(max(0.0, began + passed / rate - time.monotonic()))
+                # Never ahead of the rate, however long the link was idle before.
+                due = max(due, time.monotonic()) + len(data) / rate
+                time.sleep(max(0.0, due - time.monotonic()))
                 relay_out.sendall(data)
 
     def answer() -> None:
