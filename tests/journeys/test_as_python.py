@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def compare(runner: JobRunner, options: tuple[str, ...], *how: str) -> tuple[str
     for name in SHADOWS:
         (runner.folder / name).write_text("raise ImportError('a file of the user')\n")
     words = ["src/interpreter.py", "shown.json", *how]
-    command = runner.command("", "interpreter.py", *how)
+    command = replace(runner, warm_at="").command("", "interpreter.py", *how)
     at = command.index("--forkserver")
     if options:  # the one that is there has others
         del command[at : at + 2]

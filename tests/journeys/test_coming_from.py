@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import typer.main
 from job_runner import JobRunner
-from process_pool import client
 
 from topotrain.config.job_file import loads
 from topotrain.tools.cli.app import app
@@ -75,9 +74,9 @@ def runs(
     def run(section: str) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path_factory.mktemp("here")
         (folder / "train.py").write_text(BEFORE + fence(section, "python") + AFTER)
-        _, *words = JobRunner(folder, served_at).command("", str(folder / "train.py"))
+        command = JobRunner(folder, served_at, warm_at).command("", str(folder / "train.py"))
         (folder / "job.conf").write_text(conf(section))
-        return subprocess.run([*client(warm_at), *words], cwd=folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
     pool = ThreadPoolExecutor(2)
     found = {section: pool.submit(run, section) for section in SECTIONS}

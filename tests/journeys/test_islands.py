@@ -9,7 +9,6 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, PROGRAMS, JobRunner
 from killed_jobs import resumed, terminated, terminated_again
-from process_pool import client
 from unit_hosts import HostNetwork, Job, wait
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -49,11 +48,10 @@ def test_a_ninth_island_comes_and_no_other_one_waits_for_it(runner: JobRunner) -
     program = ("counted.py", str(runner.folder), "1600", "2", "8")
     extra = "on_failure: kContinue reduce: kSum start_groups: 8"
     command = runner.command(f"{islands(9, sync_freq=2)} quorum: 2", *program, extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=runner.folder) as process:
         wait(lambda: len(list(runner.folder.glob("steps-*"))) == 8 or process.poll() is not None)
-        join = [*client(runner.warm_at), "-m", "topotrain", "jobs", "join", str(runner.folder / "job"), "--group", "8"]
+        join = [*runner.python, "-m", "topotrain", "jobs", "join", str(runner.folder / "job"), "--group", "8"]
         asked = subprocess.run(join, capture_output=True, text=True, timeout=60)
         out, err = process.communicate(timeout=100)
     assert asked.returncode == 0 and process.returncode == 0, asked.stderr + out + err

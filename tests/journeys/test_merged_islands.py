@@ -10,7 +10,6 @@ import pytest
 import torch
 from job_runner import JobRunner
 from killed_jobs import killed, resumed, terminated
-from process_pool import client
 from safetensors.torch import load_file
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -51,7 +50,7 @@ def test_a_server_with_a_second_copy_may_die(runner: JobRunner) -> None:
     undisturbed = runner.run(cluster, *PROGRAM, name="undisturbed").final
     command = runner.command(cluster, *PROGRAM)
     process = subprocess.Popen(
-        [*client(runner.warm_at), *command[1:]],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

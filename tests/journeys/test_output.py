@@ -10,6 +10,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from job_runner import ALLREDUCE, JobRunner
@@ -26,7 +27,7 @@ LINES = 150_000  # 15 MB in each epoch
 @contextmanager
 def talking(runner: JobRunner, *args: str, options: tuple[str, ...] = ()) -> "Iterator[subprocess.Popen[bytes]]":
     """A job whose main worker prints more than anything keeps."""
-    command = runner.command(ALLREDUCE, "talk.py", str(LINES), *args, options=options)
+    command = replace(runner, warm_at="").command(ALLREDUCE, "talk.py", str(LINES), *args, options=options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=runner.folder, **pipes) as job:
         try:
@@ -87,7 +88,7 @@ def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
 
 @pytest.mark.parametrize("streams", soaked(["<&- >&- 2>/dev/full"], [">/dev/full 2>&-", "2>&1 | read line"]))
 def test_output_that_nothing_takes_ends_no_training(runner: JobRunner, streams: str):
-    command = shlex.join(runner.command(ALLREDUCE, "talk.py", "2000"))
+    command = shlex.join(replace(runner, warm_at="").command(ALLREDUCE, "talk.py", "2000"))
     done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {streams}"], cwd=runner.folder, timeout=120)
     assert done.returncode == 0
     assert (runner.folder / "job" / "final.safetensors").exists()

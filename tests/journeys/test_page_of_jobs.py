@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -141,7 +140,7 @@ def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Bro
         try:
             recording = runner.folder / "job" / FILE
             waited_for(lambda: recording.exists() and b'"StepDone"' in recording.read_bytes())
-            with watching([sys.executable, "-m", "topotrain", "watch", "job"], runner.folder) as job:
+            with watching([*runner.python, "-m", "topotrain", "watch", "job"], runner.folder) as job:
                 browser.open(job.address)
                 browser.wait("return document.querySelectorAll('.process[data-state=computes]').length > 0")
                 launcher.kill()
@@ -157,7 +156,7 @@ def test_a_job_whose_launcher_was_killed_is_lost(runner: JobRunner, browser: Bro
 def test_two_jobs_of_a_folder_that_have_ended_are_shown_and_compared(runner: JobRunner, browser: Browser) -> None:
     for name, cluster in (("one", SANDBLASTER), ("two", DOWNPOUR)):
         runner.run(cluster, "steady.py", "--epochs", "2", "--step-s", "0.02", name=name)
-    words = [sys.executable, "-m", "topotrain", "watch", "."]
+    words = [*runner.python, "-m", "topotrain", "watch", "."]
     with watching(words, runner.folder) as job:
         browser.open(job.address)
         browser.wait("return document.getElementById('run-rows').textContent.includes('two')")

@@ -5,7 +5,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def recorded(workspace: Path) -> JobHistory:
 
 def watched(runner: JobRunner, workspace: Path) -> dict[str, Any]:
     """What `topotrain watch --once --json` prints."""
-    words = [sys.executable, "-m", "topotrain", "watch", str(workspace), "--once", "--json"]
+    words = [*runner.python, "-m", "topotrain", "watch", str(workspace), "--once", "--json"]
     found: dict[str, Any] = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=60).stdout)
     return found
 
@@ -111,7 +110,7 @@ def test_the_store_has_the_state_of_a_job(runner: JobRunner, monkeypatch: pytest
     record = Registry(open_store((runner.folder / "store").as_uri())).view("night")
     assert record.state == "done" and record.summary is not None
     assert (record.summary["state"], record.summary["step"]) == ("ended", ended.report["steps"])
-    words = [sys.executable, "-m", "topotrain", "jobs", "view", url]
+    words = [*runner.python, "-m", "topotrain", "jobs", "view", url]
     out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
     assert f"step {ended.report['steps']}, loss" in out
 
@@ -143,11 +142,11 @@ def train():
     runpy.run_path({str(PROGRAMS / "steady.py")!r})
 tt.notebook_launch(train, 'cluster {{ {DOWNPOUR} workspace: "book" }}', quiet=True)
 """
-    subprocess.run([sys.executable, "-c", text], cwd=runner.folder, check=True, timeout=120)
+    subprocess.run([*runner.python, "-c", text], cwd=runner.folder, check=True, timeout=120)
     assert recorded(runner.folder / "book").view()["job"]["code"] == 0
     for name in ("one", "two"):
         (runner.folder / f"{name}.conf").write_text(f"cluster {{ {DOWNPOUR} }}")
-    words = [sys.executable, "-m", "topotrain", "compare", "one.conf", "two.conf", str(PROGRAMS / "steady.py")]
+    words = [*runner.python, "-m", "topotrain", "compare", "one.conf", "two.conf", str(PROGRAMS / "steady.py")]
     subprocess.run([*words, "--", "--epochs", "1"], cwd=runner.folder, check=True, timeout=120, capture_output=True)
     for name in ("one", "two"):
         assert recorded(runner.folder / "workspace" / "compare" / name).view()["job"]["code"] == 0

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from job_runner import Ended, JobRunner
-from process_pool import client
 from safetensors.torch import load_file
 from soak_cases import soaked
 
@@ -165,12 +164,11 @@ def train(runner: JobRunner, name: str, faults: Sequence[str] = ()) -> list[str]
     losses = runner.folder / f"{name}-losses"
     losses.mkdir()
     words = [str(runner.folder), *faults, "--net", "--loaders", "2", "--curve", str(losses)]
-    return runner.command(SYNC, "doomed.py", *words, extra=f"on_failure: kContinue {OFTEN}", name=name)[1:]
+    return runner.command(SYNC, "doomed.py", *words, extra=f"on_failure: kContinue {OFTEN}", name=name)
 
 
 def ends(runner: JobRunner, words: Sequence[str], code: int) -> None:
-    command = [*client(runner.warm_at), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=runner.folder)
     assert done.returncode == code, done.stdout + done.stderr
 
 
@@ -180,7 +178,8 @@ def test_a_curve_has_the_same_bits_after_a_server_died_and_after_everything_died
     assert len(wanted) == EPOCHS * 12 * 2
     everything = ["worker 0/1:saved:4:everything"] * 2
     ends(runner, train(runner, "job", ["worker 0/1:saved:2:server 0/1", *everything]), -9)
-    resume = ["-m", "topotrain", "run", "--resume", str(runner.folder / "job"), "--forkserver", runner.served_at]
+    words = ["run", "--resume", str(runner.folder / "job"), "--forkserver", runner.served_at]
+    resume = [*runner.python, "-m", "topotrain", *words]
     ends(runner, resume, -9)
     ends(runner, resume, 0)
     assert curve(runner.folder / "job-losses") == wanted

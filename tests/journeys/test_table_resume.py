@@ -11,7 +11,6 @@ import pytest
 import torch
 from job_runner import DOWNPOUR, Ended, JobRunner
 from killed_jobs import resumed
-from process_pool import client
 from safetensors.torch import load_file
 from test_recovery_job import survive
 from test_resume import SYNC
@@ -41,7 +40,6 @@ def shot(runner: JobRunner, cluster: str, victim: str, *program: str, extra: str
     hold = runner.folder / "hold"
     hold.touch()
     command = runner.command(cluster, *program, "--hold", str(hold), extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite

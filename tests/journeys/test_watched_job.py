@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 from job_runner import SANDBLASTER, JobRunner
 from page_client import PageClient
-from process_pool import client
 from shells import alive
 
 from topotrain.config.job import ConfigError
@@ -64,7 +62,6 @@ def _states(view: Any, role: str) -> set[str]:
 
 @contextmanager
 def watched(runner: JobRunner, command: list[str]) -> Iterator[WatchedProcess]:
-    # Not by the pool of processes, which would get the signals in its place.
     said = runner.folder / "said"
     with said.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
@@ -119,7 +116,7 @@ def test_ctrl_c_leaves_nothing(runner: JobRunner) -> None:
 
 def test_the_page_of_a_job_that_has_ended(runner: JobRunner) -> None:
     runner.run(SANDBLASTER, "steady.py", "--epochs", "1")
-    command = [sys.executable, "-m", "topotrain", "watch", str(runner.folder / "job")]
+    command = [*runner.python, "-m", "topotrain", "watch", str(runner.folder / "job")]
     with watched(runner, command) as seen:
         view = seen.view()
         assert view["job"]["code"] == 0 and view["job"]["ended"] is not None
@@ -144,7 +141,7 @@ def test_a_page_that_cannot_be_served_is_one_line_before_the_job_starts(
         taken = server.getsockname()[1]
         words = [word.format(taken=taken) for word in options]
         command = runner.command(SANDBLASTER, *LONG, options=words)
-        done = subprocess.run([*client(runner.warm_at), *command[1:]], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert said.format(taken=taken) in done.stderr and done.stderr.count("\n") == 1
     assert not (runner.folder / "job" / "logs").exists()

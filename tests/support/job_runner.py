@@ -42,11 +42,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs jobs in a folder of their own. `warm_at`: who makes the processes of its commands (warm.py), if anybody."""
+    """Runs jobs in a folder of their own. `warm_at`: the pool that makes the processes of its commands, if any."""
 
     folder: Path
     served_at: str
     warm_at: str = ""
+
+    @property
+    def python(self) -> list[str]:
+        """What stands for `python` in a command line."""
+        return client(self.warm_at) if self.warm_at else [sys.executable]
 
     def command(
         self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job", options: Sequence[str] = ()
@@ -55,7 +60,7 @@ class JobRunner:
         workspace = self.folder / name
         conf.write_text(f'name: "{name}"\n{extra}\ncluster {{ {cluster} workspace: "{workspace}" }}\n')
         report = ["--report", str(self.folder / f"{name}.json"), "--forkserver", self.served_at]
-        run = [sys.executable, "-m", "topotrain", "run", *report, *options]
+        run = [*self.python, "-m", "topotrain", "run", *report, *options]
         return [*run, str(conf), program if program == "-m" else str(PROGRAMS / program), *args]
 
     def run(
@@ -70,8 +75,6 @@ class JobRunner:
     ) -> Ended:
         """Run a job to its end; its exit code must be `code`. `options` are those of `topotrain run`."""
         command = self.command(cluster, program, *args, extra=extra, name=name, options=options)
-        if self.warm_at:
-            command = [*client(self.warm_at), *command[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         report = self.folder / f"{name}.json"

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from job_runner import Ended, JobRunner
-from process_pool import client
 from shells import alive
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -32,7 +31,6 @@ def killed(
     hold = runner.folder / "hold"
     hold.touch()
     command = runner.command(cluster, program, kind, "--hold", str(hold), "--at", str(at), extra=extra)
-    command = [*client(runner.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
@@ -70,19 +68,18 @@ def terminated(
     all: each of its processes gets it, the launcher last.
     """
     command = runner.command(cluster, *program, extra=extra)
-    return _terminated(runner, command[1:], runner.folder / "job", all, number)
+    return _terminated(runner, command, runner.folder / "job", all, number)
 
 
 def terminated_again(runner: JobRunner, workspace: Path, *more: str) -> tuple[int, str, Path]:
     """The same of a job that goes on from its snapshot."""
     words = ["-m", "topotrain", "run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
-    return _terminated(runner, words, workspace, False, signal.SIGTERM)
+    return _terminated(runner, [*runner.python, *words], workspace, False, signal.SIGTERM)
 
 
 def _terminated(
-    runner: JobRunner, words: Sequence[str], workspace: Path, all: bool, number: int
+    runner: JobRunner, command: Sequence[str], workspace: Path, all: bool, number: int
 ) -> tuple[int, str, Path]:
-    command = [*client(runner.warm_at), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
     assert process.stdout is not None
     heard = ""
@@ -100,7 +97,7 @@ def _terminated(
 
 def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
     words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
-    command = [*client(runner.warm_at), "-m", "topotrain", *words]
+    command = [*runner.python, "-m", "topotrain", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
