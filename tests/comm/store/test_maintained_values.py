@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folder_wipe import wipe
+from folder_wipe import block, wipe
 
 from tests.support.launch_targets import wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store
@@ -128,8 +128,7 @@ def test_values_may_be_closed_while_their_thread_is_being_started(
 def test_a_store_that_is_away_is_asked_again(store: Store, folder: Path) -> None:
     values = MaintainedValues(store)
     values.set("a", b"1")
-    wipe(folder)
-    folder.write_text("no folder")
+    block(folder)
     with pytest.raises(StoreError):
         values.set("b", b"2")
     folder.unlink()
