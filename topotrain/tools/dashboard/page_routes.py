@@ -67,7 +67,7 @@ class PageRoutes:
         """The figures of each run up to a cursor."""
 
     def end(self) -> None:
-        """Answer each page once more, with the end of a job: those that are held, and those about to ask again."""
+        """Answer each page once more, with the end of a job, also those that are held."""
         self._ending.set()
         while any(until > time.monotonic() for until in tuple(self._expected)):
             time.sleep(_LOOK_S)

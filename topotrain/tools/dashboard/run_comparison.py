@@ -20,7 +20,7 @@ _OWN = frozenset({"workspace", "name"})
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """A run as a comparison shows it. curves: also the times and the steps of their points."""
+    """A run as a comparison shows it. curves: also times and steps of their points."""
 
     running: bool
     state: str

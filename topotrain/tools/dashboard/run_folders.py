@@ -29,7 +29,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def named_runs(runs: Mapping[Path, T]) -> dict[str, T]:
-    """Return what is known of runs by the ends of their paths, the shortest that tell them apart."""
+    """Return what is known of runs by the shortest ends of paths that differ."""
     shared = os.path.commonpath(os.path.abspath(run.parent) for run in runs)
     return {os.path.relpath(run, shared): known for run, known in runs.items()}
 

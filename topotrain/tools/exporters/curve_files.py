@@ -68,7 +68,7 @@ def _line(point: CurvePoint) -> str:
 
 
 class TensorBoardExport:
-    """Writes each point of a curve as a scalar, by TensorBoard's own writer: the launcher does not load torch.
+    """Writes the points of curves as scalars, with TensorBoard's own writer.
 
     Args:
         folder: of the event files, for `tensorboard --logdir`.

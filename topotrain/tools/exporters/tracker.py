@@ -1,4 +1,4 @@
-"""`tt.Tracker`, the base class of trackers, and the export that calls one: `--log python:MODULE:CLASS`."""
+"""`tt.Tracker`, and the export that calls one: `--log python:MODULE:CLASS`."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""What a plan says about a job in words: how server groups agree, and which store survives the loss of a host."""
+"""A plan in words: how server groups agree, and which store survives a host."""
 
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.store_url import parse

@@ -1,4 +1,4 @@
-"""Bytes of a step, or of an outer optimizer's round, and the time that a link needs for them.
+"""Bytes of a step, or of an outer optimizer's round, and a link's time for them.
 
 All is arithmetic, and needs no torch. Headers of messages, and the first and the last values, are not counted.
 """
@@ -136,7 +136,7 @@ class StepTraffic:
 
 
 def step_traffic(job: Job, topology: Topology, slices: SliceMap) -> StepTraffic | None:
-    """Return the traffic of a step. None: no link is used, or not in this way in each step."""
+    """Return the traffic of a step. None: no link is used, or not in each step."""
     cluster = job.cluster
     local = cluster.outer is not None or cluster.n_push > 1 or cluster.n_fetch > 1 or topology.server_groups > 1
     if local or len(topology.units) < 2 or topology.collective or cluster.transport is TransportChoice.kShm:

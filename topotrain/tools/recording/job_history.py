@@ -221,7 +221,7 @@ class JobHistory:
             self._changed = now.number
 
     def _enter(self, process: ProcessTrack, now: Moment) -> None:
-        """Note the state of a process; a server inside a worker's process has that of the worker."""
+        """Note the state of a process; a server inside a worker has the worker's."""
         hosted = process.is_server and self._processes.servers_in_workers
         if not hosted and process.states.enter(now, process.state):
             self._mirror(process, now)

@@ -208,7 +208,7 @@ class GradientPath(ABC):
         self._end()
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
-        """Copy a gradient into the worker's share and return the buckets that are full now."""
+        """Copy a gradient into the worker's share; return the buckets that are full now."""
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
@@ -583,7 +583,7 @@ class MeanPath(GradientPath, MeanReader):
         return found
 
     def _is_unread(self, index: int, gradient: LazyGradient) -> bool:
-        """Whether this is the mean of the present step in its place, as the servers have it."""
+        """Whether this is the present step's mean in its place, as the servers have it."""
         known = self._unread.get(index)
         return known is not None and known() is gradient and self._unread_step == self._step
 

@@ -68,7 +68,7 @@ class Backward:
         (self.means if sent else self.written)[at] = present
 
     def lazy(self, pushes: HeldPushes) -> tuple[int, ...]:
-        """The workers of which the messages about a bucket are lazy. `pushes` are those of the bucket."""
+        """The workers of which the messages about a bucket, such as `pushes`, are lazy."""
         said = {worker: end.lazy for worker, end in self.ends.items()}
         said |= {worker: push.lazy for worker, (push, _) in pushes.items()}
         return tuple(worker for worker, lazy in said.items() if lazy)
@@ -436,7 +436,7 @@ class ReturnedMeans(BackwardMeans):
 
 
 class SharedMemoryMeans(BackwardMeans):
-    """Writes the means into the memory of the workers, where their own gradients may be.
+    """Writes means into the workers' memory, where their own gradients may be.
 
     The update reads the memory of one worker, with the changes that its script has made. All workers of the step have
     the same means there.

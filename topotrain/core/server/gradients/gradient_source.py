@@ -374,7 +374,7 @@ class GradientSource(StagedGradient):
             raise StepError(other_batches(first, one, worker, other))
 
     def closed(self, ordinal: int) -> ReducedBackward | None:
-        """The end of a backward, once per backward that all workers are in, when each bucket is reduced."""
+        """The end of a backward of all workers, once, when each bucket is reduced."""
         return None
 
     @property
@@ -383,7 +383,7 @@ class GradientSource(StagedGradient):
         return False
 
     def kept(self, step: int, ordinal: int) -> Iterable[ReducedBucket]:
-        """The means of the group's last backward, if it is this one, also after the step was applied."""
+        """The means of this backward, if it is the last one, also after the step."""
         return ()
 
     def awaited_by(self, worker: int) -> set[int]:

@@ -111,7 +111,7 @@ class ProcessTally:
         return replace(now, stale=stale, time=self.time, **traffic, **counts)
 
     def take(self, pid: int | None, event: Event) -> None:
-        """Take the counters of an event; pid: of the present process, as far as it is known."""
+        """Take the counters of an event; pid: of the present process, if it is known."""
         if pid is not None and pid != self.pid:
             if self.pid is not None:
                 # A new process counts from 0 again.
