@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import unit_hosts
 from folder_wipe import block, wipe
 from free_ports import free_port
 
@@ -523,13 +524,12 @@ def mark(mark, monkeypatch):
     return mark
 
 
-class Unit:
+class Unit(unit_hosts.Unit):
     """One unit in a process of its own."""
 
-    def __init__(self, rank, command):
+    def __init__(self, rank, warm_at, words):
+        super().__init__(warm_at, words, Path.cwd(), WORD)
         self.rank = rank
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         self.told = None
         self.events = []
 
@@ -538,21 +538,20 @@ class Unit:
             self.events.append(from_json(line))
             if isinstance(self.events[-1], kind) and self.events[-1].who == who:
                 return self.events[-1]
-        raise AssertionError(f"{self.events} {self.process.stderr.read()}")
+        raise AssertionError(f"{self.events} {super().end()}")
 
     def end(self):
-        out, err = self.process.communicate(timeout=DEADLINE_S)
+        code, out, self.err = super().end(DEADLINE_S)
         for line in out.splitlines():
             if line.startswith('{"ended"'):
                 self.told = json.loads(line)["ended"]
             else:
                 self.events.append(from_json(line))
-        self.err = err
-        return self.process.returncode
+        return code
 
 
 @pytest.fixture
-def units(tmp_path, mark):
+def units(tmp_path, mark, warm_at):
     (tmp_path / "play.py").touch()
     started = []
 
@@ -560,14 +559,12 @@ def units(tmp_path, mark):
         url = url or (tmp_path / "store").as_uri() + "?job=play"
         text = "" if bare else json.dumps(counts)
         words = [str(tmp_path / name), str(rank), str(nprocs), url, text, *args]
-        started.append(Unit(rank, [sys.executable, "-m", "tests.support.unit_targets", *words]))
+        started.append(Unit(rank, warm_at, ["-m", "tests.support.unit_targets", *words]))
         return started[-1]
 
     yield start
     for each in started:
-        each.process.kill()
-        with each.process:
-            pass
+        each.kill()
 
 
 @pytest.mark.journey
@@ -737,7 +734,7 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, surviv
     for each in job[:2]:
         each.until(Serving, f"worker 0/{each.rank}")
     witness = job[2].until(Notice, "worker 0/2").text
-    job[0].process.kill()
+    job[0].process.send_signal(signal.SIGKILL)
     Path(witness).write_text("go")
     assert [each.end() for each in job[1:]] == [1, 1]
     named = f"unit 0 on {socket.gethostname()} vanished without a word, and the store with it"
