@@ -102,7 +102,7 @@ class Tracer:
             return ours, getattr(message, "bucket", self.bucket) == self.bucket
         if isinstance(bucket, Bucket | int):
             return ours, (bucket if isinstance(bucket, int) else bucket.id) == self.bucket
-        if index is not None and Path(code.co_filename).stem in ("gradient_hooks", "flat_parameters"):
+        if index is not None and Path(code.co_filename).stem in ("gradient_hooks", "mean_path", "flat_parameters"):
             return ours, bool(index == WEIGHT)
         return ours, element
 

@@ -15,8 +15,8 @@ from torch import nn
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import OptimizerSpec, describe_all
+from topotrain.training.gradients.push_path import StepHabits
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.parameters.gradient_hooks import StepHabits
 
 SYNCHRONOUS = [name for name in LAYOUTS if LAYOUTS[name].get("nworker_groups", 1) == 1]
 

@@ -27,8 +27,8 @@ from topotrain.training.adopted_optimizer import AdoptedOptimizer
 from topotrain.training.data.distributed_loader import BatchReplay, ShardedLoader
 from topotrain.training.data.job_progress import LoopProgress, Passes
 from topotrain.training.data.script_position import ScriptPosition
+from topotrain.training.gradients.local_steps import LocalOptimizer
 from topotrain.training.parameters.divided_model import IN_PARTS, DividedModel
-from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.parameters.prepared_objects import PreparedObjects
 from topotrain.training.reporting.logged_values import LoggedValues
 from topotrain.training.worker import Worker

@@ -22,12 +22,14 @@ from topotrain.core.model.schema import BufferMemory, FlatBuffers, Schema, effec
 from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe_all
 from topotrain.core.optim.slice_trial import check_parts
 from topotrain.core.server.nonfinite import NonfiniteLimit, local_nonfinite_message
+from topotrain.training.gradients.gradient_checks import HeldGradients, NonfiniteGradients
+from topotrain.training.gradients.gradient_hooks import GradientPath
+from topotrain.training.gradients.local_steps import LocalOptimizer, LocalSteps
+from topotrain.training.gradients.mean_path import MeanPath
+from topotrain.training.gradients.push_path import ArrivalPath, PushPath
 from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
-from topotrain.training.parameters.gradient_checks import HeldGradients, NonfiniteGradients
-from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.training.parameters.local_sgd import LocalSgd
-from topotrain.training.parameters.local_steps import LocalOptimizer, LocalSteps
 from topotrain.training.parameters.server_state import NEW_GROUP, ServerState
 from topotrain.training.worker_extension import WorkerExtension, WorkerHooks
 from topotrain.training.worker_stats import BatchAccounting, ProcessClock, SkippedStep, StepBatches, WorkerStats

@@ -16,10 +16,10 @@ from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
 from topotrain.extensions.assignment.assignment_scope import AssignmentScope
 from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.extensions.host_sums.host_reduction import HostReduction
+from topotrain.training.gradients.push_path import PushPath
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
-from topotrain.training.parameters.gradient_hooks import PushPath
 
 OWNERS = {"left": (0,), "right": (1,), "tied": (0, 1), "common": (), "left_stat": (0,), "right_stat": (1,), "count": ()}
 STEPS = 5

@@ -23,9 +23,9 @@ from topotrain.core.client.client import JobError
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.model.tensor_bits import same_bits
 from topotrain.core.protocol import NO_REVISION
-from topotrain.training.parameters import gradient_hooks
+from topotrain.training.gradients import mean_path
+from topotrain.training.gradients.push_path import PushPath
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
-from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker_stats import StepBatches
 
 BATCH = vectors(1)[0]
@@ -86,7 +86,7 @@ def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
         looks.append(a.numel())
         return same_bits(a, b)
 
-    monkeypatch.setattr(gradient_hooks, "same_bits", counted)
+    monkeypatch.setattr(mean_path, "same_bits", counted)
 
     def build(layers):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))

@@ -9,7 +9,7 @@ from in_process_job import adam, building, cross_entropy, job_of, plain, referen
 from torch import nn
 
 from topotrain.config.job import Compression, Grads
-from topotrain.training.parameters.lazy_gradient import LazyGradient
+from topotrain.training.gradients.lazy_gradient import LazyGradient
 
 BATCHES = vectors(6)
 RATE = 0.05

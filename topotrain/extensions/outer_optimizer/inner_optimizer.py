@@ -33,10 +33,10 @@ from topotrain.extensions.outer_optimizer.rounds import (
     fragments_of,
 )
 from topotrain.training.context import Connections
+from topotrain.training.gradients.gradient_hooks import GradientPath
+from topotrain.training.gradients.local_steps import LocalOptimizer
 from topotrain.training.parameters.device_parameters import ParameterHolder, QueuedPush
 from topotrain.training.parameters.flat_parameters import ModelBuffers
-from topotrain.training.parameters.gradient_hooks import GradientPath
-from topotrain.training.parameters.local_steps import LocalOptimizer
 from topotrain.training.worker_stats import ProcessClock, StepBatches
 
 NO_TABLES = "must not be given where the model has tables or sparse weights: their rows are no local values"

@@ -12,7 +12,7 @@ from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupRed
 from topotrain.extensions.outer_optimizer.inner_optimizer import NO_TABLES, InnerOptimizer
 from topotrain.extensions.outer_optimizer.radial.radial_marks import embeddings_of
 from topotrain.training.context import Context, PrepareExtension, PrepareRequest
-from topotrain.training.parameters.local_steps import LocalOptimizer
+from topotrain.training.gradients.local_steps import LocalOptimizer
 from topotrain.training.step_progress import INTERVAL_S
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension

@@ -18,7 +18,7 @@ from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training.data.data_client import DataClient
-from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.gradients.push_path import PushPath
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from topotrain.config.job import Cluster
+from topotrain.training.gradients.local_steps import LocalSteps
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import ModelParts
-from topotrain.training.parameters.local_steps import LocalSteps
 
 
 class LocalSgd(LocalSteps):

@@ -31,7 +31,7 @@ from topotrain.parallel.runtime.network_channel import NetworkChannel
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
-from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.gradients.push_path import PushPath
 from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_extension import WorkerExtension
 

@@ -16,8 +16,8 @@ from topotrain.extensions.outer_optimizer.groups.group_path import GroupPath
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
 from topotrain.training.context import Connections
+from topotrain.training.gradients.gradient_hooks import GradientPath
 from topotrain.training.parameters.flat_parameters import ModelBuffers
-from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.worker_stats import StepBatches
 
 

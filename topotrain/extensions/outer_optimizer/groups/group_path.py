@@ -4,8 +4,9 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction
+from topotrain.training.gradients.gradient_hooks import GradientPath
+from topotrain.training.gradients.mean_path import MeanPath
 from topotrain.training.parameters.flat_parameters import ModelBuffers
-from topotrain.training.parameters.gradient_hooks import GradientPath, MeanPath
 from topotrain.training.worker_stats import StepBatches
 
 

@@ -7,9 +7,9 @@ from torch.optim import Optimizer
 
 from topotrain.core.client.client import Client
 from topotrain.core.client.value_pull import ValueObserver
+from topotrain.training.gradients.gradient_hooks import GradientPath
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.parameters.flat_parameters import ModelBuffers
-from topotrain.training.parameters.gradient_hooks import GradientPath
 from topotrain.training.worker_extension import WorkerExtension
 from topotrain.training.worker_stats import StepBatches
 
