@@ -186,7 +186,7 @@ class ReducedGradient(Message):
 @message(8, TO_SERVER)
 @dataclass(frozen=True, slots=True)
 class MeanRequest(Message):
-    """Lazy worker -> server: send the means of this backward, which is the last one of its group."""
+    """Lazy worker -> server: send the means of this backward, the group's last one."""
 
     step: int
     ordinal: int

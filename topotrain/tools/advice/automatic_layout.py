@@ -1,4 +1,4 @@
-"""The layout of a job with `cluster { auto: true }`: the fastest synchronous one in short runs on this machine."""
+"""`cluster { auto: true }`: the fastest synchronous layout in short runs here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ RUN_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class AutomaticLayout:
-    """The chosen layout, and why it was chosen. job: as if its cluster block had been written by hand."""
+    """The chosen layout, and why. job: as if its block had been written by hand."""
 
     job: Job
     reason: str
@@ -36,7 +36,7 @@ class AutomaticLayout:
 
 
 def choose(job: Job, served: str = "", show: Callable[[str], None] = lambda text: None) -> AutomaticLayout:
-    """Run the synchronous layouts of this machine for some seconds each, and choose the fastest.
+    """Run this machine's synchronous layouts for some seconds; choose the fastest.
 
     served: the socket of a running forkserver; "": one is started. show: shows which layout runs.
 
@@ -77,7 +77,7 @@ def _candidates(job: Job, workers: int) -> Iterator[Candidate]:
 
 
 def _workers(job: Job, alone: ShortRun) -> int:
-    """Return how many workers this machine has cores, memory and samples for, as one worker has shown."""
+    """Return for how many workers this machine has cores, memory and samples."""
     most, memory = allowed_cores(), memory_limits().machine
     if alone.step_samples and not job.per_worker_batch:
         most = min(most, alone.step_samples)

@@ -57,7 +57,7 @@ def goodput(job: Job, topology: Topology, machines: Machines, probe: Probe, step
 
 
 def _failing_hosts(job: Job, topology: Topology, machines: Machines) -> tuple[int, list[int]]:
-    """Return how many hosts take the whole job back, and for each group how many others pause it.
+    """Return how many hosts take the job back, and for each group how many pause it.
 
     Where all groups wait for each other, one number stands for all of them.
     """

@@ -1,4 +1,4 @@
-"""Which jobs can be rehearsed, what memory they need, and whether they change the updates."""
+"""Which jobs can be rehearsed, their memory, and whether they change updates."""
 
 from collections import defaultdict
 from collections.abc import Sequence

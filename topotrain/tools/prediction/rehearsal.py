@@ -66,7 +66,7 @@ class RehearsedServer(SimServer):
         self.work = work
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Handle a message. One of the server's own timer, which has not traveled, waits for its turn."""
+        """Handle a message. One of the server's own timer waits for its turn."""
         if self.work.handling:
             super().handle(sender, message)
         else:

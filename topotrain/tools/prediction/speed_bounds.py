@@ -46,7 +46,7 @@ def speed_bound(job: Job, topology: Topology, machines: Machines, probe: Probe) 
 
 
 def _slowest(topology: Topology, machines: Machines, probe: Probe) -> Iterator[float]:
-    """Yield for each group how many times longer than alone its slowest worker computes, at least."""
+    """Yield by how much the slowest worker of each group is slowed down, at least."""
     slow, members = machines.stragglers, topology.workers_per_group
     # A slow worker is slow by itself, and leaves the cores to others meanwhile.
     residents = Counter(
@@ -74,14 +74,14 @@ def _exchanged_bytes(job: Job, probe: Probe) -> float:
 
 
 def _places(topology: Topology) -> tuple[list[frozenset[int]], list[Counter[int]]]:
-    """Return the hosts of each worker group, and the servers of each server group by their hosts."""
+    """Return the hosts of each worker group, and each server group's servers by host."""
     workers = [frozenset(map(topology.host_of, topology.workers(group))) for group in range(topology.worker_groups)]
     servers = [Counter(map(topology.host_of, topology.servers(group))) for group in range(topology.server_groups)]
     return workers, servers
 
 
 def _pushed(topology: Topology) -> Iterator[float]:
-    """Yield for each group the share of its gradients that leaves one of its hosts, where most does."""
+    """Yield for each group the largest share of its gradients that leaves a host."""
     workers, servers = _places(topology)
     for group, hosts in enumerate(workers):
         here = servers[topology.server_group_of(group)]
@@ -89,7 +89,7 @@ def _pushed(topology: Topology) -> Iterator[float]:
 
 
 def _sent_values(topology: Topology) -> Iterator[tuple[int, float]]:
-    """Yield the busiest host with servers, and the copies of all values that leave it while each group makes a step."""
+    """Yield the busiest host with servers, and the copies of values that leave it."""
     if topology.implicit or topology.collective:
         return
     workers, servers = _places(topology)

@@ -47,7 +47,7 @@ class BatchWatch:
 
 
 class CutBatches:
-    """A batch sampler with the batches of another one, of which a watch makes some small."""
+    """A batch sampler with the batches of another one, some of them made small."""
 
     def __init__(self, inner: Any, watch: BatchWatch) -> None:
         self._inner, self._watch, self._next_is_small = inner, watch, False

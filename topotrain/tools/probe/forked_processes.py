@@ -1,4 +1,4 @@
-"""Processes beside a command, which answer with lines of JSON, and its jobs: forks of a forkserver.
+"""Processes and jobs beside a command: forks of a forkserver.
 
 The forkserver kills them when the connection of this process closes, however this process ends.
 """
@@ -77,7 +77,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class ForkedProcesses:
-    """A forkserver's socket, a connection to it, and a temporary folder for files of its processes.
+    """A forkserver's socket, a connection to it, and a folder for its processes.
 
     began: when the forkserver was asked for, by `time.monotonic`.
     """
@@ -106,7 +106,7 @@ class ForkedProcesses:
 
 @contextmanager
 def forked_processes(path: str) -> Iterator[ForkedProcesses]:
-    """Use a running forkserver inside the block; "": one of its own. All processes end with it."""
+    """Use a running forkserver in the block; "": one of its own, which ends with it."""
     with ExitStack() as stack:
         began = time.monotonic()
         folder, lock = temporary_folders.make()

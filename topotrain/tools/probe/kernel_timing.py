@@ -103,7 +103,7 @@ def time_optimizer(made: PreparedArguments) -> ProbedOptimizer:
 
 
 def _update(spec: OptimizerSpec, settings: bytes, segments: Sequence[Segment]) -> tuple[Callable[[], object], int]:
-    """Return the update of some segments, as a server makes it, and its number of elements."""
+    """Return a server's update of some segments, and its number of elements."""
     update = SliceUpdate(spec, segments)
     # Small gradients: the values must stay finite for as long as this is timed.
     gradients = {key: torch.randn_like(value) * 1e-3 for key, _, value in segments if update.optimizes(key)}

@@ -116,7 +116,7 @@ class OrderedSteps:
 
 
 def step_fields(full: Sequence[StepTimes], small: Sequence[StepTimes]) -> dict[str, Any]:
-    """Return the fields of a probe for steps of two sizes of batch, and the mean seconds of forward and backward.
+    """Return a probe's fields for two sizes of batch, and the mean seconds of a pass.
 
     A line goes through the larger batch. By chance a smaller one takes longer, or less than its share. So the line is
     kept from falling with more samples, and from falling below zero without any.

@@ -260,7 +260,7 @@ def parse_probe(data: object) -> Probe:
 
 
 def _block(path: str, kind: Any, data: object) -> Any:
-    """Return a dataclass of a file's block. Raises ConfigError, with the path of the field."""
+    """Return a dataclass of a file's block. Raises ConfigError with the field's path."""
     given, values = _mapping(path, data), {}
     for field in fields(kind):
         name = f"{path}.{field.name}" if path else field.name

@@ -109,7 +109,7 @@ class ProgramProbe:
             raise ConfigError("probe", None, f"a process that measures messages has ended: {text}") from None
 
     def _alone(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the first step of the program, with the times of kernels, and its steps alone on the machine."""
+        """Return the program's first step, with times of kernels, and its steps alone."""
         self.progress.stage("measuring: the program alone")
         with closing(self._start("alone", kernels=True)) as program:
             first = self._answer(program)
@@ -160,7 +160,7 @@ class ProgramProbe:
         return found
 
     def _start(self, name: str, processes: int = 1, kernels: bool = False) -> ForkedProcess:
-        """Start the program with the threads of one of so many workers. kernels: it also times them."""
+        """Start the program with a worker's threads. kernels: it also times them."""
         program, args, threads = self.program, list(self.args), self._threads(processes)
         spec = {"program": program, "args": args, "threads": threads, "kernels": kernels}
         return self.processes.start(f"{_MODULES}.measured_program:run", spec, name)
@@ -193,7 +193,7 @@ class ProgramProbe:
         return ConfigError("program", self.program, why)
 
     def _patience_s(self, share: float) -> float:
-        """Return the seconds within which a stage with this share of the budget must have answered."""
+        """Return the seconds that a stage with this share of the budget has."""
         return (share + _PATIENCE) * self.seconds
 
 

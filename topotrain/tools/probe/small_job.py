@@ -1,4 +1,4 @@
-"""A job of one worker and one server with next to nothing to compute, besides the product's part.
+"""A job of one worker and one server, with next to nothing to compute.
 
     python -m topotrain.tools.probe.small_job RESULT PARAMETERS SECONDS
 
@@ -76,7 +76,7 @@ def run_small_job(
 
 
 def _handled(folder: Path) -> tuple[int, float]:
-    """Return a worker's messages in a step, and the seconds in which a server handles them without its answers.
+    """Return a step's messages, and a server's seconds for them without its answers.
 
     They are medians over the steps before the profiled one.
     """

@@ -54,7 +54,7 @@ def _body(bucket: int, buffer: torch.Tensor) -> Push:
 
 
 class _Process:
-    """One of the two processes: it receives bodies into a buffer, or sees them where they are."""
+    """One of the two processes: it receives bodies, or sees them where they are."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.into = transport, _buffer(transport)
@@ -124,7 +124,7 @@ class Asking(_Process):
         return ProbedTransport(message_s, byte_s, message_s, byte_s, wall / 2 - 2 * message_s)
 
     def _spent(self, work: Callable[[], object]) -> tuple[float, float, float]:
-        """Return the seconds of some work with a small message: by the clock, and of both processes' cores."""
+        """Return the seconds of small messages: by the clock, and of both cores."""
         theirs, mine, began = self._ask(), time.process_time_ns(), time.perf_counter()
         work()
         theirs = self._ask() - theirs

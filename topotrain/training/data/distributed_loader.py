@@ -132,7 +132,7 @@ class PassProgress:
 
     @property
     def number(self) -> int:
-        """The number of the last batch in this worker's part of the epoch; 0: no batch was given."""
+        """The number of the last batch that this worker was given in the epoch, or 0."""
         last = self._last
         if last is None:
             return 0

@@ -1,1 +1,1 @@
-"""Gradients on their way: what a backward computes, what is sent, and what the script sees of it."""
+"""Gradients: what a backward computes, what is sent, and what the script sees."""

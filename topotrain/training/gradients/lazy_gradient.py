@@ -61,7 +61,10 @@ class LazyGradient(torch.Tensor):
         self.plain = None
 
     def read(self) -> torch.Tensor:
-        """The mean, which is the parameter's `.grad` from now on. Raises RuntimeError after the end of the job."""
+        """The mean, which is the parameter's `.grad` from now on.
+
+        Raises RuntimeError after the end of the job.
+        """
         reader = self._reader()
         if self.plain is None and reader is not None:
             reader.read_means()

@@ -352,7 +352,7 @@ class BackwardMeans(GradientSource):
 
 
 class ReturnedMeans(BackwardMeans):
-    """Sends every mean to the workers, at once or when they ask, and receives changed gradients."""
+    """Sends means, at once or when workers ask, and receives changed gradients."""
 
     _last: tuple[int, int, Mapping[int, int]] = (-1, -1, {})
     """Step, ordinal, and pieces by place of the bucket, of the last backward, until its means are overwritten."""

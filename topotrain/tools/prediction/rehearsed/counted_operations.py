@@ -24,7 +24,7 @@ _MADE = frozenset({"zeros", "empty", "empty_strided", "zeros_like", "empty_like"
 
 
 class WorkMeter:
-    """Seconds of a core that one thread of a simulated process has worked, and has not spent yet.
+    """Seconds that a thread of a simulated process has worked, and not spent yet.
 
     Args:
         probe: has the costs of operations.
@@ -72,7 +72,7 @@ class WorkMeter:
             self.pending += self._call_s + self._kernels.byte_s * sum(each.nbytes for each in (*tensors, *made))
 
     def note_optimizer(self, values: Sequence[torch.Tensor]) -> None:
-        """Count a call of the optimizer's kernel for these values, if operations count now."""
+        """Count a call of the optimizer's kernel for values, if operations count now."""
         if self._counting and self._optimizes:
             self.pending += self._optimizer.fixed_s + self._optimizer.element_s * sum(each.numel() for each in values)
 

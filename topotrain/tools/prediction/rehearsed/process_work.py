@@ -124,7 +124,7 @@ class ProcessWork:
         self._next()
 
     def send(self, seconds: float, leave: Action) -> None:
-        """Send a message from what is running now, and call `leave`. seconds: of the sender's thread."""
+        """Send a message, and call `leave`. seconds: of the sender's thread."""
         if not self.handling:
             self.script_meter.add(seconds)
             self.spend()

@@ -61,7 +61,7 @@ class RehearsedModel(nn.Module):
 
 
 class _Ready(torch.autograd.Function):
-    """A node of the graph that is reached at its time in the backward, and gives one parameter its gradient.
+    """A node that gives one parameter its gradient at its time in the backward.
 
     The one without a parameter ends the backward.
     """
