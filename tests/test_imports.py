@@ -65,7 +65,7 @@ LIGHT = """
     core/optim/state_table.py extensions/elastic/eligibility.py
     extensions/replication/replica_placement.py extensions/replication/replication_rules.py
     core/model/safetensors_layout.py extensions/checkpointing/table_file_layout.py
-    extensions/compression/encoded_sizes.py extensions/outer_optimizer/rounds.py tools/plan/round_traffic.py
+    extensions/compression/encoded_sizes.py extensions/outer_optimizer/rounds.py launch/runtime/round_traffic.py
 """
 """Read by the command line before torch is imported."""
 

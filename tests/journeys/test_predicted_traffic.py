@@ -68,6 +68,13 @@ def test_bytes_of_a_step_are_those_of_a_real_job(name: str, runner: JobRunner, t
     assert (long - short) / steps == pytest.approx(told, rel=0.002)
 
 
+def test_a_job_over_a_link_says_first_what_a_step_sends(runner: JobRunner, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = str(tmp_path / "script.py")
+    told = runner.run("nworkers_per_group: 2 nservers_per_group: 2 link { bandwidth: 10 }", script, "1").err
+    assert told.count("a step moves 0.10 MB over") == told.count("kFp16 it would be 0.05 MB. At 10 Mbit/s") == 1
+
+
 def test_bytes_are_those_of_the_plan(runner: JobRunner) -> None:
     cluster = (
         "nworker_groups: 3 server_worker_separate: true sync_freq: 4 "

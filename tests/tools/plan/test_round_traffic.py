@@ -7,8 +7,8 @@ import pytest
 
 from topotrain.config.job import Cluster, Grads, Job, Link, LRGen, Updater
 from topotrain.config.sharding import Parameter
+from topotrain.launch.runtime.round_traffic import RoundTraffic, link_mbit, link_seconds
 from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
-from topotrain.tools.plan.round_traffic import RoundTraffic, link_mbit, link_seconds
 
 OUTER = Updater(type="kNesterov", momentum=0.9, learning_rate=LRGen(type="kFixed", base_lr=0.7))  # type: ignore[arg-type]
 MODEL = PlannedSchema(

@@ -140,7 +140,7 @@ class ServerObserver(UnitObserver):
         self._requests, self._place, self._apart = requests, place, apart
         self.connections = self if apart else None
         self.servers: ServerProcess | None = None
-        self._reports = HostReports()
+        self._reports = HostReports(place)
 
     def on_open(self, servers: ServerProcess) -> None:
         self.servers = servers

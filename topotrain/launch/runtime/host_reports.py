@@ -2,24 +2,28 @@
 
 from collections.abc import Iterator, Mapping
 
-from topotrain.comm.router import Router
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.config.sharding import SliceMap
-from topotrain.config.topology import Address
-from topotrain.core.events import Event, ServerLoad, Slices, Traffic
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import Event, Notice, ServerLoad, Slices, Traffic
 from topotrain.extensions.replication.replica_host import HostedServer
+from topotrain.launch.runtime.round_traffic import link_seconds, step_traffic
 
 INTERVAL_S = 1.0
 """Seconds between two reports about the same thing, at least."""
 COUNTS_S = 0.25
 """Seconds between two reports of what extensions have counted, at least."""
+NOTICED_S = 0.02
+"""Seconds that a step must take a link before a job says so at its start."""
 MOST_SLICES = 500
 """The number of slices of a server that are listed. An event is one line, and a model may have 100,000 parameters."""
 
 
 class HostReports:
-    """Makes the reports of one process. Nothing is reported twice without a change."""
+    """Makes the reports of the process with this `place`. Nothing is reported twice without a change."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: RouterConfig) -> None:
+        self._place = place
         self._due = 0.0
         self._traffic: dict[Address, Traffic] = {}
         self._loads: dict[Address, ServerLoad] = {}
@@ -61,12 +65,24 @@ class HostReports:
             if model is not None and me not in self._sliced:
                 self._sliced.add(me)
                 yield slices(me, model.map)
+                if me == Address(Role.SERVER, 0, 0) and not self._place.identity.incarnation:
+                    yield from traffic_notice(self._place, model.map)
             updates = 0 if model is None else state.version - state.start.version
             load = ServerLoad(str(me), updates, state.version, each.busy_s)
             if self._loads.get(me) != load:
                 self._loads[me] = load
                 yield load
             yield from self.traffic(me, router)
+
+
+def traffic_notice(place: RouterConfig, slice_map: SliceMap) -> Iterator[Notice]:
+    """Yield what a step sends between hosts, if a link needs a while for it. The speed of the link must be known."""
+    topology, link = place.topology, place.job.cluster.link
+    mbit = topology.link_mbit if link is None else link.bandwidth
+    between_hosts = link is not None or len({*topology.hosts}) > 1
+    found = step_traffic(place.job, topology, slice_map) if mbit and between_hosts else None
+    if found is not None and mbit and (seconds := link_seconds(found.nbytes, mbit)) >= NOTICED_S:
+        yield Notice("server 0/0", f"{found.explain()}. At {mbit:,.0f} Mbit/s a step takes {seconds:.2g} s at least")
 
 
 def slices(me: Address, slice_map: SliceMap) -> Slices:

@@ -96,7 +96,7 @@ class WorkerConnections(Connections):
         self._place = place
         reader = InlineReader() if place.topology.inline else None
         self._router = Router(place, self.memory, reader)
-        self._reports = HostReports()
+        self._reports = HostReports(place)
         poll_s, observer = place.job.cluster.poll_time / 1000, options.observer
         self._waiter = (
             ConditionWaiter(poll_s, observer)

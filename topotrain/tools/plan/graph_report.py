@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from topotrain.launch.runtime.round_traffic import mb
 from topotrain.parallel.estimate.cost_report import CostReport, EdgeCost
 from topotrain.parallel.estimate.memory_check import ITSELF, MemoryLimits, on_host
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.program.segments import stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind
 from topotrain.tools.plan.layout_plan import columns
-from topotrain.tools.plan.round_traffic import mb
 
 
 @dataclass(frozen=True, slots=True)

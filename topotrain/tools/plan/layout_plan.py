@@ -17,8 +17,8 @@ from topotrain.config.topology import Address, Topology, layout
 from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
+from topotrain.launch.runtime.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
 from topotrain.tools.plan.job_notes import agreement_in_words, store_advice
-from topotrain.tools.plan.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
 
 MB = 1_000_000
 _WIDTH = 120
