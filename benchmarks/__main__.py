@@ -8,7 +8,17 @@ from benchmarks.record import ROOT, environment, say
 
 USUAL = ("starts", "memory", "compression", "splitting", "downpour", "straggler", "slow_link", "training_step")
 """The tables that are measured without a name: some 20 minutes on 2 cores."""
-TABLES = (*USUAL, "collectives", "two_hosts", "survivors", "asynchrony", "islands", "predictions", "gpu_training")
+TABLES = (
+    *USUAL,
+    "collectives",
+    "two_hosts",
+    "two_slow_hosts",
+    "survivors",
+    "asynchrony",
+    "islands",
+    "predictions",
+    "gpu_training",
+)
 
 
 def main() -> None:

@@ -103,11 +103,11 @@ def compare(
     return rows
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
+def declare(parser: argparse.ArgumentParser, mbit: float = 1000.0) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=2, help="per turn")
     parser.add_argument("--models", nargs="+", choices=("mlp", "gpt", "cnn"), default=["mlp", "gpt", "cnn"])
-    parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0, 100.0])
+    parser.add_argument("--mbit", nargs="+", type=float, default=[mbit])
     parser.add_argument("--sides", nargs="+", choices=[*PEERS, *JOBS], default=[*PEERS, *JOBS])
     parser.add_argument("--inside", default="", help="of all jobs' cluster blocks, such as 'slice_bytes: 65536'")
 
