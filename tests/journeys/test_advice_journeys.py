@@ -19,6 +19,7 @@ from topotrain.tools.probe.probe_file import ProbedParameter
 pytestmark = pytest.mark.journey
 
 STEADY = str(PROGRAMS / "steady.py")
+SLOW = (STEADY, "--step-s", "0.02")  # long enough to be compared
 
 
 def topotrain(shells: Shells, *words: str) -> Shell:
@@ -44,21 +45,19 @@ def test_a_probe_of_another_model_is_not_tried(shells: Shells) -> None:
 def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, served_at: str) -> None:
     run = ("run", "--forkserver", served_at, "--set", "checkpoint_freq=20")
     (shells.folder / "auto.conf").write_text('name: "job" cluster { auto: true workspace: "auto" }\n')
-    (said,) = ended([topotrain(shells, *run, "auto.conf", STEADY, "--epochs", "2")], [0])
+    (said,) = ended([topotrain(shells, *run, "auto.conf", *SLOW, "--epochs", "2")], [0])
     found = re.search(r"auto: by hand this is (cluster \{.*\})", said)
     assert found is not None, said
-    assert re.search(
-        r"topotrain: auto: (.+ samples/s, measured here for 3 s; next: |one worker, .+ compared: )", said
-    ), said
+    assert re.search(r"topotrain: auto: .+ samples/s, measured here in at most 3 s; next: ", said), said
     block = found[1].replace("cluster {", 'cluster { workspace: "hand"')
     (shells.folder / "hand.conf").write_text(f'name: "job" {block}\n')
-    ended([topotrain(shells, *run, "hand.conf", STEADY, "--epochs", "2")], [0])
+    ended([topotrain(shells, *run, "hand.conf", *SLOW, "--epochs", "2")], [0])
     chosen, by_hand = (load_file(shells.folder / name / "final.safetensors") for name in ("auto", "hand"))
     assert chosen.keys() == by_hand.keys()
     for name, value in chosen.items():
         assert torch.equal(value, by_hand[name]), name
     # What resumes keeps the layout, and measures nothing.
-    (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", STEADY, "--epochs", "3")], [0])
+    (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", *SLOW, "--epochs", "3")], [0])
     assert "auto:" not in said and "measuring" not in said
 
 

@@ -129,7 +129,7 @@ def test_the_block_that_is_shown_gives_the_same_job(chooses) -> None:  # type: i
     found = chooses(Machine({1: 10.0, 2: 12.0, 4: 30.0}), cores=4)
     first, second = found.explain().splitlines()
     assert first.startswith(
-        "auto: in-memory Sandblaster, 4 workers, 4 servers: 240 samples/s, measured here for 3 s; next: "
+        "auto: in-memory Sandblaster, 4 workers, 4 servers: 240 samples/s, measured here in at most 3 s; next: "
     )
     again = job_file.loads(second.removeprefix("auto: by hand this is ")).cluster
     assert replace(again, workspace="w") == found.job.cluster

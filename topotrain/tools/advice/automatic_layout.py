@@ -93,4 +93,4 @@ def _fastest(found: Sequence[tuple[Candidate, float]], unit: str) -> AutomaticLa
     others = sorted((each for each in found if each is not winner), key=lambda each: -each[1])
     first, *following = (f"{candidate.label}: {speed:,.0f} {unit}/s" for candidate, speed in (winner, *others[:1]))
     next_one = "".join(f"; next: {text}" for text in following)
-    return AutomaticLayout(winner[0].job, f"{first}, measured here for {RUN_S:g} s{next_one}")
+    return AutomaticLayout(winner[0].job, f"{first}, measured here in at most {RUN_S:g} s{next_one}")
