@@ -213,6 +213,7 @@ class _Recipe:
 
 _RECIPES: Mapping[str, _Recipe] = {
     "mlp": _Recipe(mlp, 80, lambda n: _classes(n, 1024)),
+    "wide": _Recipe(lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))), 8, lambda n: _classes(n, 4096)),
     "gpt": _Recipe(GPT, 2, _tokens),
     "char": _Recipe(CharacterModel, 8, lambda n: _tokens(n, 64, CHARACTERS)),
     "cnn": _Recipe(cnn, 4, lambda n: _classes(n, 3, 32, 32)),
