@@ -302,7 +302,7 @@ def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
     assert set(found) == {"worker 0/0 + server 0/0", "worker 0/1 + server 0/1"}
     values = sum(4 * p.count for p in parameters)
     held = sum(4 * p.count * (1 if p.owners else 2) for p in parameters)
-    assert sum(need.shared - need.passed for need in found.values()) == values + 2 * held
+    assert sum(need.shared - need.passed for need in found.values()) == values + held
     bill = cut(job).plan.bill
     assert [need.passed for need in found.values()] == [sum(bill.sent(worker)) for worker in (0, 1)]
     one, other = found.values()
