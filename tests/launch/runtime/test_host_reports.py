@@ -13,6 +13,7 @@ from topotrain.launch.runtime.host_reports import COUNTS_S, INTERVAL_S, MOST_SLI
 
 COORDINATOR = Address(Role.SERVER, 0, 0)
 SERVER, WORKER = Address(Role.SERVER, 0, 1), Address(Role.WORKER, 0, 0)
+PLACE: Any = None  # only of the coordinator is it asked
 
 
 class Router:
@@ -55,7 +56,7 @@ def test_a_long_list_of_slices_is_cut_and_says_so() -> None:
 
 
 def test_only_changes_are_reported() -> None:
-    reports, router = HostReports(), Router()
+    reports, router = HostReports(PLACE), Router()
     host = {SERVER: server(0, 0.0)}
     assert list(reports.servers(host, router)) == [ServerLoad("server 0/1", 0, 0, 0.0)]  # type: ignore[arg-type]
     assert list(reports.servers(host, router)) == []  # type: ignore[arg-type]
@@ -70,7 +71,7 @@ def test_only_changes_are_reported() -> None:
 
 
 def test_extensions_of_coordinators_tell_changed_counts_in_good_time() -> None:
-    said, reports = [Rounds("server 0/0", {"2": 1}, 0.0, 0, ())], HostReports()
+    said, reports = [Rounds("server 0/0", {"2": 1}, 0.0, 0, ())], HostReports(PLACE)
     hooks = SimpleNamespace(interim=[SimpleNamespace(interim_events=lambda: tuple(said))])
     both = {address: SimpleNamespace(server=SimpleNamespace(hooks=hooks)) for address in (COORDINATOR, SERVER)}
     found = [list(reports.counts(both, now)) for now in (5.0, 5.0 + COUNTS_S / 2, 5.0 + COUNTS_S)]  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def test_extensions_of_coordinators_tell_changed_counts_in_good_time() -> None:
 
 
 def test_a_report_is_due_once_a_second_and_at_the_end() -> None:
-    reports = HostReports()
+    reports = HostReports(PLACE)
     assert [reports.due(at) for at in (5.0, 5.0 + INTERVAL_S / 2, 5.0 + INTERVAL_S)] == [True, False, True]
     assert reports.due(5.0 + INTERVAL_S, last=True)
 
