@@ -152,7 +152,7 @@ class Router:
         """
         # An endpoint that only dials needs the one transport that leads to all peers; with an emulated link, or with a
         # second host, there are two of them.
-        near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
+        near = not self._topology.crosses_hosts
         names = self._order[:1] if dial_only and near else self._order
         urls = [
             self._sockets[name].attach_together({me: _Port(self, name, me, each) for me, each in endpoints.items()})

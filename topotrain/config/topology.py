@@ -194,6 +194,11 @@ class Topology:
             return unit
         return self.hosts[unit] if self.hosts else 0
 
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether units are on several hosts, or an emulated link is between them."""
+        return self.cluster.link is not None or len({*self.hosts}) > 1
+
     def together(self, a: Address, b: Address) -> bool:
         """Whether two addresses are on one host and can share memory."""
         return self.host_of(a) == self.host_of(b)

@@ -66,7 +66,7 @@ class HostReports:
                 self._sliced.add(me)
                 yield slices(me, model.map)
                 if me == Address(Role.SERVER, 0, 0) and not self._place.identity.incarnation:
-                    yield from traffic_notice(self._place, model.map)
+                    yield from traffic_notice(me, self._place, model.map)
             updates = 0 if model is None else state.version - state.start.version
             load = ServerLoad(str(me), updates, state.version, each.busy_s)
             if self._loads.get(me) != load:
@@ -75,14 +75,15 @@ class HostReports:
             yield from self.traffic(me, router)
 
 
-def traffic_notice(place: RouterConfig, slice_map: SliceMap) -> Iterator[Notice]:
+def traffic_notice(me: Address, place: RouterConfig, slice_map: SliceMap) -> Iterator[Notice]:
     """Yield what a step sends between hosts, if a link needs a while for it. The speed of the link must be known."""
     topology, link = place.topology, place.job.cluster.link
     mbit = topology.link_mbit if link is None else link.bandwidth
-    between_hosts = link is not None or len({*topology.hosts}) > 1
-    found = step_traffic(place.job, topology, slice_map) if mbit and between_hosts else None
-    if found is not None and mbit and (seconds := link_seconds(found.nbytes, mbit)) >= NOTICED_S:
-        yield Notice("server 0/0", f"{found.explain()}. At {mbit:,.0f} Mbit/s a step takes {seconds:.2g} s at least")
+    if not mbit or not topology.crosses_hosts:
+        return
+    found = step_traffic(place.job, topology, slice_map)
+    if found is not None and (seconds := link_seconds(found.nbytes, mbit)) >= NOTICED_S:
+        yield Notice(str(me), f"{found.explain()}. At {mbit:,.0f} Mbit/s a step takes {seconds:.2g} s at least")
 
 
 def slices(me: Address, slice_map: SliceMap) -> Slices:

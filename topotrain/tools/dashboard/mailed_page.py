@@ -78,7 +78,7 @@ def embedded_json(data: Any) -> str:
 
 
 def _in_element(script: str) -> str:
-    """Return a script whose texts neither end its element nor begin a comment."""
+    """Return a script with texts that neither end its element nor begin a comment."""
     return script.replace("</script", "<\\/script").replace("<!--", "\\x3C!--")
 
 

@@ -35,7 +35,7 @@ def named_runs(runs: Mapping[Path, T]) -> dict[str, T]:
 
 
 def read_runs(runs: Iterable[Path], stack: ExitStack) -> dict[Path, RecordedWorkspace]:
-    """Read runs, whose files the stack closes.
+    """Read runs; the stack closes their files.
 
     Those that cannot be read are named on stderr and left out. Raises ConfigError if that is all of them.
     """
