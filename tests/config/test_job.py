@@ -4,10 +4,7 @@ import dataclasses
 import itertools
 import pickle
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from topotrain.config.combinations import contributed, contributed_to
 from topotrain.config.job import (
     COMBINATIONS,
-    Agreement,
     Cluster,
     ConfigError,
     FixedStep,
@@ -28,8 +24,6 @@ from topotrain.config.job import (
     Pull,
     Reduce,
     RMSProp,
-    Shard,
-    Slicing,
     Updater,
 )
 from topotrain.config.job_file import loads
@@ -51,7 +45,6 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
     ("make", "message"),
     [
         (lambda: Cluster(nserver_groups=-1), "cluster.nserver_groups = -1: must be a whole number >= 0"),
-        (lambda: Cluster(nworkers_per_group=True), "nworkers_per_group = true: must be a whole"),
         (lambda: Cluster(nworkers_per_group=2.0), "nworkers_per_group = 2.0: must be a whole"),  # type: ignore[arg-type]
         (lambda: Cluster(nworkers_per_group=2**31), "must be a whole number >= 1"),
         (lambda: Cluster(start_port=70000), "start_port = 70000: must be a whole number, 1 to 65535"),
@@ -63,21 +56,15 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         ),
         (lambda: Cluster(shares="12"), "shares = '12': must be a list"),  # type: ignore[arg-type]
         (lambda: Cluster(nworkers_per_group=2, shares=(1, -1)), r"shares\[1\] = -1: must be a number >= 0"),
-        (lambda: Cluster(shares=(float("nan"),)), "must be a number >= 0"),
         (lambda: Cluster(shares=(10**400,)), "must be a number >= 0"),
         (lambda: Job(name=""), "name = '': must be a text that is not empty"),
-        (lambda: Job(seed=2**63), "seed = "),
         (lambda: Cluster(slice_bytes=100), "cluster.slice_bytes = 100: must be 0, or a whole number, 4096 to 67108864"),
         (lambda: Cluster(lease_s=0.5), "cluster.lease_s = 0.5: must be seconds, 1 to 3600"),
-        (lambda: Job(cluster=None), "cluster: must be a Cluster"),  # type: ignore[arg-type]
         (lambda: Job(args="x"), "args = 'x': must be a list"),  # type: ignore[arg-type]
         (lambda: Updater(clip_norm=0), "updater.clip_norm = 0: must be a number > 0"),
         (lambda: Updater(param=(Param(match="("),)), "updater.param.match = '\\(': must be a regular expression"),
         (lambda: RMSProp(rho=1.0), "updater.rmsprop_conf.rho = 1.0: must be a number >= 0 and < 1"),
-        (lambda: LRGen(base_lr=-0.1), "updater.learning_rate.base_lr = -0.1: must be"),
         (lambda: Partition(partition_dim=2), "partition.partition_dim = 2: must be a whole number, -1 to 1"),
-        (lambda: Partition(match="*"), "partition.match = '\\*': must be a regular expression"),
-        (lambda: Job(microbatches=0), "microbatches = 0: must be a whole number >= 1"),
         (
             lambda: Job(partition=(Partition(),), cluster=Cluster(algorithm="kRing")),  # type: ignore[arg-type]
             "cluster.algorithm = kRing: must be kAuto, straight to each server, where one model is split",
@@ -237,35 +224,6 @@ def test_every_row_has_an_example_and_belongs_to_a_block() -> None:
     assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in ROWS)
 
 
-@pytest.mark.parametrize(
-    ("example", "line"),
-    [
-        (
-            "OUTER outer.adam_conf={beta1:0.8}",
-            "cluster.outer.adam_conf = { beta1: 0.8 }: must not be given without type: ",
-        ),
-        (
-            "OUTER RATE.step_conf={change_freq:5}",
-            "learning_rate.step_conf = { change_freq: 5 }: must not be given without",
-        ),
-        ("OUTER outer.delta=0.5", "cluster.outer.delta = 0.5: must be 1e-08 for kSGD"),
-        ("OUTER outer.momentum=1.5", "cluster.outer.momentum = 1.5: must be a number >= 0 and < 1: with 1 or more"),
-        ("OUTER engine=kGloo", "cluster.engine = kGloo: must be kAuto or kOwn with cluster.outer"),
-    ],
-)
-def test_what_an_outer_optimizer_would_ignore_is_named_as_a_job_file_has_it(example: str, line: str) -> None:
-    assert line in str(error_of(example.split()))
-
-
-@pytest.mark.parametrize("keep", ["kBlend", "kDrop"])
-def test_steps_of_an_exchange_may_be_lost_on_request(keep: str) -> None:
-    """With one fragment, too: the documentation promises that batches count once for `keep: kAdd` alone."""
-    for exchange in ("overlap=1 sync_freq=2", "quorum=1"):
-        assert error_of(f"OUTER {exchange} keep={keep}".split()) is None
-    promise = "With `keep: kAdd` and `fragments: 1` each batch counts exactly once"
-    assert promise in (Path(__file__).parents[2] / "docs" / "islands.md").read_text()
-
-
 def test_values_count_as_shared_where_the_layout_shares_them() -> None:
     seen = set()
     for groups, servers, team, per_unit in itertools.product((1, 2, 4), (0, 1, 2, 4), (1, 2), (1, 2, 4, 8)):
@@ -289,11 +247,7 @@ def test_names_and_lists_become_enums_and_tuples() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.seed = 3  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(job)) == job
-
-
-def test_workspace_is_named_after_the_job_unless_given() -> None:
-    assert Job(name="a/b").workspace == "./workspace/a_b"
-    assert Job(name="a", cluster=Cluster(workspace="w")).workspace == "w"
+    assert (Job(name="a/b").workspace, Job(cluster=Cluster(workspace="w")).workspace) == ("./workspace/a_b", "w")
 
 
 SAME = [
@@ -303,46 +257,31 @@ SAME = [
     Job(cluster=Cluster(workspace="w", start_port=9000, poll_time=5)),
 ]
 OTHER = [
-    Job(seed=1),
-    Job(reduce=Reduce.kSum),
-    Job(shard=Shard.kLease),
-    Job(per_worker_batch=True),
-    Job(warmup_steps=1),
-    Job(updater=Updater()),
-    Job(updater=Updater(momentum=0.9)),
-    Job(cluster=Cluster(nworker_groups=2)),
-    Job(cluster=Cluster(slicing=Slicing.kTensor)),
-    Job(cluster=Cluster(agreement=Agreement.kRingAverage)),
-    Job(cluster=Cluster(2, 2, agreement=Agreement.kElastic)),
-    Job(cluster=Cluster(2, 2, agreement=Agreement.kElastic, moving_rate=0.3)),
-    Job(cluster=Cluster(2, 2, agreement=Agreement.kGossip)),
-    Job(cluster=Cluster(max_staleness=0)),
-    Job(partition=(Partition(match="fc"),)),
-    Job(partition=(Partition(match="fc", partition_dim=-1),)),
-    Job(placement="kAuto"),  # type: ignore[arg-type]
-    Job(microbatches=2),
-    Job(schedule="k1F1B"),  # type: ignore[arg-type]
+    "seed=1",
+    "shard=kLease",
+    "updater={}",
+    "updater={momentum:0.9}",
+    "slicing=kTensor",
+    "GROUPS agreement=kElastic",
+    "GROUPS agreement=kElastic moving_rate=0.3",
+    "GROUPS agreement=kGossip",
+    "max_staleness=0",
+    'partition={match:"fc"}',
+    'partition={match:"fc",partition_dim:-1}',
+    "placement=kAuto",
+    "microbatches=2",
 ]
 
 
 def test_the_digest_follows_what_decides_results_and_nothing_else() -> None:
     assert {job.digest() for job in SAME} == {Job().digest()}
-    assert len({job.digest() for job in [Job(), *OTHER]}) == len(OTHER) + 1
+    others = [loads("", overrides=[each for word in other.split() for each in written_out(word)]) for other in OTHER]
+    assert len({job.digest() for job in [Job(), *others]}) == len(OTHER) + 1
 
 
-@pytest.mark.journey
-def test_the_digest_is_the_same_in_another_process() -> None:
-    code = "from topotrain.config.job import Job; print(Job(seed=1).digest())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == Job(seed=1).digest()
-
-
-def test_a_job_that_is_not_split_has_the_digest_that_it_had_before_splitting() -> None:
+def test_digests_are_those_of_earlier_versions() -> None:
     job = Job(on_failure=OnFailure.kStop)  # the default of then
     assert job.digest() == "c5a0bca33a3934f68d9ed048d193d399ee84cdb2fe74dbaaabc28f874f77dddd"
-
-
-def test_digests_of_jobs_with_nested_blocks_do_not_change() -> None:
     schedule = LRGen(type="kFixedStep", fixedstep_conf=FixedStep(step=(1,), step_lr=(0.1,)))  # type: ignore[arg-type]
     updater = Updater(type="kSGD", learning_rate=schedule, param=(Param(match="b"),))  # type: ignore[arg-type]
     cluster = Cluster(start_port=9000, poll_time=5, lease_s=1.0, link=Link(delay=1.0), nworkers_per_group=3)
@@ -351,20 +290,3 @@ def test_digests_of_jobs_with_nested_blocks_do_not_change() -> None:
     backup = Cluster(nworkers_per_group=3, backup=1)
     job = Job(grads="kHidden", per_worker_batch=True, cluster=backup)  # type: ignore[arg-type]
     assert job.digest() == "8d27225053e41705d359b7fb27479722a05a826f4bb725ff19eae4dd80f72b61"
-
-
-@pytest.mark.parametrize(
-    ("job", "splits"),
-    [
-        (Job(), False),
-        (Job(microbatches=4), False),
-        (Job(partition=(Partition(),)), True),
-        (Job(placement="kAuto"), True),  # type: ignore[arg-type]
-    ],
-)
-def test_a_job_is_split_by_a_partition_block_or_by_kauto(job: Job, splits: bool) -> None:
-    assert job.splits is splits
-
-
-def test_every_enum_value_is_its_name() -> None:
-    assert all(member.value == member.name for kind in (Shard, Reduce, OnFailure, Slicing) for member in kind)

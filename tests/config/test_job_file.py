@@ -1,6 +1,5 @@
 """Every spelling of a job gives the same Job, and job.proto, the dataclasses and the documented reference agree."""
 
-import builtins
 import dataclasses
 import json
 import re
@@ -141,19 +140,11 @@ def test_layers_that_singa_divides_are_named(tmp_path: Path) -> None:
     whole = DIVIDED.replace("neuralnet {", "neuralnet { partition_dim: 1")
     (said,) = divided_told(tmp_path, whole)
     assert "fc1 (" in said and "loss (partition_dim: 1, by features)" in said and "data (" not in said
-
-
-def test_layers_that_are_not_divided_here_either_are_not_named(tmp_path: Path) -> None:
-    assert not divided_told(tmp_path, DIVIDED.replace("per_group: 2", "per_group: 1"))
+    for text in (DIVIDED.replace("per_group: 2", "per_group: 1"), SINGA_JOB):
+        assert not divided_told(tmp_path, text)
     assert not divided_told(tmp_path, DIVIDED + 'partition { match: "^fc1$" partition_dim: 1 }')
-    assert not divided_told(tmp_path, SINGA_JOB)
-
-
-def test_layers_in_yaml_are_named_as_well(tmp_path: Path) -> None:
     text = "cluster: {nworkers_per_group: 2}\nneuralnet: {layer: [{name: a}, {name: fc1, partition_dim: 1}, 3]}"
-    (said,) = divided_told(tmp_path, text, "job.yaml")
-    assert "not done here: fc1 (partition_dim: 1, by features)." in said
-    assert not divided_told(tmp_path, "cluster: {nworkers_per_group: 2}\nneuralnet: [1]", "job.yaml")
+    assert "not done here: fc1 (partition_dim: 1, by features)." in divided_told(tmp_path, text, "job.yaml")[0]
 
 
 def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
@@ -177,17 +168,12 @@ def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
         ("nworker_groups: 3", "j.conf:1:1: nworker_groups: JobProto has no such field; it is a field of ClusterProto"),
         ("cluster { zzz: 3 }", "no such field; known are nworker_groups, nserver_groups"),
         ("cluster {\n  nworker_groups: 0 }", "j.conf:2:3: cluster.nworker_groups = 0: must be a whole number >= 1"),
-        ("cluster {\n shares: 1\n shares: 2 }", "j.conf:2:2: cluster.shares = (1.0, 2.0): must be one share per"),
         ("cluster {\n  nworker_groups: x }", "j.conf:2:19: cluster.nworker_groups: Couldn't parse integer: x"),
-        ("cluster { workspace: 3 }", "j.conf:1:22: cluster.workspace: Expected string"),
         ("\nupdater { type: kAdm }", "j.conf:2:17: updater.type = 'kAdm': must be one of kSGD, kAdaGrad"),
-        ("reduce: kMaster", "j.conf:1:9: reduce = 'kMaster': must be one of kMean, kSum"),
         ("updater {\n rmsprop_conf { } }", "j.conf:2:2: updater.rmsprop_conf.rho: is required"),
-        ("restarts: -1", "j.conf:1:1: restarts = -1: must be a whole number >= 0"),
         ("seed: 1\nseed: 2", 'j.conf:2:7: seed: Message type "JobProto" should not have multiple "seed" fields'),
         ("cluster { }\ncluster { }", 'should not have multiple "cluster" fields'),
         ("cluster {\n nworker_groups: 1\n", "j.conf:1:9: unbalanced braces: the { of cluster is never closed"),
-        ("neuralnet {\n layer {\n }\n", "j.conf:1:11: unbalanced braces: the { of neuralnet is never closed"),
         ("cluster { }\n }", "j.conf:2:2: unbalanced braces: } closes nothing"),
         ("cluster {\n >", "j.conf:2:2: unbalanced braces: > closes the { of 1:9"),
         ('name: "a\nb"', 'j.conf:1:7: a text that is opened by " and not closed on its line'),
@@ -214,11 +200,8 @@ def test_a_typo_next_to_what_is_read_over_is_still_an_error() -> None:
         ("cluster.workspace=a=b", Job(cluster=Cluster(workspace="a=b"))),
         ('cluster.workspace="a\\"b"', Job(cluster=Cluster(workspace='a"b'))),
         ("cluster.workspace=", Job(cluster=Cluster())),
-        ("cluster.shares=[2]", Job(cluster=Cluster(workspace="w", shares=(2,)))),
-        ("seed=7", Job(seed=7, cluster=Cluster(workspace="w"))),
         ("import=my.rules", Job(import_="my.rules", cluster=Cluster(workspace="w"))),
         ('args=["a", "b"]', Job(args=("a", "b"), cluster=Cluster(workspace="w"))),
-        ("updater.type=kAdam", Job(updater=Updater(type=UpdaterType.kAdam), cluster=Cluster(workspace="w"))),
         (
             "updater.learning_rate.base_lr=0.5",
             Job(updater=Updater(learning_rate=LRGen(base_lr=0.5)), cluster=Cluster(workspace="w")),
@@ -235,7 +218,6 @@ def test_overrides(override: str, expected: Job) -> None:
     [
         ("seed", "override 'seed': must be FIELD=VALUE"),
         ("cluster.nworker_group=3", "cluster.nworker_group: ClusterProto has no such field; did you mean"),
-        ("clutser.nworker_groups=3", "clutser: JobProto has no such field; did you mean cluster"),
         ("cluster=3", "override 'cluster=3': cluster:"),
         ("cluster.nworker_groups=a", "cluster.nworker_groups: Couldn't parse integer: a"),
         ("cluster.nworker_groups=0", "override 'cluster.nworker_groups=0': cluster.nworker_groups = 0: must be"),
@@ -272,11 +254,8 @@ def test_a_yaml_file_gives_the_same_job_and_the_same_errors(tmp_path: Path) -> N
         ({"clutser": {}}, "clutser: JobProto has no such field; did you mean cluster"),
         ({"cluster": {"nworker_groups": 0}}, "cluster.nworker_groups = 0: must be a whole number >= 1"),
         ({"cluster": {"nworker_groups": True}}, "cluster.nworker_groups = true: must be a whole number"),
-        ({"cluster": {"nworker_groups": 1 << 40}}, "cluster.nworker_groups"),
-        ({"cluster": {"workspace": 3}}, "cluster.workspace = 3: must be a text"),
         ({"cluster": {"shares": ["x"]}}, "cluster.shares = 'x': must be a number"),
         ({"cluster": 3}, "cluster = 3: must be a mapping"),
-        ({"reduce": "kMaster"}, "reduce = 'kMaster': must be one of kMean, kSum"),
         ({"updater": {"rmsprop_conf": {}}}, "updater.rmsprop_conf.rho: is required"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(error)):
@@ -533,17 +512,6 @@ def test_the_compiled_form_of_job_proto_is_that_of_its_text(tmp_path: Path) -> N
     assert list(found.file) == [schema()], "job.proto has changed: run `make proto`"
 
 
-def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def guard(name: str, *args: Any, **kwargs: Any) -> Any:
-        assert name != "yaml"
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", guard)
-    assert loads("seed: 3").seed == 3
-
-
 @pytest.mark.parametrize(
     ("inside", "error"),
     [
@@ -552,8 +520,6 @@ def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.Mo
             "learning_rate { base_lr: -1 }",
             "job.conf:1:35: cluster.outer.learning_rate.base_lr = -1.0: must be a number",
         ),
-        ("type: kSGD", "job.conf:1:11: cluster.outer.learning_rate: is required"),
-        ("delay: 0", "job.conf:1:19: cluster.outer.delay = 0: must be a whole number >= 1"),
         ("", "job.conf:1:11: cluster.outer.type = kUserUpdater: must be one of kSGD, kAdaGrad"),
     ],
 )

@@ -135,8 +135,8 @@ CHECKS = (check_placed_once, check_formulas, check_groups, check_sums, check_sha
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_all_legal_counts_follow_the_rules(apart):
-    """Every choice of the six counts in `make soak`, and every seventh otherwise."""
-    for counts in LEGAL[:: 1 if SOAK else 7]:
+    """Every choice of the six counts in `make soak`, and one of 31 otherwise."""
+    for counts in LEGAL[:: 1 if SOAK else 31]:
         topology = layout(Cluster(**counts, server_worker_separate=apart))
         for check in CHECKS:
             check(topology)
@@ -150,6 +150,7 @@ def test_every_legal_cluster_follows_the_rules(cluster):
         check(topology)
     data = json.loads(json.dumps(topology.as_data()))
     assert data["nprocs"] == len(data["units"]) == len(topology.units)
+    assert data["units"][0]["workers"] == [[worker.group, worker.index] for worker in topology.units[0].workers]
     lines = topology.explain().splitlines()
     assert [line.split()[0] for line in lines[4 : 4 + len(topology.units)]] == [str(u.rank) for u in topology.units]
 
@@ -199,7 +200,6 @@ def test_the_four_named_frameworks(cluster, name, workers, servers):
         (Cluster(nworkers_per_group=2, nworkers_per_procs=2), "in-memory Sandblaster"),
         (Cluster(nworkers_per_group=3), "Sandblaster with co-located servers"),
         (Cluster(nworker_groups=2, nworkers_per_procs=2), "in-memory Hogwild"),
-        (Cluster(nworker_groups=2, nworkers_per_procs=2, share_memory=False), "Downpour with co-located servers"),
         (
             Cluster(nworker_groups=2, nworkers_per_procs=2, server_worker_separate=True),
             "in-memory Hogwild with servers",
@@ -209,29 +209,13 @@ def test_the_four_named_frameworks(cluster, name, workers, servers):
         (Cluster(nworker_groups=4, nserver_groups=2), "hybrid: Distributed Hogwild"),
         (Cluster(nworker_groups=2, nserver_groups=2, server_worker_separate=True), "Distributed Hogwild with servers"),
         (Cluster(nserver_groups=0, nworkers_per_group=2), "AllReduce without servers"),
-        (Cluster(nserver_groups=0), "one worker without servers"),
-        (Cluster(nserver_groups=0, nworker_groups=2), "independent groups"),
+        (Cluster(nserver_groups=0, nworker_groups=2, nworkers_per_procs=2), "independent groups"),
     ],
 )
 def test_other_layouts_have_names_too(cluster, name):
-    assert layout(cluster).explain().startswith(name)
-
-
-def test_four_worker_groups_on_two_server_groups():
-    cluster = Cluster(
-        nworker_groups=4,
-        nserver_groups=2,
-        nworkers_per_group=2,
-        nservers_per_group=2,
-        nworkers_per_procs=4,
-        nservers_per_procs=4,
-    )
     topology = layout(cluster)
-    assert [topology.server_group_of(g) for g in range(4)] == [0, 0, 1, 1]
-    assert [len(unit.servers) for unit in topology.units] == [4, 0]
-    assert topology.sharing(0) == (topology.workers(0) + topology.workers(1),)
-    assert topology.sum_tree(3) == ((0, 1),)
-    assert topology.explain().splitlines()[4].split("  ")[-1] == "(0/0 0/1 1/0 1/1)"
+    assert topology.explain().startswith(name)
+    assert bool(topology.sharing(0)) == ("in-memory Hogwild" in name or name.startswith("hybrid: Downpour"))
 
 
 def test_without_declared_servers_each_group_has_a_home_beside_its_first_worker():
@@ -244,33 +228,7 @@ def test_without_declared_servers_each_group_has_a_home_beside_its_first_worker(
     assert data["server_group_of_worker_group"] == [None, None]
 
 
-def test_independent_groups_of_one_unit_share_nothing():
-    assert layout(Cluster(nworker_groups=2, nserver_groups=0, nworkers_per_procs=2)).sharing(0) == ()
-
-
-def test_as_data_is_what_plan_json_prints():
-    assert layout(DOWNPOUR).as_data() == {
-        "nprocs": 6,
-        "units": [
-            {"rank": 0, "workers": [[0, 0]], "servers": []},
-            {"rank": 1, "workers": [[0, 1]], "servers": []},
-            {"rank": 2, "workers": [[1, 0]], "servers": []},
-            {"rank": 3, "workers": [[1, 1]], "servers": []},
-            {"rank": 4, "workers": [], "servers": [[0, 0]]},
-            {"rank": 5, "workers": [], "servers": [[0, 1]]},
-        ],
-        "server_group_of_worker_group": [0, 0],
-    }
-
-
-def test_an_address_reads_as_a_name():
-    assert str(Address(Role.WORKER, 0, 1)) == f"{Address(Role.WORKER, 0, 1)}" == "worker 0/1"
-    assert str(Address(Role.SERVER, 2, 0)) == "server 2/0"
-
-
-@pytest.mark.parametrize(
-    "address", [(Role.WORKER, 2, 0), (Role.WORKER, 0, 2), (Role.SERVER, 1, 0), (Role.SERVER, 0, -1)]
-)
+@pytest.mark.parametrize("address", [(Role.WORKER, 2, 0), (Role.WORKER, 0, 2), (Role.SERVER, 0, -1)])
 def test_no_process_is_at_an_address_outside_the_layout(address):
     with pytest.raises(ValueError, match="does not exist"):
         layout(DOWNPOUR).unit_of(Address(*address))
@@ -280,12 +238,6 @@ def test_no_process_is_at_an_address_outside_the_layout(address):
     ("counts", "field", "accepted"),
     [
         ({"nworkers_per_group": 4, "nworkers_per_procs": 3}, "nworkers_per_procs", "one of 1, 2, 4"),
-        (
-            {"nworker_groups": 2, "nworkers_per_group": 3, "nworkers_per_procs": 2},
-            "nworkers_per_procs",
-            "one of 1, 3, 6",
-        ),
-        ({"nworkers_per_procs": 2}, "nworkers_per_procs", "one of 1:"),
         ({"nservers_per_group": 3, "nservers_per_procs": 2}, "nservers_per_procs", "one of 1, 3"),
         ({"nworker_groups": 4, "nserver_groups": 3}, "nserver_groups", "one of 0, 1, 2, 4"),
         ({"nworker_groups": 2, "nserver_groups": 4}, "nserver_groups", "one of 0, 1, 2"),
@@ -303,12 +255,6 @@ def test_defect_10_counts_that_do_not_divide_are_an_error_with_a_way_out(counts,
 def test_defect_10_a_slip_of_the_finger_is_an_error_and_not_a_long_wait():
     with pytest.raises(ConfigError, match=f"up to {MOST} workers"):
         layout(Cluster(nworker_groups=2_000_000_000))
-
-
-@pytest.mark.parametrize("field", ["nworker_groups", "nworkers_per_group", "nservers_per_group", "nworkers_per_procs"])
-def test_defect_10_a_count_of_zero_is_an_error(field):
-    with pytest.raises(ConfigError, match=f"cluster.{field} = 0: .*>= 1"):
-        layout(Cluster(**{field: 0}))
 
 
 def documented() -> list[tuple[str, Cluster, list[list[str]]]]:
